@@ -1,4 +1,4 @@
-"""LoRA through PEFT: add low-rank adapters to the linear layers of any module, choose the active one, copy and merge."""
+"""Adapters through PEFT: add LoRA, DoRA or LoKr to linear layers of any module, choose the active one, copy and merge."""
 
 import math
 import sys
@@ -7,44 +7,108 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fluvial.core import ema
 from fluvial.core.checks import FieldError, check_fields
-from fluvial.models.lora_layer import Product, lighten
+from fluvial.models.lora_layer import PARTS, Product, lighten, merged_weight
 from fluvial.models.quantised import QuantisedLinear
 
 # Linear layers of the joint attention of MM-DiTs, by diffusers' names.
 JOINT_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
+Init = Literal["default", "gaussian"]
+
+
 @dataclass(frozen=True)
-class LoraConfig:
-    """A low-rank adapter: W + (alpha / rank) B A, with A and B trained and W frozen (arXiv 2106.09685).
+class LowRank:
+    """LoRA (arXiv 2106.09685): W + s B A, with s = alpha / rank.
 
     Args:
-        rank: Rank of the factors A and B.
-        alpha: Scale of the adapter; its output is multiplied by alpha / rank.
         init: Distribution of A: default (Kaiming uniform, as in PEFT) or gaussian (standard deviation 1 / rank, as in the
             training scripts of diffusers and Flow-GRPO). B starts at 0.
-        targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
-        weights: File or folder of an adapter to continue from, with keys of diffusers, PEFT or kohya/ComfyUI. Rank, alpha
-            and layers are read from it, and nothing is drawn. It is the reference policy, too.
         product: How a layer multiplies its input: factors (x W^T + s (x A^T) B^T, as PEFT does), merged, which computes
             W + s B A in each forward pass, or auto, which merges where that takes no more operations: where four samples
             have 2 in out / (in + out) tokens. The two agree to rounding. In a lower precision than float32 all take the
             factors. Compiled blocks merge layers up to about four ranks wide only.
     """
 
+    kind: ClassVar[str] = "lora"
+    init: Init = "default"
+    product: Product = "auto"
+
+    def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
+        """Return PEFT's settings of an adapter."""
+        return _peft_lora(config, targets, self.init)
+
+
+@dataclass(frozen=True)
+class Dora:
+    """DoRA (arXiv 2402.09353): rows of W + s B A with a trained length.
+
+    Args:
+        init: Distribution of A, as for lora. B starts at 0, and the lengths at those of the rows of W.
+    """
+
+    kind: ClassVar[str] = "dora"
+    init: Init = "default"
+
+    def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
+        """Return PEFT's settings of the factors; `add_lora` adds the lengths."""
+        return _peft_lora(config, targets, self.init)
+
+
+@dataclass(frozen=True)
+class Lokr:
+    """LoKr (arXiv 2309.14859): W + s w1 (x) w2, a Kronecker product whose second factor has the rank.
+
+    Args:
+        factor: Rows and columns of w1, where they divide those of W; None takes the divisors next to the root. w2 has no
+            rank of its own where that would not be fewer numbers.
+    """
+
+    kind: ClassVar[str] = "lokr"
+    factor: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora.form", factor=(1, math.inf))
+
+    def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
+        """Return PEFT's settings of an adapter."""
+        import peft  # as in add_lora
+
+        factor = -1 if self.factor is None else self.factor
+        alpha: Any = config.alpha  # PEFT says int, and takes any number
+        return peft.LoKrConfig(r=config.rank, alpha=alpha, target_modules=list(targets), decompose_factor=factor)
+
+
+Form = LowRank | Dora | Lokr
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """An adapter of linear layers, which is trained while W is frozen.
+
+    Args:
+        rank: Rank of the factors.
+        alpha: Scale of the adapter; its output is multiplied by alpha / rank.
+        targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
+        form: What is added to a layer: lora (low-rank factors), dora (with trained lengths of the rows of the sum), or lokr
+            (a Kronecker product, of fewer numbers).
+        weights: File or folder of an adapter to continue from, with keys of diffusers or PEFT, a LoRA also with those of
+            kohya/ComfyUI. Form, rank, alpha and layers are read from it, and nothing is drawn. It is the reference policy,
+            too.
+    """
+
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | None = None
-    init: Literal["default", "gaussian"] = "default"
+    form: Form = LowRank()
     weights: Path | None = None
-    product: Product = "auto"
 
     def __post_init__(self) -> None:
         check_fields(self, rank=(1, math.inf), alpha=(1e-45, math.inf))
@@ -58,6 +122,24 @@ class LoraConfig:
         """Factor of the adapter's output, alpha / rank."""
         return self.alpha / self.rank
 
+    @property
+    def product(self) -> Product:
+        """How a layer multiplies its input; forms other than lora never merge."""
+        return self.form.product if isinstance(self.form, LowRank) else "factors"
+
+
+def _peft_lora(config: LoraConfig, targets: Sequence[str], init: Init) -> Any:
+    import peft  # as in add_lora
+
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(targets),
+        lora_dropout=0.0,
+        bias="none",
+        init_lora_weights=True if init == "default" else "gaussian",
+    )
+
 
 def add_lora(
     module: nn.Module,
@@ -69,12 +151,13 @@ def add_lora(
 ) -> None:
     """Freeze `module` and add adapters to its linear layers, in place; `default` is trained and active.
 
-    B starts at 0, so the module's output does not change. A is drawn from `seed`, with the same values on any device. The
-    other adapters are frozen and start equal to `default`. If the weights are on the meta device, adapters are on the CPU.
+    One factor starts at 0, so the module's output does not change. The others are drawn from `seed`, with the same values on
+    any device. The other adapters are frozen and start equal to `default`. If the weights are on the meta device, adapters
+    are on the CPU.
 
     Args:
         module: network to adapt.
-        config: rank, scale and targets.
+        config: form, rank, scale and targets.
         targets: suffixes of the names of the layers, used if `config.targets` is None.
         adapters: names of the adapters; `default` is the first.
         seed: seed of A.
@@ -93,16 +176,10 @@ def add_lora(
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several adapters are intended
         torch.manual_seed(seed)
         for name in adapters:
-            adapter = peft.LoraConfig(
-                r=config.rank,
-                lora_alpha=config.alpha,
-                target_modules=list(targets),
-                lora_dropout=0.0,
-                bias="none",
-                init_lora_weights=True if config.init == "default" else "gaussian",
-            )
-            peft.inject_adapter_in_model(adapter, module, adapter_name=name)
+            peft.inject_adapter_in_model(config.form.peft(config, targets), module, adapter_name=name)
     for layer in lora_layers(module).values():
+        if isinstance(config.form, Dora):
+            _add_lengths(layer, adapters)
         layer.set_adapter("default")  # freezes the others
         lighten(layer, product=config.product)
     for name in adapters[1:]:
@@ -152,17 +229,45 @@ def adapter_names(module: nn.Module, name: str) -> dict[str, str]:
     The short name is the one in the files of PEFT and diffusers: `block.to_q.lora_A.weight` for
     `block.to_q.lora_A.old.weight`. Raises ValueError if the module has no adapter of that name.
     """
-    factors = [f"{layer}.lora_{factor}" for layer in _layers_with(module, name) for factor in "AB"]
-    return {f"{factor}.weight": f"{factor}.{name}.weight" for factor in factors}
+    return {
+        f"{path}.{part}{ending}": f"{path}.{part}.{name}{ending}"
+        for path, layer in _layers_with(module, name).items()
+        for part, ending in _parts(layer, name).items()
+    }
+
+
+def _parts(layer: Any, adapter: str) -> dict[str, str]:
+    """Return the parts that an adapter has in a layer, each with the ending of its parameter's name."""
+    held = {part: getattr(layer, part, {}) for part in PARTS}
+    return {part: ".weight" if isinstance(own, nn.ModuleDict) else "" for part, own in held.items() if adapter in own}
+
+
+def form_of(module: nn.Module) -> Form:
+    """Return the form of a module's adapters, with defaults of how factors are drawn; ValueError without any."""
+    layer = next(iter(_layers_with(module, "default").values()))
+    if not hasattr(layer, "lora_A"):
+        configs: Any = module.peft_config
+        factor = configs["default"].decompose_factor
+        return Lokr(None if factor == -1 else factor)
+    return Dora() if len(layer.lora_magnitude_vector) else LowRank()
 
 
 def lora_settings(module: nn.Module) -> dict[str, Any] | None:
-    """Return rank, alpha and adapted layers of the adapter `default`, as JSON holds them; None without an adapter."""
+    """Return rank, alpha, form and adapted layers of the adapter `default`, as JSON holds them; None without an adapter."""
     layers = lora_layers(module)
     if not layers:
         return None
-    first = next(iter(layers.values()))
-    return {"rank": first.r["default"], "alpha": float(first.lora_alpha["default"]), "layers": sorted(layers)}
+    first, form = next(iter(layers.values())), form_of(module)
+    alpha = first.lora_alpha if hasattr(first, "lora_alpha") else first.alpha
+    record = {"kind": form.kind} | ({"factor": form.factor} if isinstance(form, Lokr) else {})
+    return {"rank": first.r["default"], "alpha": float(alpha["default"]), "form": record, "layers": sorted(layers)}
+
+
+def recorded_lora(settings: dict[str, Any]) -> LoraConfig:
+    """Return the adapter of `lora_settings`, without its layers."""
+    record = dict(settings.get("form", {"kind": "lora"}))
+    variant: Any = {form.kind: form for form in (LowRank, Dora, Lokr)}[record.pop("kind")]
+    return LoraConfig(rank=settings["rank"], alpha=settings["alpha"], form=variant(**record))
 
 
 def copy_adapter(module: nn.Module, source: str, into: str) -> None:
@@ -193,27 +298,38 @@ def merge_lora(module: nn.Module, adapter: str = "default") -> None:
 
     A quantised layer becomes one of the dequantised weight, because its codes could not hold the sum.
     """
+    parameters, names = dict(module.named_parameters()), adapter_names(module, adapter)
     for name, layer in _layers_with(module, adapter).items():
-        if isinstance(layer.base_layer, QuantisedLinear):
-            layer.base_layer = layer.base_layer.plain()
-        layer.merge(adapter_names=[adapter])
+        base: Any = layer.base_layer
+        base = base.plain() if isinstance(base, QuantisedLinear) else base
+        parts = {part: parameters[names[f"{name}.{part}{end}"]].detach() for part, end in _parts(layer, adapter).items()}
+        base.weight.data = merged_weight(base.weight.data, parts, layer.scaling[adapter])
         parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, layer.get_base_layer())
+        setattr(module.get_submodule(parent), attribute, base)
     del module.peft_config
+
+
+def adapter_parts(module: nn.Module, adapter: str) -> dict[str, dict[str, str]]:
+    """Return the short names of an adapter's parameters by layer and part; ValueError if there is none of that name."""
+    return {
+        name: {part: f"{name}.{part}{ending}" for part, ending in _parts(layer, adapter).items()}
+        for name, layer in _layers_with(module, adapter).items()
+    }
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter's name belongs to an adapter, trained or not."""
-    return ".lora_" in name
+    return ".lora_" in name or ".lokr_" in name
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:
-    """Return the adapted layers by name, each a LoraLayer of PEFT around the linear layer."""
+    """Return the adapted layers by name, each a LoraLayer or LoKrLayer of PEFT around the linear layer."""
     if "peft" not in sys.modules:  # then there are none, and the import would take seconds
         return {}
+    from peft.tuners.lokr import LoKrLayer
     from peft.tuners.lora import LoraLayer
 
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer | LoKrLayer)}
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
@@ -228,10 +344,21 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 def _layers_with(module: nn.Module, adapter: str) -> dict[str, Any]:
     """Return the adapted layers by name; ValueError if they do not have that adapter."""
     layers = lora_layers(module)
-    held = list(next(iter(layers.values())).lora_A) if layers else []  # all layers have the same adapters
+    held = list(next(iter(layers.values())).scaling) if layers else []  # all layers have the same adapters
     if adapter not in held:
         raise ValueError(f"there is no adapter {adapter}: the module has {', '.join(held) or 'none'}")
     return layers
+
+
+def _add_lengths(layer: Any, adapters: Sequence[str]) -> None:
+    """Add the lengths of the rows of a DoRA layer, as what they are longer than those of W: 0 at the beginning.
+
+    A difference keeps its digits in bfloat16, and does not ask for W, which may not have been read yet.
+    """
+    for name in adapters:
+        like, held = layer.lora_B[name].weight, nn.Module()
+        held.weight = nn.Parameter(like.new_zeros(layer.out_features))
+        layer.lora_magnitude_vector[name] = held
 
 
 def _shards(module: nn.Module, adapter: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""LoRA files of others: read an adapter by the keys of diffusers, PEFT or kohya/ComfyUI, with its rank and alpha."""
+"""Files of adapters: read one by the keys of diffusers, PEFT or kohya/ComfyUI, with its form, rank and alpha."""
 
 import json
 import re
@@ -10,7 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fluvial.models.lora import adapter_parameters, linear_layers
+from fluvial.models.lora import Dora, Form, Lokr, LowRank, adapter_parameters, linear_layers
+from fluvial.models.lora_layer import MAGNITUDE, row_norms
+from fluvial.models.quantised import QuantisedLinear
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # of diffusers and of PEFT
 # What files put before the name of a layer, the longest first.
@@ -20,6 +22,8 @@ FACTORS = re.compile(
     r"[._](?:lora_(?P<a>A|down)|lora_(?P<b>B|up)|lora\.(?P<down>down)|lora\.(?P<up>up)|"
     r"lora_linear_layer\.(?P<ldown>down)|lora_linear_layer\.(?P<lup>up))(?:\.default)?\.weight$|\.(?P<alpha>alpha)$"
 )
+# Endings of the parts that DoRA and LoKr have beside these, as PEFT and diffusers spell them.
+FURTHER = re.compile(rf"\.(?P<part>{MAGNITUDE}|lokr_w1|lokr_w2|lokr_w2_a|lokr_w2_b)(?:\.default)?(?:\.weight)?$")
 METADATA = "lora_adapter_metadata"  # key of diffusers' settings in a file's header
 SHOWN = 3  # keys in a message
 
@@ -30,7 +34,8 @@ class LoraFile(NamedTuple):
     rank: int
     alpha: float
     layers: tuple[str, ...]  # names of the adapted layers in the module
-    tensors: dict[str, Tensor]  # float32, by `layer.lora_A.weight` and `layer.lora_B.weight`
+    tensors: dict[str, Tensor]  # float32, by the names of `adapter_parameters`: `layer.lora_A.weight`, `layer.lokr_w1`
+    form: Form = LowRank()
 
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -39,8 +44,9 @@ Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) -> LoraFile:
     """Return the adapter of a file for a module.
 
-    Layers may have different ranks and scales: smaller factors are filled up with zeros, and scales are multiplied into B.
-    An nn.ModuleDict of models has a folder per model, by name, as an export writes it.
+    Layers of a LoRA may have different ranks and scales: smaller factors are filled up with zeros, and scales are multiplied
+    into B. DoRA and LoKr are read as PEFT and diffusers write them, with one rank and scale. An nn.ModuleDict of models has
+    a folder per model, by name, as an export writes it.
 
     Args:
         path: safetensors file, or a folder with one.
@@ -69,6 +75,8 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
         shown = ", ".join(sorted(unknown)[:SHOWN]) or "it holds none"
         more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise ValueError(f"{file} has keys that match no linear layer of the {type(module).__name__}: {shown}{more}")
+    if any("lokr_w1" in parts for parts in found.values()):
+        return _kronecker(found, linear, settings, file)
     _check(found, linear, file)
     ranks = {name: len(factors["A"]) for name, factors in found.items()}
     given = settings.get("lora_alpha")
@@ -78,14 +86,39 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
     }
     if settings.get("use_rslora"):
         raise ValueError(f"{file} is scaled by the root of its rank (rsLoRA), expected alpha / rank")
-    return _equal(found, ranks, scales)
+    if not any(MAGNITUDE in parts for parts in found.values()):
+        return _equal(found, ranks, scales)
+    if len({*ranks.values()}) > 1 or len({*scales.values()}) > 1 or not all(MAGNITUDE in parts for parts in found.values()):
+        raise ValueError(f"{file} has layers of different ranks, scales or forms, expected those of one DoRA")
+    lengths = {f"{name}.{MAGNITUDE}.weight": held[MAGNITUDE].flatten() for name, held in found.items()}
+    for name, held in found.items():
+        count, wanted = held[MAGNITUDE].numel(), len(held["B"])
+        if count != wanted:
+            raise ValueError(f"{file} is of another architecture: {name} has {count} lengths of rows, expected {wanted}")
+    factors = _equal(found, ranks, scales)
+    return factors._replace(tensors={**factors.tensors, **lengths}, form=Dora())
 
 
 def load_lora(module: nn.Module, tensors: Mapping[str, Tensor], adapter: str) -> None:
-    """Copy the factors of a file into an adapter of a module, in place."""
+    """Copy the parts of a file into an adapter of a module, in place.
+
+    Raises:
+        ValueError: the lengths of a DoRA's rows need the weights of the module, which are on the meta device.
+    """
     with torch.no_grad():
         for name, parameter in adapter_parameters(module, adapter).items():
-            parameter.copy_(tensors[name])
+            layer, _, rest = name.partition(f".{MAGNITUDE}")
+            value = tensors[name]
+            parameter.copy_(value - row_norms(_weight(module, layer)).to(value.device) if rest else value)
+
+
+def _weight(module: nn.Module, layer: str) -> Tensor:
+    """Return the frozen weight of an adapted layer."""
+    base: Any = module.get_submodule(layer).base_layer
+    if not isinstance(base, QuantisedLinear) and base.weight.is_meta:
+        raise ValueError("a DoRA is read beside the weights that it adapts, which are not there yet: set init to whole")
+    weight: Tensor = base.weight
+    return weight
 
 
 def _file(path: Path) -> Path:
@@ -127,10 +160,12 @@ def _matched(
     alphas: dict[str, Tensor] = {}
     unknown = []
     for key, tensor in tensors.items():
-        ending = FACTORS.search(key)
+        ending = FACTORS.search(key) or FURTHER.search(key)
         layer = None if ending is None else _layer(key[: ending.start()], linear, flat)
         if ending is None or layer is None:
             unknown.append(key)
+        elif ending.re is FURTHER:
+            found.setdefault(layer, {})[ending["part"]] = tensor.float()
         elif ending["alpha"]:
             alphas[layer] = tensor
         else:
@@ -168,6 +203,35 @@ def _check(found: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Mo
             )
 
 
+def _kronecker(
+    found: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Module], settings: Mapping[str, Any], file: Path
+) -> LoraFile:
+    """Return the LoKr of a file, whose shapes are those that PEFT gives to one rank and factor."""
+    from peft.tuners.lokr.layer import factorization
+
+    ranks = {len(parts["lokr_w2_b"]) for parts in found.values() if "lokr_w2_b" in parts}
+    firsts = [tuple(parts["lokr_w1"].shape) for parts in found.values() if "lokr_w1" in parts]
+    whole = [max(parts["lokr_w2"].shape) for parts in found.values() if "lokr_w2" in parts]
+    rank = int(settings.get("r") or max([*ranks] or whole or [1]))
+    known = settings.get("decompose_factor")
+    for factor in [int(known)] if known is not None else [-1, *sorted({rows for rows, _ in firsts})]:
+        expected = {}
+        for name in found:
+            layer: Any = linear[name]
+            (rows, long), (columns, wide) = (factorization(n, factor) for n in (layer.out_features, layer.in_features))
+            second = (
+                {"lokr_w2": (long, wide)}
+                if rank >= max(long, wide) / 2
+                else {"lokr_w2_a": (long, rank), "lokr_w2_b": (rank, wide)}
+            )
+            expected[name] = {"lokr_w1": (rows, columns), **second}
+        if expected == {name: {part: tuple(t.shape) for part, t in parts.items()} for name, parts in found.items()}:
+            tensors = {f"{name}.{part}": tensor for name, parts in found.items() for part, tensor in parts.items()}
+            form = Lokr(None if factor == -1 else factor)
+            return LoraFile(rank, float(settings.get("alpha", rank)), tuple(sorted(found)), tensors, form)
+    raise ValueError(f"{file} is no LoKr of one rank and factor for this architecture")
+
+
 def _equal(found: Mapping[str, Mapping[str, Tensor]], ranks: Mapping[str, int], scales: Mapping[str, float]) -> LoraFile:
     """Return factors of one rank and one scale."""
     rank, scale = max(ranks.values()), next(iter(scales.values()))
@@ -182,6 +246,13 @@ def _equal(found: Mapping[str, Mapping[str, Tensor]], ranks: Mapping[str, int], 
 
 def _joined(parts: Mapping[str, LoraFile]) -> LoraFile:
     """Return the adapters of several networks as one, their layers with a prefix."""
+    first = next(iter(parts.values()))
+    if not all(isinstance(part.form, LowRank) for part in parts.values()):
+        if len({(part.rank, part.alpha, part.form) for part in parts.values()}) > 1:
+            raise ValueError("the adapters of the networks have different forms, ranks or scales")
+        layers = sorted(prefix + layer for prefix, part in parts.items() for layer in part.layers)
+        tensors = {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.tensors.items()}
+        return first._replace(layers=tuple(layers), tensors=tensors)
     factors: dict[str, dict[str, Tensor]] = {}
     scales: dict[str, float] = {}
     for prefix, part in parts.items():

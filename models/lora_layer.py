@@ -1,9 +1,13 @@
 """The forward and backward pass of an adapted linear layer, with fewer operations than PEFT's.
 
 PEFT runs four modules and about 14 operations per layer, and autograd some 30 more, mostly views and transposes. On a
-small model they cost more than the products. Here the layer is one node of autograd with 9 and 11 operations.
+small model they cost more than the products. Here the layer of a LoRA is one node of autograd with 9 and 11 operations.
+
+A DoRA layer multiplies by the factors and by the lengths of rows, whose norms take a product with A instead of the sum
+W + s B A. A LoKr layer multiplies by the factors, too: PEFT makes the whole Kronecker product, and autograd keeps it.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -16,6 +20,10 @@ from torch.utils.checkpoint import checkpoint
 # How an adapted layer multiplies its input: by the factors, by the merged weight, or by that which takes fewer operations.
 Product = Literal["auto", "factors", "merged"]
 SAMPLES = 4  # per forward pass; with fewer, auto may take more operations than the factors
+MAGNITUDE = "lora_magnitude_vector"
+# Attributes of PEFT's layers that hold an adapter's parameters, and names of these in its files.
+PARTS = ("lora_A", "lora_B", MAGNITUDE, "lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+TINY = 1e-30  # smallest square of a row's norm
 
 
 def lighten(layer: Any, *, product: Product = "auto") -> None:
@@ -27,10 +35,14 @@ def lighten(layer: Any, *, product: Product = "auto") -> None:
         layer: adapted layer of PEFT.
         product: factors (`adapted_linear`), merged (`merged_linear`, for inputs in float32), or auto (`is_merged`).
     """
-    from peft.tuners import lora
+    from peft.tuners import lokr, lora
 
-    if type(layer) is lora.Linear and type(layer.base_layer) is nn.Linear:
+    if type(layer.base_layer) is not nn.Linear:
+        return
+    if type(layer) is lora.Linear:
         layer.__class__ = _light(lora.Linear, product)  # type: ignore[arg-type]  # peft has no types: mypy sees no class
+    elif type(layer) is lokr.Linear:
+        layer.__class__ = _light_lokr(lokr.Linear)  # type: ignore[arg-type]
 
 
 @cache
@@ -42,6 +54,10 @@ def _light(kind: Any, product: Product) -> type:
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Return x W^T + bias + scale x A^T B^T."""
+            if (lengths := _active(self, MAGNITUDE)) is not None:
+                base, scale = self._modules["base_layer"], self.scaling[self._active_adapter[0]]
+                a, b = (_active(self, part).weight for part in ("lora_A", "lora_B"))
+                return dora_linear(x, base, a, b, lengths.weight, scale)
             quantised = type(self._modules["base_layer"]) is not nn.Linear
             if args or kwargs or _is_transformed(x) or (quantised and product != "merged"):
                 result: Tensor = super().forward(x, *args, **kwargs)
@@ -73,6 +89,129 @@ def _light(kind: Any, product: Product) -> type:
             return result
 
     return LightLinear
+
+
+@cache
+def _light_lokr(kind: Any) -> type:
+    """Return PEFT's LoKr layer with the light pass."""
+
+    class LightLokr(kind):
+        """PEFT's adapted linear layer with the light pass."""
+
+        def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+            """Return x W^T + bias + scale x (w1 (x) w2)^T."""
+            out = _frozen(self._modules["base_layer"], x)
+            found = {part: _active(self, part) for part in PARTS if part in self._modules}
+            parts = {part: tensor for part, tensor in found.items() if tensor is not None}
+            return out + lokr_product(x, parts, self.scaling[self._active_adapter[0]]) if parts else out
+
+    return LightLokr
+
+
+def _active(layer: Any, part: str) -> Any:
+    """Return a part of the active adapter, None where there is none or where adapters are disabled."""
+    if layer._disable_adapters or layer.merged_adapters:
+        return None
+    held, active = layer._modules[part], layer._active_adapter
+    return held[active[0]] if active and active[0] in held else None
+
+
+def _frozen(base: Any, x: Tensor) -> Tensor:
+    """Return x W^T + bias as the reference policy computes it."""
+    if type(base) is not nn.Linear:
+        result: Tensor = base(x)
+        return result
+    return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Return the norms of the rows of a weight `[out, in]`, `[out]` in float32, at least 1e-15."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).clamp_min(TINY**0.5)
+
+
+def growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
+    """Return what the rows of W + s B A are multiplied by to get their trained lengths, minus 1: `[out]` in float32.
+
+    With n the norms of the rows w of W, d = `longer` and b the rows of B it is
+
+        (n + d) / |w + s b A| - 1    |w + s b A|^2 = n^2 + 2 s (w A^T) b^T + s^2 b A A^T b^T
+
+    where the denominator counts as a constant in the backward pass (arXiv 2402.09353, section 4.3).
+
+    Args:
+        weight: frozen weight, `[out, in]`.
+        a, b: factors, `[R, in]` and `[out, R]`.
+        longer: trained lengths of the rows minus their norms, `[out]`.
+        scale: alpha / R.
+    """
+    with torch.no_grad():
+        norms, wide = row_norms(weight), b.float() * scale
+        cross = (weight.mm(a.t()).float() * wide).sum(1)
+        square = (wide.mm(a.float().mm(a.float().t())) * wide).sum(1)
+        more = (2 * cross + square) / norms.square()
+        root = (1 + more).clamp_min(0).sqrt()
+        excess = more / (1 + root)  # root - 1, without cancellation
+    return (longer.float() / norms - excess) / root.clamp_min(TINY**0.5)
+
+
+def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
+    """Return x (W + s B A)^T with rows of their trained lengths, + bias, `[..., out]`.
+
+    With g = `growth` and y = x W^T it is y + bias + g (y + z) + z for z = s x A^T B^T. So the output is that of the frozen
+    layer to the bit where g and z are 0, and small g keep their digits in bfloat16.
+
+    Args:
+        x: input, `[..., in]`.
+        base: frozen layer, plain or quantised.
+        a, b, longer, scale: adapter, see `growth`.
+    """
+    weight = base.weight if type(base) is nn.Linear else base.dequantised(x.dtype)
+    a, b = a.to(x.dtype), b.to(x.dtype)
+    out, more = _frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
+    update = _product(_product(x, a) * scale, b)
+    return out + ((out if base.bias is None else out - base.bias) + update) * more + update
+
+
+def lokr_product(x: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Return s x (w1 (x) w2)^T, `[..., out]`, without making the Kronecker product.
+
+    With x as a matrix X of `[columns of w1, columns of w2]` it is s w1 X w2^T as a vector.
+
+    Args:
+        x: input, `[..., in]`.
+        parts: `lokr_w1` `[l, m]`, and `lokr_w2` `[k, n]` or its factors `lokr_w2_a` `[k, R]` and `lokr_w2_b` `[R, n]`.
+        scale: alpha / R.
+    """
+    parts = {part: tensor.to(x.dtype) for part, tensor in parts.items()}
+    first = parts["lokr_w1"] * scale
+    inner = x.unflatten(-1, (first.shape[1], -1))
+    inner = _product(inner, parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_b"])
+    inner = _product(inner.mT, first).mT
+    return (_product(inner, parts["lokr_w2_a"]) if "lokr_w2_a" in parts else inner).flatten(-2)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T by one product of matrices."""
+    return x.reshape(-1, x.shape[-1]).mm(weight.t()).view(*x.shape[:-1], -1)
+
+
+def merged_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+    """Return the weight that a layer and its adapter multiply by, computed in float32 and in the dtype of the weight.
+
+    Args:
+        weight: frozen weight, `[out, in]`.
+        parts: tensors of the adapter by `PARTS`.
+        scale: alpha / R.
+    """
+    wide, held = weight.float(), {part: tensor.float() for part, tensor in parts.items()}
+    if "lokr_w1" in held:
+        second = held["lokr_w2"] if "lokr_w2" in held else held["lokr_w2_a"] @ held["lokr_w2_b"]
+        return (wide + torch.kron(held["lokr_w1"], second) * scale).to(weight.dtype)
+    a, b = held["lora_A"], held["lora_B"]
+    total = wide + (b @ a) * scale
+    if MAGNITUDE in held:
+        total = total + total * growth(wide, a, b, held[MAGNITUDE], scale)[:, None]
+    return total.to(weight.dtype)
 
 
 def is_merged(product: Product, x: Tensor, weight: Tensor) -> bool:

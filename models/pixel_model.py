@@ -92,7 +92,7 @@ class PixelTransformer(PixelModel):
 
     network = "SD3Transformer2DModel"
     prompt_layers = ("context_embedder", "time_text_embed.text_embedder")
-    lora_targets = (*JOINT_ATTENTION, "net.0.proj", "net.2", "linear")
+    lora_targets: tuple[str, ...] = (*JOINT_ATTENTION, "net.0.proj", "net.2", "linear")
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the joint transformer blocks."""

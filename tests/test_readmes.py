@@ -11,35 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
+from pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 
 from fluvial.engines.cli import main as cli
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
-READMES = [
-    "README.md",
-    *(f"{folder}/README.md" for folder in FOLDERS if (ROOT / folder / "README.md").exists()),
-    "engines/plan/README.md",
-]
-
-
-def blocks(name: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
-
-
-def commands(name: str) -> list[list[str]]:
-    """Return the command lines of fluvial and of its benchmarks in a README's shell blocks, as words without comments."""
-    text = "\n".join(blocks(name, "sh")).replace("\\\n", " ")
-    lines = [part for line in text.splitlines() for part in re.split(r"\s&&\s", line)]
-    found = [shlex.split(line, comments=True) for line in lines]
-    return [words for words in found if words and is_fluvials(words)]
-
-
-def is_fluvials(words: Sequence[str]) -> bool:
-    """Return whether a command line starts fluvial or one of its benchmarks."""
-    return words[0] == "fluvial" or any(word in words for word in ("fluvial.engines", "fluvial.bench"))
+# Folders whose page tells how to use them.
+TOPICS = (
+    *("train", "train/published", "data", "rewards", "rollout", "objectives", "sources", "serve", "export", "evaluation"),
+    *("checkpoint", "fsdp", "plan", "report", "verl", "cli", "run"),
+)
+# Most lines of a page, and most words of a paragraph, of the pages that people open first.
+MOST_LINES = {"README.md": 150, "engines/README.md": 120, "bench/README.md": 150}
+MOST_WORDS = 80
+SHORT = ["README.md", *PAGES, "bench/README.md"]
 
 
 def inline(name: str, start: str) -> list[str]:
@@ -93,8 +79,48 @@ def test_every_folder_has_a_readme() -> None:
     assert not missing
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def test_every_topic_has_a_page() -> None:
+    assert [topic for topic in TOPICS if f"engines/{topic}/README.md" not in PAGES] == []
+
+
+@pytest.mark.parametrize("name", MOST_LINES)
+def test_a_page_that_is_opened_first_is_short(name: str) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= MOST_LINES[name]
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the paragraphs and items of lists of a page, without code, tables and headings."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^(?:\||#|    ).*$", "", prose, flags=re.MULTILINE)
+    return re.split(r"\n\s*\n|\n(?=(?:-|\d+\.) )", prose)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_paragraph_is_short(name: str) -> None:
+    """At most 80 words; a link counts as its text."""
+    texts = [re.sub(r"\]\([^)]*\)", "]", text) for text in paragraphs((ROOT / name).read_text())]
+    assert [text for text in texts if len(text.split()) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize("name", [page for page in PAGES if page != "engines/README.md"])
+def test_a_page_lists_its_sections(name: str) -> None:
+    """A table of contents before the first section links to each of them."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
+    top, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    titles = [section.partition("\n")[0] for section in sections]
+    assert [title for title in titles if f"](#{anchor(title)})" not in top] == []
+
+
+def anchor(title: str) -> str:
+    """Return the anchor that GitHub gives a heading: lower case, without punctuation, spaces as hyphens."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title.strip().lower())
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return {anchor(title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)}
 
 
 @pytest.mark.slow
@@ -116,13 +142,12 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench import __main__ as bench
     from fluvial.bench import aot, kernels, phases, serving, traffic
     from fluvial.bench.objectives import report as objectives
-    from fluvial.core import transitions
     from fluvial.engines import train as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.dryrun import command as dry_runs
     from fluvial.engines.plan import check, fit, plan, simulate, trace
-    from fluvial.engines.train import exports, pretrain, recipes
+    from fluvial.engines.train import exports, pretrain
 
     reached: list[str] = []
 
@@ -155,10 +180,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, name, answer in replaced:
         monkeypatch.setattr(module, name, noted(f"{module.__name__}.{name}", answer))
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
-    mine: Any = types.ModuleType("mine")
-    mine.recipe, mine.score = recipes.grpo, lambda images, prompts: images.mean((1, 2, 3))
-    mine.walk = transitions.dance_sde
-    monkeypatch.setitem(sys.modules, "mine", mine)
+    monkeypatch.setitem(sys.modules, "mine", mine := types.ModuleType("mine"))
+    exec(pages.mine(), mine.__dict__)
     monkeypatch.chdir(tmp_path)
     return reached
 
@@ -205,6 +228,15 @@ def test_the_links_of_a_readme_lead_to_files(name: str) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", (ROOT / name).read_text())
     local = [target for target in targets if "://" not in target]
     missing = [target for target in local if not (ROOT / name).parent.joinpath(target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_links_of_a_readme_lead_to_sections(name: str) -> None:
+    """The part behind # is the anchor of a heading there."""
+    here = ROOT / name
+    targets = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", here.read_text())
+    missing = [f"{file}#{part}" for file, part in targets if part not in anchors(here.parent / file if file else here)]
     assert not missing
 
 

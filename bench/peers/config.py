@@ -60,7 +60,7 @@ class PeersConfig:
         runs: number of timed rounds.
         threads: CPU threads per process.
         skip_done: leave out what peers.csv has of these commits with at least as many rounds.
-        table: only print the tables of bench/README.md from peers.csv.
+        table: only print the tables of bench/NOTEBOOK.md from peers.csv.
         out: folder of peers.csv; rows are appended as soon as they are known.
     """
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
@@ -153,8 +153,12 @@ def without_passes(*modules: Any) -> Iterator[None]:
     """
 
     def emptied(module: nn.Module) -> Callable[..., tuple[Tensor]]:
+        # Looked up once, because a walk over the modules takes milliseconds; fluvial's engine replaces the parameters.
+        held = [(owner._parameters, name) for owner in module.modules() for name in owner._parameters]
+        trained = [(owned, name) for owned, name in held if getattr(owned[name], "requires_grad", False)]
+
         def forward(hidden_states: Tensor, *inputs: Any, **named: Any) -> tuple[Tensor]:
-            first = torch.stack([p.reshape(-1)[0] for p in module.parameters() if p.requires_grad])
+            first = torch.stack([cast(Tensor, owned[name]).reshape(-1)[0] for owned, name in trained])
             return (hidden_states * (1 + 0 * first.sum()),)
 
         return forward

@@ -203,7 +203,7 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
         negative=guidance.negative,
         solver=own.solver,
         average=own.average,
-        micro_batch=run.micro_batch if isinstance(run.micro_batch, int) else config.micro_batch,
+        micro_batch=own.micro_batch or (run.micro_batch if isinstance(run.micro_batch, int) else config.micro_batch),
         compute=run.engine.compute,
         pipeline=pipeline,
     )

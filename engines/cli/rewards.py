@@ -17,9 +17,10 @@ client of a reward server, describe it and its options. --json prints the same f
 """
 INDENT = 24  # of a reward's second line
 FOOT = """
-Memory is that of the weights in float32; dtype=bfloat16 halves it. "gradient": differentiable in the images, as the recipe
-alignprop needs it. Weights are downloaded from the Hub at the commit shown, or read from a folder (weights=FOLDER).
-fluvial rewards NAME lists the options of one. Functions of your own are named as module:name.
+Memory is that of the weights in float32; dtype=bfloat16, the default of hpsv3, editreward and videoreward, halves it.
+"gradient": differentiable in the images, as the recipe alignprop needs it. Weights are downloaded from the Hub at the
+commit shown, or read from a folder (weights=FOLDER). fluvial rewards NAME lists the options of one. Functions of your
+own are named as module:name.
 """
 
 

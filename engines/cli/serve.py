@@ -33,8 +33,10 @@ class ServeConfig:
         deadline: Seconds that a request may take; then it is answered with 504.
         dtype: Dtype of the network; auto is bfloat16 on CUDA, else float32.
         deterministic: Use deterministic algorithms only, so that a GPU gives the same bits every time.
-        weights_root: Folders that requests may name weights and adapters in. By default this user's folder in the machine's
-            shared memory, where trainers leave them, and those of the model's own weights.
+        weights_root: Folders that requests may name weights, adapters and images in. By default this user's folder in the
+            machine's shared memory, where trainers leave them, and those of the model's own weights.
+        prompts: Files of prompts, as train --prompts takes them: a pipeline without an adapter is recorded on them, as the
+            trainer's is. One that takes images needs prompts with images.
         most_waiting: Largest number of samples that wait; requests beyond are answered with 429.
         most_steps: Largest number of steps of a request.
         most_outputs: Largest number of samples of a request.
@@ -55,6 +57,7 @@ class ServeConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     deterministic: bool = False
     weights_root: tuple[Path, ...] = ()
+    prompts: tuple[str, ...] = ()
     most_waiting: int = 4096
     most_steps: int = 1000
     most_outputs: int = 256
@@ -107,6 +110,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
             pipeline=config.pipeline,
             dtype=config.dtype,
             roots=config.weights_root,
+            prompts=config.prompts,
         )
         batches = batcher(
             policy, micro_batch=config.micro_batch, linger=config.linger_ms / 1000, most_waiting=config.most_waiting

@@ -103,7 +103,7 @@ def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
         return
     if table is None and not is_table(path):
         raise UsageError(
-            f"data {path} is not a folder of images, or a file of records: expected a folder, .jsonl, .csv or .parquet"
+            f"data {path} is not a folder of images, or a file of records: give one, or .jsonl, .json, .csv, .parquet"
         )
     folder = path if path.is_dir() else path.parent
     for row in rows(table or path, "data"):

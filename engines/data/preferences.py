@@ -160,11 +160,11 @@ def preference_records(
 
     A record has a column `prompt` or `caption`, and one of:
 
-    - `win` and `lose`;
+    - `win` and `lose`, or `path1` and `path2`, of which the first is preferred (HPDv3's arrays of JSON);
     - two images `image_0` and `image_1` (or `jpg_0` and `jpg_1`) with `label_0`, 1 if the first is preferred and 0 if the
       second is (Pick-a-Pic; ties are left out);
     - a list `images` (or `image_path`) with `rank`, of which the lowest is the best, or `human_preference`, of which the
-      highest is (HPD; each two images of different rank are a preference).
+      highest is (HPDv2; each two images of different rank are a preference).
 
     Args:
         path: folder with preferences.jsonl, file of records, or folder that datasets saved to disk.
@@ -212,12 +212,13 @@ def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]
     ranked = next((name for name in ("rank", "ranks", "human_preference") if name in columns), None)
     if listed is not None and ranked is not None:
         yield from _ranked(row, listed, ranked, image)
-    elif {"win", "lose"} <= set(columns):
-        yield image(columns["win"], "win"), image(columns["lose"], "lose")
+    elif named := next((pair for pair in (("win", "lose"), ("path1", "path2")) if {*pair} <= {*columns}), None):
+        win, lose = named
+        yield image(columns[win], win), image(columns[lose], lose)
     else:
         raise UsageError(
-            f"{row.where}: expected the columns win and lose, or image_0, image_1 and label_0, or images and rank, got "
-            f"{', '.join(columns)}"
+            f"{row.where}: expected the columns win and lose, or path1 and path2, or image_0, image_1 and label_0, or "
+            f"images and rank, got {', '.join(columns)}"
         )
 
 

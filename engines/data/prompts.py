@@ -58,8 +58,8 @@ def read_prompts(
 ) -> tuple[Prompt, ...]:
     """Return the prompts of a file.
 
-    A text file has one prompt per line; blank lines are skipped. A .jsonl, .csv or .parquet file, or a folder that datasets
-    saved to disk, has one record per prompt, see `records.prompt_of`.
+    A text file has one prompt per line; blank lines are skipped. A .jsonl, .json (array), .csv or .parquet file, or a
+    folder that datasets saved to disk, has one record per prompt, see `records.prompt_of`.
 
     Args:
         path: the file.

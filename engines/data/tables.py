@@ -1,4 +1,4 @@
-"""Rows of records from files: JSON lines, CSV, Parquet, and data sets that Hugging Face's `datasets` saved to disk."""
+"""Rows of records from files: JSON lines and arrays, CSV, Parquet, and data sets that Hugging Face's `datasets` saved."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from fluvial.engines.errors import UsageError
 # In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 # Endings of files that hold records or tables and that `rows` does not read.
-UNREAD = frozenset({".json", ".tsv", ".arrow", ".feather", ".gz", ".zip", ".tar"})
+UNREAD = frozenset({".tsv", ".arrow", ".feather", ".gz", ".zip", ".tar"})
 
 
 class Row(NamedTuple):
@@ -37,7 +37,7 @@ def rows(path: Path, what: str) -> Iterator[Row]:
     """Yield the records of a file in their order.
 
     Args:
-        path: file that ends in .jsonl, .csv or .parquet, or a folder that datasets' `save_to_disk` wrote.
+        path: file that ends in .jsonl, .json, .csv or .parquet, or a folder that datasets' `save_to_disk` wrote.
         what: kind of file, which begins each message, e.g. "prompts file".
 
     Raises:
@@ -52,8 +52,8 @@ def rows(path: Path, what: str) -> Iterator[Row]:
         raise UsageError(f"{label} cannot be read: No such file or directory")
     if read is None:
         raise UsageError(
-            f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .csv, .parquet, or a folder that datasets "
-            "saved to disk"
+            f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .json, .csv, .parquet, or a folder that "
+            "datasets saved to disk"
         )
     yield from read(path, label)
 
@@ -85,6 +85,20 @@ def _json_lines(path: Path, label: str) -> Iterator[Row]:
         if not isinstance(record, dict):
             raise UsageError(f"{where} holds {type_of(record)}, expected an object of columns")
         yield Row(where, record)
+
+
+def _json_array(path: Path, label: str) -> Iterator[Row]:
+    """Yield the records of an array of JSON, as HPD is published."""
+    try:
+        found = json.loads(read_text(path, label))
+    except ValueError as error:
+        raise UsageError(f"{label} is not JSON: {error} (a file with a record per line ends in .jsonl)") from error
+    if not isinstance(found, list):
+        raise UsageError(f"{label} holds {type_of(found)}, expected an array of objects of columns")
+    for number, record in enumerate(found, start=1):
+        if not isinstance(record, dict):
+            raise UsageError(f"{label}, record {number} is {type_of(record)}, expected an object of columns")
+        yield Row(f"{label}, record {number}", record)
 
 
 def _csv(path: Path, label: str) -> Iterator[Row]:
@@ -147,4 +161,4 @@ def _arrow_errors(label: str) -> Iterator[None]:
         raise UsageError(f"{label} cannot be read: {reason}") from error
 
 
-_FORMATS = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
+_FORMATS = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".parquet": _parquet}

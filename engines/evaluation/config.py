@@ -18,6 +18,8 @@ class EvaluationConfig:
             By default those of the job, and for a job without any the rewards of the run.
         seeds: Number of samples per prompt. The evaluations before and after the run then take every prompt, and those
             in between evenly spaced prompts, with at most `eval_samples` samples in all. None draws prompts at random.
+        micro_batch: Number of samples per forward pass; None is the run's `micro_batch`. More of them fit into memory than
+            in an update, because nothing is kept for a backward pass.
         steps: Number of steps of the schedule; None is that of the rollout.
         guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
             evaluated with it (DiffusionNFT).
@@ -31,6 +33,7 @@ class EvaluationConfig:
     prompts: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
     seeds: int | None = None
+    micro_batch: int | None = None
     steps: int | None = None
     guidance: float | None = None
     solver: SolverChoice = "auto"
@@ -40,7 +43,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         size, count = (1, 2**20), (1, 2**31)
-        check_fields(self, steps=count, seeds=count, guidance=(0, 1e6), height=size, width=size)
+        check_fields(self, steps=count, seeds=count, micro_batch=count, guidance=(0, 1e6), height=size, width=size)
         if weighted := [name for name in self.rewards if "=" in name and ":" not in name]:
             raise UsageError(
                 f"`evaluation.rewards` holds {weighted[0]!r}, and evaluators have no weights, because each is reported "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
+from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.report import charts
 from fluvial.engines.report.records import read_json, read_records
 
@@ -20,6 +21,7 @@ REPORTS = "keep_checkpoints checkpoint_every checkpoint_async eval_every eval_sa
 EXPORTS = "export_dtype export_every export_as"
 PRIVATE = {*MACHINE.split(), *REPORTS.split(), *EXPORTS.split()}
 PATHS = {"pipeline.heldout", "pipeline.text_cache", "objective.preferences", "objective.teacher", "lora.weights"}
+FORMS = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
 
 
@@ -124,7 +126,7 @@ def _licence(folder: Path | None) -> list[str]:
 
 
 def _introduction(card: Card) -> str:
-    what = "LoRA adapter of" if card.is_adapter else "weights of"
+    what = f"{FORMS[card.settings['lora']['form']['kind']]} adapter of" if card.is_adapter else "weights of"
     base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
     lines = [f"The {what} {base} after {card.update} updates of `{card.objective}` by fluvial, in {card.dtype}."]
     if card.average:
@@ -151,15 +153,19 @@ def _loading(card: Card) -> str:
             for part in card.parts or [""]
         ]
         return f"## Use\n\nCopy {' and '.join(files)} to `ComfyUI/models/{target}`."
+    elif card.kind == "lora" and card.pipeline and card.settings["lora"]["form"]["kind"] == "lokr":  # pipelines refuse it
+        names = card.parts or (_component(card),)
+        code = [imports, "", start]
+        code += [f"pipeline.{name}.{_adapter(card, folder)}" for name, folder in zip(names, folders, strict=True)]
     elif card.kind == "lora" and card.pipeline:
         first, *second = folders
         code = [imports, "", start, f'pipeline.load_lora_weights("{first}")']
         code += [f'pipeline.load_lora_weights("{other}", load_into_transformer_2=True)' for other in second]
     elif card.kind == "lora":
         code = [f"from diffusers import {card.network}", "", f'network = {card.network}.from_pretrained("{base}")']
-        code += [f'network.load_lora_adapter("{folders[0]}", prefix=None)']
+        code += [f"network.{_adapter(card, folders[0])}"]
     elif card.network:
-        names = card.parts or ("unet" if "UNet" in card.network else "transformer",)
+        names = card.parts or (_component(card),)
         code = [
             f"from diffusers import DiffusionPipeline, {card.network}"
             if card.pipeline
@@ -173,6 +179,16 @@ def _loading(card: Card) -> str:
     else:
         return ""
     return "\n".join(["## Use", "", "```python", *code, "```"])
+
+
+def _component(card: Card) -> str:
+    """Return the name of a network in diffusers' pipelines."""
+    return "unet" if "UNet" in str(card.network) else "transformer"
+
+
+def _adapter(card: Card, folder: str) -> str:
+    """Return the call with which a network opens an adapter; its keys begin with the network's name."""
+    return f'load_lora_adapter("{folder}", weight_name="{LORA}", prefix="{_component(card)}")'
 
 
 def _settings(card: Card) -> str:

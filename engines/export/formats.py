@@ -13,8 +13,9 @@ from fluvial.engines.fsdp import export as fsdp
 from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
 from fluvial.models import DiffusionModel
-from fluvial.models.lora import lora_settings
-from fluvial.models.original.convert import adapter_to_original, to_original
+from fluvial.models.lora import Dora, adapter_parts, form_of, linear_layers, lora_layers, lora_settings
+from fluvial.models.lora_layer import MAGNITUDE, growth, row_norms
+from fluvial.models.original.convert import adapter_to_original, joined, lokr_to_original, to_original
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
 
 Format = Literal["lora", "merged", "full", "comfyui"]
@@ -119,10 +120,13 @@ def _write_original(
     world: World,
 ) -> None:
     """Write the adapter or the merged weights of each network in the original layout."""
-    chosen: dict[str, Any] = {"adapter": "default"} if adapter else {"merge": lora_settings(module) is not None}
-    settings = lora_settings(module) or {}
+    settings = lora_settings(module)
+    chosen: dict[str, Any] = {"adapter": "default"} if adapter else {"merge": settings is not None}
     gathered = fsdp.weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
     tensors = {name: tensor for name, tensor in gathered if world.is_main}
+    lengths = dict[str, Tensor]()
+    if adapter and settings is not None and isinstance(form_of(module), Dora):
+        lengths = _lengths(module, pipeline, tensors, settings, world)
     with fsdp.writing(out, world, "export"):
         if not world.is_main:
             return
@@ -131,11 +135,60 @@ def _write_original(
             own = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             original = Original(pipeline, network.config)
             if adapter:
-                layers = dict.fromkeys(key.partition(".lora_")[0] for key in own)
-                factors = {layer: (own[f"{layer}.lora_A.weight"], own[f"{layer}.lora_B.weight"]) for layer in layers}
-                found = adapter_to_original(original, factors, network, alpha=settings["alpha"])
+                assert settings is not None
+                scales = {key.removeprefix(prefix): scale for key, scale in lengths.items() if key.startswith(prefix)}
+                found = _adapter_to_original(original, network, own, settings, scales)
             else:
                 found = to_original(original, own)
             (out / name).mkdir(parents=True, exist_ok=True)
             contiguous = {key: tensor.contiguous() for key, tensor in found.items()}
             save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata={"format": "pt"})
+
+
+def _lengths(
+    module: nn.Module, pipeline: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], world: World
+) -> dict[str, Tensor]:
+    """Return what ComfyUI scales the rows of a DoRA by, on the main rank, see `adapter_to_original`.
+
+    Every rank must take part. Layers that are joined with adapted ones are among them, with the norms of their rows, so
+    that they do not change.
+    """
+    parts, linear, found = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()
+    for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
+        prefix = f"{name}." if name else ""
+        for layer in joined(Original(pipeline, network.config), network, lora_layers(network)):
+            weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
+            weight = fsdp.gathered(weight.detach()).float().cpu()
+            if not world.is_main:
+                continue
+            norms = row_norms(weight)
+            if keys := parts.get(prefix + layer):
+                a, b, lengths = (tensors[keys[part]].float() for part in ("lora_A", "lora_B", MAGNITUDE))
+                scale = settings["alpha"] / settings["rank"]
+                norms = norms * (1 + growth(weight, a, b, lengths - norms, scale))
+            found[prefix + layer] = norms
+    return found
+
+
+def _adapter_to_original(
+    original: Original,
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    lengths: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Return the adapter of a network by keys that ComfyUI reads.
+
+    Args:
+        original: names of the network.
+        network: network that is adapted.
+        tensors: adapter by the keys of PEFT.
+        settings: rank and alpha.
+        lengths: of a DoRA, see `_lengths`.
+    """
+    names = adapter_parts(network, "default")
+    parts = {layer: {part: tensors[key] for part, key in keys.items()} for layer, keys in names.items()}
+    if any("lokr_w1" in held for held in parts.values()):
+        return lokr_to_original(original, parts, scale=settings["alpha"] / settings["rank"])
+    factors = {layer: (held["lora_A"], held["lora_B"]) for layer, held in parts.items()}
+    return adapter_to_original(original, factors, network, alpha=settings["alpha"], lengths=lengths or None)

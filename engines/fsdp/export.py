@@ -22,7 +22,8 @@ from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.files import LORA, MODEL, save_tensors, sync
 from fluvial.engines.fsdp.loading import plain_name
 from fluvial.engines.fsdp.world import World
-from fluvial.models.lora import adapter_names, is_adapter, lora_layers
+from fluvial.models.lora import Dora, adapter_names, adapter_parts, form_of, is_adapter, lora_layers
+from fluvial.models.lora_layer import MAGNITUDE, merged_weight, row_norms
 from fluvial.models.quantised import QuantisedLinear, quantised_layers
 
 
@@ -70,8 +71,8 @@ def weights(
     """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
 
     Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
-    `merge` yields the tensors of the plain module, W + (alpha / rank) B A computed in float32. Otherwise `adapter` yields
-    the tensors of that adapter alone, with the names of PEFT and diffusers. At most one layer is gathered at a time.
+    `merge` yields the tensors of the plain module, e.g. W + (alpha / rank) B A, computed in float32. Otherwise `adapter`
+    yields the tensors of that adapter alone, with the names of PEFT and diffusers. At most one layer is gathered at a time.
 
     Args:
         module: module, sharded or not.
@@ -163,8 +164,9 @@ def write_lora(
 ) -> None:
     """Write one adapter as a file that a diffusers pipeline's `load_lora_weights` opens. Every rank must take part.
 
-    Rank and alpha are written too, so that loading scales the adapter as training did. The adapters of an nn.ModuleDict of
-    models are written to one folder per model, by name, within `out`.
+    Where a pipeline does not know LoKr, its network does: `load_lora_adapter`. Rank and alpha are written too, so that
+    loading scales the adapter as training did. The adapters of an nn.ModuleDict of models are written to one folder per
+    model, by name, within `out`.
 
     Args:
         module: module with adapters, sharded or not.
@@ -182,8 +184,13 @@ def write_lora(
     like = layout(module, average=average, adapter=adapter, dtype=dtype)
     configs: Any = module.peft_config
     settings = configs[adapter]
+    form = form_of(module)
     # Only what loading needs, so that other versions of PEFT find no unknown setting.
-    scale = {"r": settings.r, "lora_alpha": settings.lora_alpha, "target_modules": sorted(settings.target_modules)}
+    scale: dict[str, Any] = {"r": settings.r, "target_modules": sorted(settings.target_modules)}
+    if hasattr(settings, "lora_alpha"):
+        scale |= {"lora_alpha": settings.lora_alpha} | ({"use_dora": True} if isinstance(form, Dora) else {})
+    else:
+        scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
     tensors = weights(module, average=average, adapter=adapter, dtype=dtype)
     for name, network, own in _networks(module, like):
         part = component(network)
@@ -218,28 +225,35 @@ def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[s
 
 
 class _Source(NamedTuple):
-    """Source of one exported tensor: W, or W + scaling B A."""
+    """Source of one exported tensor: W, W with an adapter, or the lengths of rows of DoRA."""
 
     weight: Tensor | QuantisedLinear  # a quantised layer is dequantised when its turn comes
-    factors: tuple[Tensor, Tensor] | None = None  # A [rank, in], B [out, rank]
+    parts: Mapping[str, Tensor] | None = None  # of an adapter that is merged into it
     scaling: float = 1.0
+    longer: Tensor | None = None  # than the rows of `weight`: what is exported are the lengths
 
     def full(self, dtype: torch.dtype | None) -> Tensor:
         """Gather the shards, and return the full tensor on their device."""
         tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gathered(self.weight)
-        if self.factors is not None:
-            a, b = (gathered(factor).float() for factor in self.factors)
-            tensor = tensor.float() + (b @ a) * self.scaling
+        if self.longer is not None:
+            return row_norms(tensor) + gathered(self.longer)
+        if self.parts is not None:
+            parts = {part: gathered(factor) for part, factor in self.parts.items()}
+            tensor = merged_weight(tensor.float(), parts, self.scaling)
         return tensor.to(self.dtype(dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the full tensor."""
         weight = self.weight
+        if self.longer is not None:
+            return tuple(self.longer.shape)
         return (weight.out_features, weight.in_features) if isinstance(weight, QuantisedLinear) else tuple(weight.shape)
 
     def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
+        if self.longer is not None:
+            return torch.float32  # few numbers, of which others depend on small differences
         floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
         return dtype if dtype is not None and floats else self.weight.dtype
 
@@ -260,17 +274,22 @@ def _sources(
         return {name: _Source(tensor) for name, tensor in state.items()}
     if adapter is None and not merge:
         raise ValueError("export: the module has adapters: name one with `adapter`, or set merge=True")
-    names = adapter_names(module, adapter or "default")
+    chosen = adapter or "default"
+    names, parts = adapter_names(module, chosen), adapter_parts(module, chosen)
     if not merge:
-        return {short: _Source(state[full]) for short, full in names.items()}
+        lengths = {held[MAGNITUDE]: f"{layer}.base_layer.weight" for layer, held in parts.items() if MAGNITUDE in held}
+        return {
+            short: _Source(state[lengths[short]], longer=state[full]) if short in lengths else _Source(state[full])
+            for short, full in names.items()
+        }
     sources = {}
     for name, tensor in state.items():
         layer, _, leaf = name.rpartition(".base_layer.")
         if layer in layers:
-            a, b = (state[names[f"{layer}.lora_{factor}.weight"]] for factor in "AB")
-            update = {"factors": (a, b), "scaling": layers[layer].scaling[adapter or "default"]} if leaf == "weight" else {}
+            held = {part: state[names[short]] for part, short in parts[layer].items()}
+            update = {"parts": held, "scaling": layers[layer].scaling[chosen]} if leaf == "weight" else {}
             sources[f"{layer}.{leaf}"] = _Source(tensor, **update)
-        elif name.partition(".lora_")[0] not in layers:
+        elif not is_adapter(name):
             sources[name] = _Source(tensor)
     return sources
 

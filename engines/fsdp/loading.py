@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.files import shapes, stored, weight_files
 from fluvial.engines.fsdp.world import World
+from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 from fluvial.models.quantised import quantised_layers
 
@@ -39,7 +40,7 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
         return
     # They share the module's storage.
     state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
-    wanted = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    wanted = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
     quantised = {plain_name(f"{name}.weight"): layer for name, layer in quantised_layers(module).items()}
     with world.agreed():
         held = shapes(folder)

@@ -274,22 +274,22 @@ def plain(optimizer: Optimizer) -> Iterator[None]:
     An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
     """
     groups = [(group, group["params"]) for group in optimizer.param_groups]
-    states = dict(optimizer.state)
-    optimizer.state.clear()
+    parts = list[nn.Parameter]()
     try:
         for group, parameters in groups:
             group["params"] = []
             for sharded in parameters:
                 part = nn.Parameter(local(sharded).detach(), requires_grad=sharded.requires_grad)
                 part.grad = None if sharded.grad is None else local(sharded.grad)
-                optimizer.state[part] = {key: local(value) for key, value in states[sharded].items()}
+                optimizer.state[part] = {key: local(value) for key, value in optimizer.state[sharded].items()}
                 group["params"].append(part)
+                parts.append(part)
         yield
     finally:
         for group, parameters in groups:
             group["params"] = parameters
-        optimizer.state.clear()
-        optimizer.state.update(states)
+        for part in parts:
+            optimizer.state.pop(part, None)
 
 
 def frozen_by_eps(

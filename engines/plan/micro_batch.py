@@ -39,7 +39,7 @@ class Passes(NamedTuple):
 class Trial(NamedTuple):
     """Seconds and bytes of one size, on the slowest rank."""
 
-    seconds: float  # of a forward pass of a rollout, and a forward and backward pass of an update; inf: out of memory
+    seconds: float  # of a rollout's forward pass and an update's forward and backward pass, see `_now`; inf: out of memory
     peak: int  # bytes beyond weights and optimizer state, on the rank that took most
     same: bool = True  # whether its rows have the bits that a rollout gives them, on every rank
 
@@ -334,9 +334,13 @@ def recover(engine: Engine) -> None:
 
 
 def _now(device: torch.device) -> float:
-    """Return the time once the device has done what was asked of it."""
-    if is_accelerator(device):
-        torch.get_device_module(device).synchronize(device)
+    """Return the time once the device has done what was asked of it; on a CPU, that of this process on all of its threads.
+
+    A pass is then no slower because other programs have the cores.
+    """
+    if not is_accelerator(device):
+        return time.process_time()
+    torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 

@@ -27,7 +27,7 @@ class Reward(Protocol):
         latents            `[B, *event]`, the samples before they are decoded
         prompts            prompt of each sample
         metadata           record of each prompt: a dict of the further columns of the file that the prompt comes from
-        condition_images   image of each prompt's record, a list of `[C, H, W]` in [0, 1]
+        condition_images   image of each prompt's record, a list of `[C, H, W]` in [0, 1]; a default makes it optional
         group              number of the group; the reward is then called with all samples of one group at once
 
         def counted(images, prompts, metadata):

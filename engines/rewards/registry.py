@@ -64,8 +64,8 @@ def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
 
     def model(name: str, label: str, options: Mapping[str, str]) -> Any:
         found = REWARD_MODELS[name]
-        if found.takes != "images":
-            raise UsageError(f"{label} scores {found.takes}, and samples are images or videos: use a reward of these")
+        if found.takes == "audio":
+            raise UsageError(f"{label} scores audio, and samples are images or videos: use a reward of these")
         if missing := found.missing():
             raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{found.install}'")
         return from_factory(label, found.make, options)

@@ -14,6 +14,7 @@ from fluvial.engines.errors import UsageError
 
 SAMPLES = ("images", "videos", "latents")  # a reward takes at least one of these
 KNOWN = (*SAMPLES, "prompts", "metadata", "group", "condition_images")
+OPTIONAL = ("condition_images",)  # what prompts may lack; a parameter with a default keeps it then
 FIRST = ("images", "prompts")  # what the first two parameters stand for, if their names say nothing else
 EXPECTED = "a function of (images, prompts)"
 
@@ -38,14 +39,21 @@ class Signature:
 
     Args:
         positional: what is passed by position, in this order; names of `KNOWN`.
+        named: what is passed by name.
+        optional: what is passed by name where all prompts have it; names of `OPTIONAL`.
     """
 
     positional: tuple[str, ...] = FIRST
     named: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
-        """Return whether the reward asks for something."""
+        """Return whether the reward needs something."""
         return name in (*self.positional, *self.named)
+
+    def accepts(self, name: str) -> bool:
+        """Return whether the reward uses something, if it is there."""
+        return self.takes(name) or name in self.optional
 
     def call(self, reward: Callable[..., Any], samples: Samples) -> Any:
         """Return what a reward returns for samples.
@@ -54,14 +62,15 @@ class Signature:
             UsageError: the samples lack an input of the reward.
         """
         found = [_value(name, samples) for name in self.positional]
-        return reward(*found, **{name: _value(name, samples) for name in self.named})
+        held = [name for name in self.optional if all(prompt.image is not None for prompt in samples.prompts)]
+        return reward(*found, **{name: _value(name, samples) for name in (*self.named, *held)})
 
 
 def signature_of(reward: Any) -> Signature:
     """Return how a reward is called.
 
     Its first two parameters are the images and the prompts, or what their names say. A further parameter is passed what its
-    name says. One of another name keeps its default.
+    name says; `condition_images` with a default keeps it where a prompt has no image. One of another name keeps its default.
 
     Raises:
         ValueError: it cannot be called as a reward; the message continues after the name of the reward.
@@ -76,7 +85,7 @@ def signature_of(reward: Any) -> Signature:
     except (TypeError, ValueError):  # some functions written in C have none
         return Signature()
     found, problem = _read(signature)
-    names = (*found.positional, *found.named)
+    names = (*found.positional, *found.named, *found.optional)
     if problem is None and len({*names}) < len(names):
         problem = "two of its parameters stand for the same"
     if problem is None and "prompts" not in names:
@@ -100,7 +109,7 @@ def reward_problem(found: Any) -> str | None:
 
 def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
     """Return what each parameter is passed, and what is wrong with them."""
-    positional, named = list[str](), list[str]()
+    positional, named, optional = list[str](), list[str](), list[str]()
     for place, (name, parameter) in enumerate(signature.parameters.items()):
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
@@ -111,10 +120,10 @@ def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
         if by_place:
             positional.append(name if name in KNOWN else FIRST[place])
         elif name in KNOWN and parameter.kind is not parameter.POSITIONAL_ONLY:
-            named.append(name)
+            (named if name not in OPTIONAL or parameter.default is parameter.empty else optional).append(name)
         elif parameter.default is parameter.empty:
             return Signature(), f"there is nothing to pass for its parameter {name}"
-    return Signature(tuple(positional), tuple(named)), None
+    return Signature(tuple(positional), tuple(named), tuple(optional)), None
 
 
 def _value(name: str, samples: Samples) -> Any:

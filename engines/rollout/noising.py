@@ -1,7 +1,7 @@
 """Noise on clean samples: how many noise levels, and which."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -102,10 +102,21 @@ class LogitNormalLevels:
         return torch.sigmoid(normal(keys, (_batch(keys), each)) + self.mean), None
 
 
+@dataclass(frozen=True)
+class AutoLevels:
+    """Continuous levels, or distinct steps of the schedule for a model that knows only the levels of its schedule."""
+
+    kind: ClassVar[str] = "auto"
+
+    def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
+        """Raise AssertionError: `NoisingConfig.chosen` has not been called."""
+        raise AssertionError("levels are auto, and none are chosen")
+
+
 # `levels.draw(keys, schedule, each)` returns levels `[B, each]`, and timesteps or None, where the model derives them itself:
 #   keys      key of each sample's levels, `[B]`
 #   schedule  T+1 levels and T timesteps, on the keys' device
-Levels = ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels
+Levels = ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels | AutoLevels
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,8 @@ class NoisingConfig:
     Args:
         each: Number of noise levels per sample, each with its own noise.
         levels: Distribution of the levels: schedule (distinct steps of the sampling schedule), stratified (one step of each
-            of `each` equal parts of it), continuous (uniform along it) or logit_normal.
+            of `each` equal parts of it), continuous (uniform along it), logit_normal, or auto (continuous if the
+            model takes any level, else schedule).
         draw: Scope of one draw of the levels: sample, call (the `micro_batch` samples next to each other, as in AWM's code)
             or rollout (all samples; those of a group also have the same noise, at all of their levels, as in DGPO, arXiv
             2510.08425). Otherwise each sample has its own noise.
@@ -142,6 +154,16 @@ class NoisingConfig:
             raise UsageError("noising.levels.skip", levels.skip, f"less than the {end} steps that levels are drawn from")
         if isinstance(levels, ScheduleLevels) and self.each > end - levels.skip:
             raise UsageError("noising.each", self.each, f"at most {end - levels.skip}, the steps that levels are drawn from")
+
+    def chosen(self, *, on_schedule: bool) -> "NoisingConfig":
+        """Return the config with the levels that auto stands for.
+
+        Args:
+            on_schedule: whether the model knows only the levels of its schedule.
+        """
+        if not isinstance(self.levels, AutoLevels):
+            return self
+        return replace(self, levels=ScheduleLevels() if on_schedule else ContinuousLevels())
 
     @property
     def is_shared(self) -> bool:

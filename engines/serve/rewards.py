@@ -1,6 +1,6 @@
 """The reward server: rewards over HTTP, in the JSON of Flow-Factory and of UniRL.
 
-GET  /health                       {"status": "ok", "rewards": {name: "ok"}}
+GET  /health, /NAME/health         {"status": "ok", "rewards": {name: "ok"}}
 GET  /rewards                      {"rewards": [name]}
 POST /compute, /NAME/compute       Flow-Factory's; the name may be left out if one reward is served
 POST /score                        UniRL's: several rewards at once, with metadata
@@ -78,31 +78,38 @@ class RewardService:
         }
 
     async def health(self, request: Request) -> JSONResponse:
-        """Return that the server runs."""
-        return JSONResponse({"status": "ok", "rewards": dict.fromkeys(self.batchers, "ok")})
+        """Return that the server runs; under the path of a reward, as Flow-Factory's client asks, that this one is served.
+
+        Raises:
+            RequestError: there is no such reward.
+        """
+        names = [self._known(request.path_params["reward"])] if "reward" in request.path_params else self.batchers
+        return JSONResponse({"status": "ok", "rewards": dict.fromkeys(names, "ok")})
 
     async def rewards(self, request: Request) -> JSONResponse:
         """Return the names of the rewards."""
         return JSONResponse({"rewards": list(self.batchers)})
 
     async def compute(self, request: Request) -> JSONResponse:
-        """Return the scores of a request of Flow-Factory; null for a sample that has none.
+        """Return the scores of a request of Flow-Factory; null for a sample that has none, and then an error that says why.
+
+        Flow-Factory's client raises that error. It could not read a null, and would train on a NaN.
 
         Raises:
             RequestError: the request is wrong.
             RunError: the reward raised for every sample.
         """
         name = request.path_params.get("reward") or (next(iter(self.batchers)) if len(self.batchers) == 1 else "")
-        if name not in self.batchers:
-            raise RequestError(
-                404, f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}"
-            )
+        self._known(name)
         value = await json_of(request, most_bytes=self.limits.most_bytes)
         samples = await asyncio.to_thread(flow_factory, value, self.limits)
         outcomes = await until_gone(request, self._scored(name, samples))
         if all(outcome.raised for outcome in outcomes):
             raise RunError(f"reward {name!r} {outcomes[0].problem}")
-        return JSONResponse({"rewards": [None if math.isnan(outcome.score) else outcome.score for outcome in outcomes]})
+        scores = [None if math.isnan(outcome.score) else outcome.score for outcome in outcomes]
+        lost = [outcome.problem for outcome in outcomes if math.isnan(outcome.score)]
+        said = {"error": f"{len(lost)} of {len(scores)} samples have no score: {lost[0]}"} if lost else {}
+        return JSONResponse({"rewards": scores, **said})
 
     async def score(self, request: Request) -> JSONResponse:
         """Return the scores of a request of UniRL, and why those that are missing are.
@@ -128,6 +135,14 @@ class RewardService:
                     results[number][name] = {"score": outcome.score, **_finite(outcome.parts)}
         return JSONResponse({"results": results, "errors": errors})
 
+    def _known(self, name: str) -> str:
+        """Return the name of a reward; RequestError if there is no such reward."""
+        if name not in self.batchers:
+            raise RequestError(
+                404, f"there is no reward {name!r}, expected /NAME/compute, one of {', '.join(self.batchers)}"
+            )
+        return name
+
     async def _scored(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         return await asyncio.wrap_future(self.batchers[name].submit(samples))
 
@@ -145,6 +160,7 @@ def application(service: RewardService, *, key: str = "") -> ASGIApp:
     """
     routes = [
         Route("/health", service.health),
+        Route("/{reward}/health", service.health),
         Route("/rewards", service.rewards),
         Route("/compute", service.compute, methods=["POST"]),
         Route("/{reward}/compute", service.compute, methods=["POST"]),

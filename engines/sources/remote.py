@@ -29,6 +29,7 @@ from fluvial.engines.wire.request import written
 from fluvial.engines.wire.response import Kind, ServerInfo
 from fluvial.engines.wire.threads import in_threads
 from fluvial.models import DiffusionModel
+from fluvial.models.replay.media import arguments_of
 
 GENERATE, INFO = "/rollout/generate", "/v1/model_info"
 REMEMBERED = 2  # rollouts whose samples are not taken a second time
@@ -213,6 +214,13 @@ class Remote(RolloutSource):
                 raise UsageError(
                     f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "
                     f"{self.model.prediction}: serve the model of the run"
+                )
+            expected = arguments_of(self.model)
+            if {*(info.media)} != {*expected}:
+                images = [", ".join(names) or "no images" for names in (info.media, expected)]
+                raise UsageError(
+                    f"{address} takes {images[0]} with a prompt, and the run's prompts have {images[1]}: use fluvial serve, "
+                    "with --prompts set to the run's file"
                 )
             most = self.rollout.servers.in_flight * self.rollout.group * self.world.size
             if info.micro_batch is not None and info.micro_batch > most:

@@ -1,8 +1,10 @@
 """Builds the HTTP requests of a rollout, one per prompt."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.wire.response import Kind
 from fluvial.models import Prediction
+from fluvial.models.replay.media import Source
 
 OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
 
@@ -32,6 +35,7 @@ class PromptOrder(NamedTuple):
     initial_ids: tuple[int, ...] | None
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
+    media: Mapping[str, Source] = MappingProxyType({})  # image of each argument of the pipeline's call
 
     def boundaries(self, last: set[int]) -> tuple[int, ...]:
         """Return the boundaries of the recorded steps of all samples, and the last one where its latents are needed."""
@@ -65,17 +69,17 @@ class Asking:
             part = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[part], requests.ids[part]
             opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
-            if any(prompt.media for prompt in prompts):
-                raise UsageError("rollout servers are sent prompts without images: make the rollouts in process")
-            texts = [(prompt.text, negative) for prompt, negative in zip(prompts, opposed, strict=True)]
+            inputs = [(prompt.model_input, negative) for prompt, negative in zip(prompts, opposed, strict=True)]
             windows, recorded = self.steps(sampling, ids)
             new = [row for row, own in enumerate(ids) if own not in known and own not in ids[:row]]
             known.update(ids)
-            for (text, negative), same in groupby(new, key=lambda row, texts=texts: texts[row]):  # type: ignore[misc]
+            for (_, negative), same in groupby(new, key=lambda row, inputs=inputs: inputs[row]):  # type: ignore[misc]
                 rows = list(same)
+                prompt = prompts[rows[0]]
                 first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
                 steps = (tuple(windows[row] for row in rows), tuple(recorded[row] for row in rows))
-                found.append(PromptOrder(text, negative, tuple(ids[row] for row in rows), first, *steps))
+                own_ids = tuple(ids[row] for row in rows)
+                found.append(PromptOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
         return found
 
     def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -125,6 +129,7 @@ class Asking:
                 prefix=None if sampling.prefix is None else (sampling.prefix.steps, sampling.prefix.group),
                 debug=(OUTPUTS,) if keeps else (),
                 version=version,
+                media=tuple(order.media) or None,
             )
             extra = ExtraParams(own)
         return RolloutRequest(
@@ -137,6 +142,7 @@ class Asking:
             num_outputs_per_prompt=len(order.ids),
             guidance_scale=guidance.scale,
             true_cfg_scale=None if self.kind == "fluvial" else guidance.scale,
+            image_path=tuple(map(_data_url, order.media.values())) or None,
             num_frames=frames if frames is not None and frames > 1 else None,
             # fluvial's server takes the sampler's own name
             rollout_sde_type=SDE_TYPES.get("ode" if stochastic is None else self.sampler, "sde"),
@@ -149,6 +155,12 @@ class Asking:
             suppress_logs=True,
             extra_sampling_params=extra,
         )
+
+
+def _data_url(image: Source) -> str:
+    """Return an image file as a data URL; servers look at its bytes, not at the type."""
+    file = image if isinstance(image, bytes) else image.read_bytes()
+    return f"data:image/png;base64,{base64.b64encode(file).decode('ascii')}"
 
 
 def last_boundary(sampling: Sampling) -> set[int]:

@@ -49,7 +49,7 @@ from fluvial.engines.train.saving import runs_on
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.device import has_values
-from fluvial.models.lora import add_lora
+from fluvial.models.lora import LowRank, add_lora
 from fluvial.models.lora_files import load_lora
 
 
@@ -349,7 +349,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         adapters: tuple[str, ...] = ("default", *(follower.name for follower in config.followers))
         settings, targets = config.lora, job.model.lora_targets
         if found is not None:
-            settings = replace(settings, rank=found.rank, alpha=found.alpha, weights=None)
+            form = settings.form if settings.form.kind == found.form.kind else found.form
+            if settings.form not in (form, LowRank()):
+                raise UsageError("lora.form", settings.form.kind, found.form.kind, f"`lora.weights` is {folder}")
+            settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
             adapters, targets = (*adapters, START), found.layers
         try:
             add_lora(module, settings, targets, adapters=adapters, seed=config.seed)
@@ -357,7 +360,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
             raise UsageError(str(error)) from error
         if found is not None:
             for name in adapters:
-                load_lora(module, found.tensors, name)
+                try:
+                    load_lora(module, found.tensors, name)
+                except ValueError as error:
+                    raise UsageError(f"`lora.weights`: {error}") from error
     return module, "" if found is None else f" {digest(found)}"
 
 

@@ -115,8 +115,8 @@ class TrainConfig:
         weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
             export write them; by default those of the model.
         prompts: Files of prompts to train on, each with or without a weight, e.g. a.jsonl=2 b.txt: text with a prompt per
-            line, or .jsonl, .csv or .parquet with a column prompt, whose further columns reach the rewards. By default all
-            training codes of the built-in models.
+            line, or .jsonl, .json, .csv or .parquet with a column prompt, whose other columns reach the rewards. By default
+            all training codes of the built-in models.
         prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled), draws (at random, with
             replacement) or distinct (at random for each rollout, without a repeat in it, as Flow-GRPO's sampler).
         data: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without a
@@ -295,6 +295,11 @@ class TrainConfig:
     def scores_samples(self) -> bool:
         """Whether rewards score the samples: those of a rollout, or given ones that the objective compares."""
         return self.makes_samples or self.objective.traits.groups != "prompt"
+
+    @property
+    def evaluation_pass(self) -> int:
+        """Number of samples per forward pass of evaluations; ValueError while `micro_batch` is auto and they have no own."""
+        return self.evaluation.micro_batch or self.largest_pass
 
     @property
     def evaluation_steps(self) -> int:

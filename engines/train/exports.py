@@ -27,7 +27,7 @@ from fluvial.engines.train.jobs.weights import configuration, is_run
 from fluvial.engines.train.record import CONVERTER, as_record, recorded
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
-from fluvial.models.lora import LoraConfig, add_lora, is_adapter, lora_settings
+from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, recorded_lora
 from fluvial.models.protocol import Weights
 
 EXPORTS = "exports"  # in a run folder
@@ -94,7 +94,8 @@ def export_run(
         out = (run or Path()) / EXPORTS / name if out is None else out
         if is_exported(out, exported._asdict()):
             return out, True
-        alone = kind == "lora" or (kind == "comfyui" and not merge)
+        measured = adapter is not None and isinstance(recorded_lora(adapter).form, Dora)  # by the rows of the base weights
+        alone = not measured and (kind == "lora" or (kind == "comfyui" and not merge))
         module = _trained(config, job, adapter, tensors, manifest, place, alone=alone)
     _write(exported, config, job.model, module, out, run=run, world=world)
     return out, False
@@ -206,7 +207,7 @@ def _located(path: Path | str) -> tuple[Path | str, Path | None]:
 
 def _is_trained(key: str) -> bool:
     """Return whether a tensor of a checkpoint is of the policy, not of an adapter that follows it."""
-    return not is_adapter(key) or key.endswith(".default.weight")
+    return not is_adapter(key) or key.removesuffix(".weight").endswith(".default")
 
 
 def _settings(manifest: dict[str, Any], place: Path | str) -> tuple[TrainConfig, dict[str, Any] | None]:
@@ -247,7 +248,7 @@ def _trained(
     module = jobs.build(job, empty=alone)
     if adapter is not None:
         try:
-            add_lora(module, LoraConfig(rank=adapter["rank"], alpha=adapter["alpha"]), adapter["layers"])
+            add_lora(module, recorded_lora(adapter), adapter["layers"])
         except ValueError as error:
             raise RunError(f"the adapter of the checkpoint does not fit {config.model}: {error}") from error
     parameters = dict(module.named_parameters())
@@ -272,8 +273,9 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
     pipeline = getattr(model, "pipeline", None)
     makes = {known.pipeline: known.makes for known in KNOWN}
     settings, adapter = as_record(config), lora_settings(module)
-    if adapter is not None:  # rank and alpha may be those of a file
-        settings["lora"] |= {"rank": adapter["rank"], "alpha": adapter["alpha"]}
+    if adapter is not None:  # they may be those of a file
+        settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
+        settings["lora"]["form"] |= adapter["form"]
     objective: Any = config.objective
     defaults: dict[str, Any] = {"name": name_of(objective)}
     for field in dataclasses.fields(objective):

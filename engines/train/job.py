@@ -157,6 +157,7 @@ def to_sample(
     guidance: Guidance,
     weights: Path | None = None,
     compute: torch.dtype = torch.float32,
+    prompts: Sequence[str] = (),
 ) -> Job:
     """Return the job of a model that is only sampled from: without training prompts, unless they come with the model.
 
@@ -167,17 +168,23 @@ def to_sample(
         guidance: guidance of its steps.
         weights: folder of weights in place of the model's own.
         compute: dtype that the network computes in.
+        prompts: files of prompts that a pipeline without an adapter is recorded on, see `to_train`.
 
     Raises:
-        UsageError: there is no such model, or the weights are of another.
+        UsageError: there is no such model, the weights are of another, or prompts would be ignored.
     """
     if name in MODELS:
         _check_unset(name, settings)
+        if prompts:
+            raise no_effect("prompts", f"with model {name}, which is sampled from any")
         return named(name, weights=weights)
     from fluvial.models.rewards.jpeg import jpeg_compressibility
 
-    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute)
+    read = partial(_with_prompts, settings=settings, prompts=prompts, data=(), preferences=None) if prompts else None
+    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
+    if prompts and not is_recorded(model):
+        raise no_effect("prompts", f"with model {name}, whose adapter takes any")
     load = partial(OtherWeights, model) if is_adapter(name) else model.with_weights
     return with_base(replace(job, rewards={"jpeg": jpeg_compressibility}, load=load), weights)
 
@@ -214,21 +221,11 @@ def to_train(
         check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
-            ".jsonl, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
             "captions"
         )
 
-    def read(model: Any) -> tuple[Any, PromptsOfRun]:
-        columns = {} if data else media_columns(model, settings.media)
-        found = read_prompts_of(
-            settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
-        )
-        if not data:
-            check_columns(model, [*found.train, *found.heldout], columns)
-        if is_recorded(model):
-            model = model.given(model_inputs([*found.train, *found.heldout]))
-        return model, found
-
+    read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences)
     job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     train, heldout = job.prompts, job.heldout
@@ -265,6 +262,21 @@ def to_train(
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
     return with_base(job, weights)
+
+
+def _with_prompts(
+    model: Any, *, settings: PipelineConfig, prompts: Sequence[str], data: Sequence[str], preferences: Path | None
+) -> tuple[Any, PromptsOfRun]:
+    """Return the model for the prompts of a run, and these; the arguments are those of `to_train`."""
+    columns = {} if data else media_columns(model, settings.media)
+    found = read_prompts_of(
+        settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
+    )
+    if not data:
+        check_columns(model, [*found.train, *found.heldout], columns)
+    if is_recorded(model):
+        model = model.given(model_inputs([*found.train, *found.heldout]))
+    return model, found
 
 
 def _check_unset(name: str, settings: PipelineConfig) -> None:

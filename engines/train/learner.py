@@ -49,8 +49,9 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.policies import Policies
 from fluvial.engines.train.rollouts import GivenPairs, Rollout
+from fluvial.engines.train.validate import knows_its_schedule_only
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, Schedule, decoded
+from fluvial.models import Cond, Schedule, decoded, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
 from fluvial.models.routing import Routed
 
@@ -106,6 +107,8 @@ class Learner:
         pairs: Sequence[int] = (),
     ) -> None:
         self.config, self.job, self.world, self.engine, self.policies = config, job, engine.world, engine, policies
+        on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
+        self.noising = config.noising.chosen(on_schedule=on_schedule)
         self.texts, self.rewards = texts, rewards
         self.rank, self.ranks = self.world.data_rank, self.world.data_size
         self.objective = checked(config.objective)
@@ -177,9 +180,9 @@ class Learner:
         if self.traits.trains_on == "noised":
             keys, levels = self._noising_keys(share.numbers, key)
             noised = noised_samples(
-                trajectory.final, keys, own, weight, schedule, config.noising, self.job.model.prediction, level_keys=levels
+                trajectory.final, keys, own, weight, schedule, self.noising, self.job.model.prediction, level_keys=levels
             )
-            return noised, torch.ones(batch, config.noising.each), None
+            return noised, torch.ones(batch, self.noising.each), None
         if self.traits.through is not None:
             last, spread = self.traits.through
             count = number_of_steps(key, config.rollout.steps, last=last, spread=spread)
@@ -212,11 +215,11 @@ class Learner:
             keys,
             to_device(share.rows(torch.ones(real)), device),
             given.schedule,
-            self.config.noising,
+            self.noising,
             self.job.model.prediction,
             level_keys=levels,
         )
-        computed = torch.ones(real, self.config.noising.each)
+        computed = torch.ones(real, self.noising.each)
         cond = optree.tree_map(lambda table: to_device(table, device), cond)
         return Work(items, cond, computed, computed.numel(), share, prompts, given.schedule, padding=padding)
 
@@ -242,10 +245,10 @@ class Learner:
     def _noising_keys(self, numbers: Sequence[int], key: Key) -> tuple[Key, Key | None]:
         """Return the key of each sample's noise, which depends on its number or its group's, and that of its levels."""
         root, own = fold_in(key, Stream.NOISING), to_device(torch.tensor(numbers), self.world.device)
-        if self.config.noising.is_shared:
+        if self.noising.is_shared:
             own = own // self.config.rollout.group
             return fold_in(root, own), fold_in(root, torch.zeros_like(own))
-        calls = self.config.noising.draw == "call"
+        calls = self.noising.draw == "call"
         return fold_in(root, own), fold_in(root, own // self.config.samples_per_pass) if calls else None
 
     def _corrected(self, items: RecordedSteps, samples: SampleBatch, share: Share) -> tuple[RecordedSteps, CorrectionInfo]:

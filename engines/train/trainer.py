@@ -167,7 +167,7 @@ class Trainer:
                 schedule=self.evaluation_schedule,
                 samples=samples or config.eval_samples,
                 seeds=config.evaluation.seeds,
-                micro_batch=config.largest_pass,
+                micro_batch=config.evaluation_pass,
                 world=self.world,
                 guidance=config.evaluation_guidance,
                 keep=keep,

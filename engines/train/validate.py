@@ -162,12 +162,21 @@ def _programs(config: "TrainConfig") -> Iterator[UsageError]:
     if engine.base != "auto" and config.rollout.is_served:
         hint = "servers make rollouts with weights that are not quantised, so that ratios are wrong from the start"
         yield UsageError("engine.base", engine.base, "auto", hint)
+    form = config.lora.form.kind
+    if config.train == "lora" and form != "lora" and config.rollout.is_served and config.rollout.servers.weights == "auto":
+        hint = f"servers take no adapters of `lora.form` {form}, and merged weights do"
+        yield UsageError("rollout.servers.weights", "auto", "disk or shared_memory", hint)
     if ahead and config.takes_ratios and config.correction.mode == "none":
         hint = f"with `asynchronous.ahead` {ahead}, older weights make the rollouts, and ratios need a correction"
         yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)
     if ahead and engine.offload == "phases":
         hint = f"with `asynchronous.ahead` {ahead}, rollout and update happen at once"
         yield UsageError("engine.offload", "phases", "none or always", hint)
+
+
+def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
+    """Return whether a model is given no levels but those of its schedule; see `check_model`."""
+    return prediction == "epsilon" or recorded
 
 
 def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool = False) -> None:
@@ -179,7 +188,7 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
     """
     rollout, sampler, model = config.rollout, config.rollout.sampler, config.model
     own_levels = f"{model} predicts epsilon or has no adapter, and knows only the levels of its schedule"
-    on_schedule = prediction == "epsilon" or recorded
+    on_schedule = knows_its_schedule_only(prediction, recorded=recorded)
     if sampler.rule.prediction not in (prediction, None):
         fitting = [name for name, rule in SAMPLERS.items() if rule.prediction in (prediction, None)]
         raise UsageError("rollout.sampler", sampler.kind, " or ".join(fitting), f"{model} predicts {prediction}")
@@ -196,8 +205,11 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
         raise UsageError("rollout.window.tail", rollout.window.tail.solver, "its default", own_levels)
     if recorded and config.kl.guidance is not None:
         raise UsageError("kl.guidance", config.kl.guidance, "None", f"{model} has no adapter, and its pipeline's guidance")
-    if on_schedule and config.noising.levels.kind not in ("schedule", "stratified"):
-        raise UsageError("noising.levels", config.noising.levels.kind, "schedule or stratified", own_levels)
+    noising = config.noising.chosen(on_schedule=on_schedule)
+    if noising != config.noising:
+        noising.check_steps(rollout.steps)
+    if on_schedule and noising.levels.kind not in ("schedule", "stratified"):
+        raise UsageError("noising.levels", noising.levels.kind, "auto, schedule or stratified", own_levels)
 
 
 def fixed_micro_batch(config: "TrainConfig") -> str | None:

@@ -28,7 +28,7 @@ from fluvial.engines.verl.denoiser import Denoiser
 from fluvial.engines.verl.passes import LossFunction, Passes
 from fluvial.engines.verl.settings import NETWORK, Settings, lr_factor, read_settings
 from fluvial.models import add_lora
-from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
+from fluvial.models.lora import LowRank, blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
 
 REFERENCE = "reference"  # verl-omni's name of the base model without adapters
@@ -109,6 +109,8 @@ class VerlEngine:
         lora, targets = settings.lora, self.denoiser.model.lora_targets
         found = None if lora.weights is None else read_lora(lora.weights, module)
         if found is not None:
+            if not isinstance(found.form, LowRank):
+                raise UsageError(f"model.lora_adapter_path is {lora.weights}, a {found.form.kind}, expected a LoRA")
             lora, targets = replace(lora, rank=found.rank, alpha=found.alpha, weights=None), found.layers
         add_lora(module, lora, targets, adapters=settings.adapters, seed=settings.seed)
         for name in settings.adapters if found is not None else ():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fluvial.core.transitions import SamplerName, check_eta
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig, OptimizerName
-from fluvial.models.lora import LoraConfig
+from fluvial.models.lora import LoraConfig, LowRank
 
 # verl-omni's names of samplers. The form is that of its log-probabilities, see `core.gaussian.log_prob`.
 SAMPLERS: dict[str, tuple[SamplerName, Literal["density", "unscaled"]]] = {
@@ -247,7 +247,7 @@ def _lora(model: Any, *, trained: bool) -> LoraConfig | None:
     return LoraConfig(
         rank=int(model.lora_rank),
         alpha=float(model.lora_alpha),
-        init="gaussian" if init == "gaussian" else "default",
+        form=LowRank("gaussian" if init == "gaussian" else "default"),
         targets=None if path is not None else tuple(map(str, targets)),
         weights=None if path is None else Path(path),
     )

@@ -17,6 +17,7 @@ from fluvial.engines.wire.decode import SEEDS, WireError, convert
 Debug = Literal["rollout_variance_noises", "rollout_prev_sample_means", "rollout_noise_std_devs", "rollout_model_outputs"]
 DEBUG: tuple[Debug, ...] = get_args(Debug)
 MOST_STEPS = 4096
+MOST_IMAGE = 256_000_000  # characters of an image in a request; servers limit its bytes
 SdeType = Literal["sde", "cps", "ode"]
 SDE_TYPES: dict[str, SdeType] = {"flow_sde": "sde", "cps": "cps", "ode": "ode"}  # fluvial's samplers on the wire
 SAMPLER_NAMES = {sde_type: name for name, sde_type in SDE_TYPES.items()}
@@ -67,6 +68,7 @@ class FluvialOptions(Struct, frozen=True, omit_defaults=True):
         debug: names of the debug tensors that are returned, where `rollout_debug_mode` is set.
         version: version of the weights that the samples must be made by; with any other the request fails with 409.
         final: return the final latents too, where `recorded_only` is set.
+        media: argument of the pipeline's call that each image of `image_path` is; None takes the server's order.
     """
 
     key: tuple[Word, Word] | None = None
@@ -87,6 +89,7 @@ class FluvialOptions(Struct, frozen=True, omit_defaults=True):
     debug: tuple[Debug, ...] = DEBUG
     version: Id | None = None
     final: bool = True
+    media: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=16)] | None = None
 
 
 class ExtraParams(Struct, frozen=True, omit_defaults=True):
@@ -115,7 +118,7 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
         num_inference_steps: steps of the schedule; None takes the server's.
         num_outputs_per_prompt: samples of the prompt.
         guidance_scale, true_cfg_scale: scale of classifier-free guidance, whichever the model has.
-        image_path: conditioning images on the server's disk; fluvial's server has no model that takes one.
+        image_path: images for the pipeline: files in the server's folders, or data URLs (`data:image/png;base64,...`).
         rollout: whether to return log-probabilities, and what else is asked for, beside the samples.
         rollout_noise_level: eta.
         rollout_log_prob_no_const: return negative squared residuals instead of log-probabilities.
@@ -141,7 +144,7 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
     true_cfg_scale: Scale | None = None
     num_frames: Positive | None = None
     fps: Positive | None = None
-    image_path: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=16)] | None = None
+    image_path: Annotated[tuple[Annotated[str, Meta(max_length=MOST_IMAGE)], ...], Meta(max_length=16)] | None = None
     rollout: bool = True
     rollout_sde_type: SdeType = "sde"
     rollout_noise_level: Annotated[float, Meta(ge=0, le=1e3)] = 0.7
@@ -271,6 +274,8 @@ def _check(request: RolloutRequest) -> None:
             raise WireError(f"{name} has {len(ids)} items, expected {request.outputs}, one per sample")
     if (own.key is None) != (own.ids is None) or (own.initial_ids is not None and own.ids is None):
         raise WireError("key, ids and initial_ids name the noise together, and one is missing: set key and ids, or a seed")
+    if own.media is not None and (len(own.media) != len(request.image_path or ()) or len({*own.media}) < len(own.media)):
+        raise WireError(f"media is {', '.join(own.media)}, expected one argument for each image of image_path")
     if own.windows is not None and len({len(row) for row in own.windows}) > 1:
         raise WireError("windows have different numbers of steps, expected as many for each sample")
     if own.windows is not None and request.rollout_sde_step_indices is not None:

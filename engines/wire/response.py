@@ -28,12 +28,14 @@ class ServerInfo(Struct, frozen=True):
         prediction: prediction of its model; None where it does not say.
         weight_version: number of updates that made its weights, or another server's name of them.
         micro_batch: rows that each of its batches is filled up to; None where it does not say.
+        media: arguments of its pipeline that the images of a request are, in the order of `image_path`.
     """
 
     takes_options: bool = False
     prediction: str | None = None
     weight_version: int | str | None = None
     micro_batch: int | None = None
+    media: tuple[str, ...] = ()
 
     @property
     def kind(self) -> Kind:

@@ -1,6 +1,6 @@
 """Weights and adapters from diffusers' layout to the original one of their architecture, and adapters back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,12 @@ def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def adapter_to_original(
-    original: Original, factors: Mapping[str, tuple[Tensor, Tensor]], network: nn.Module, *, alpha: float
+    original: Original,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+    network: nn.Module,
+    *,
+    alpha: float,
+    lengths: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return an adapter by the keys of kohya or ComfyUI, with its scale.
 
@@ -46,6 +51,8 @@ def adapter_to_original(
         factors: A `[rank, in]` and B `[out, rank]` by layer, all of one rank.
         network: network that is adapted, for the sizes of its layers.
         alpha: scale of the adapter before it is divided by the rank.
+        lengths: of a DoRA, by layer, those of `joined` included: what ComfyUI divides by the norms of the rows of W and
+            multiplies W + s B A by, `[out]` (comfy/weight_adapter/base.py, `weight_decompose`).
 
     Raises:
         ValueError: a layer has no original name.
@@ -64,6 +71,33 @@ def adapter_to_original(
         for ending, factor in zip(endings, (down, up), strict=True):
             found[f"{stem}.{ending}"] = factor.contiguous()
         found[f"{stem}.alpha"] = torch.tensor(float(alpha * len(layers)))
+        if lengths is not None:
+            scale = torch.cat([lengths[layer] for layer in layers])[:, None]
+            found[f"{stem}.dora_scale"] = swap_halves(scale) if original.stem(layers[0]).swapped else scale
+    return found
+
+
+def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor]], *, scale: float) -> dict[str, Tensor]:
+    """Return a LoKr by keys that ComfyUI reads, its scale multiplied into w1.
+
+    Several Kronecker products, such as those of queries, keys and values, are not one of the layer that joins them. ComfyUI
+    knows the parts by diffusers' names after `lycoris_` (comfy/lora.py, `model_lora_keys_unet`).
+
+    Args:
+        original: names of the network.
+        parts: `lokr_w1`, `lokr_w2` and so on by layer.
+        scale: alpha / rank.
+
+    Raises:
+        ValueError: a layer has no original name.
+    """
+    found: dict[str, Tensor] = {}
+    for layer, held in parts.items():
+        place = original.stem(layer)
+        alone = place.parts == 1 and not place.swapped
+        stem = place.name if alone else f"lycoris_{layer.replace('.', '_')}"
+        for part, tensor in held.items():
+            found[f"{stem}.{part}"] = (tensor * scale if part == "lokr_w1" else tensor).contiguous()
     return found
 
 
@@ -106,6 +140,11 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
             if "alpha" in held:
                 found[f"{layer}.alpha"] = held["alpha"] / len(layers) if apart else held["alpha"]
     return found
+
+
+def joined(original: Original, network: nn.Module, layers: Collection[str]) -> list[str]:
+    """Return some linear layers of a network, and those that the original joins with them."""
+    return [layer for group in _groups(original, network).values() if not set(group).isdisjoint(layers) for layer in group]
 
 
 def swap_halves(tensor: Tensor) -> Tensor:

@@ -29,9 +29,11 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
     if not has_values(default_device()) and (folder := configuration(str(name_or_path))) is not None:
         return folder
     from diffusers import DiffusionPipeline
+    from huggingface_hub.utils import validate_repo_id
 
     options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
+        validate_repo_id(str(name_or_path))  # the Hub is not asked for a path
         with reachable_or_cached() as reachable, nullcontext() if reachable else quietly():
             return Path(DiffusionPipeline.download(str(name_or_path), **options))
     except (OSError, ValueError) as error:
@@ -44,8 +46,10 @@ def check_known(name: str) -> None:
     if Path(name).expanduser().is_dir() or configuration(name) is not None:
         return
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import validate_repo_id
 
     try:
+        validate_repo_id(name)
         with reachable_or_cached():
             hf_hub_download(name, INDEX)
     except (OSError, ValueError) as error:

@@ -59,6 +59,16 @@ def text_of(prompt: TextPrompt) -> str:
     return prompt if isinstance(prompt, str) else prompt.text
 
 
+def arguments_of(model: Any) -> tuple[str, ...]:
+    """Return the arguments that the images of a model's prompts are; none for a model of text alone.
+
+    They are those of the prompt that the model was recorded on, in the order of `IMAGES`, then others by name.
+    """
+    example = getattr(model, "example", "")
+    names = () if isinstance(example, str) else example.media
+    return tuple(sorted(names, key=lambda name: (name not in IMAGES, IMAGES.index(name) if name in IMAGES else 0, name)))
+
+
 def media_of(prompt: TextPrompt) -> dict[str, Any]:
     """Return the images of a prompt by argument, as PIL images; none for plain text."""
     return {} if isinstance(prompt, str) else prompt.opened()

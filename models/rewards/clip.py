@@ -5,7 +5,7 @@ Sources: PickScore, arXiv 2305.01569, divided by 26 as flow_grpo does, which bri
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,7 +79,7 @@ class ImageTowers(Towers):
 
     processor: str | None = None
     frames: int = 8
-    preprocess: Callable[[Tensor], Tensor] = field(init=False)
+    preprocess: Any = field(init=False)  # images in [0, 1] to the input of the vision tower
 
     kind: ClassVar[str] = "CLIPModel"  # class of transformers
     folder_processor: ClassVar[Processor | None] = None  # for a folder of weights without a processor
@@ -183,10 +183,14 @@ class ClipScore(Similarity):
 
     Args:
         form: "cosine" c, "logits" exp(logit_scale) c / 30, or "paper" 2.5 max(c, 0).
+        resize: "processor", the filter of CLIP's own preprocessing, which is bicubic, or "bilinear", without rounding, as
+            DiffusionNFT's `flow_grpo/clip_scorer.py` resizes tensors.
     """
 
     facts = REWARD_MODELS["clipscore"]
     weights: str | Path = facts.weights
+    _: KW_ONLY
+    resize: str = "processor"
 
     folder_processor = VIT_L
     forms: ClassVar[Forms] = {
@@ -194,6 +198,14 @@ class ClipScore(Similarity):
         "logits": lambda c, m: scale(m) * c / 30,  # flow_grpo
         "paper": lambda c, m: 2.5 * c.clamp(min=0),  # arXiv 2104.08718
     }
+
+    def load(self, commit: str | None) -> Any:
+        """See `ModelReward.load`; the filter is checked first."""
+        check_choice("resize", self.resize, ("processor", "bilinear"))
+        model = super().load(commit)
+        if self.resize == "bilinear":
+            self.preprocess = replace(self.preprocess, resample="tensor")
+        return model
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """GenEval: whether the objects, counts, colours and positions of a prompt are in the image, by any object detector.
 
-Source: GenEval, arXiv 2310.11513, and its repository's `evaluation/evaluate_images.py`; the partial score is flow_grpo's.
+Source: GenEval, arXiv 2310.11513, and its repository's `evaluation/evaluate_images.py`; the partial score is that of
+flow_grpo's server (yifan123/reward-server, `reward_server/gen_eval.py`).
 The published detector is Mask2Former (mmdet) and the published colours are by CLIP ViT-L/14; both are arguments here.
 """
 
@@ -46,7 +47,7 @@ class Verdict(NamedTuple):
 
     correct: bool  # GenEval: enough objects, of the colour, in the position, and none too many of `exclude`
     strict: bool  # flow_grpo: exactly as many objects
-    partial: float  # flow_grpo: mean over what is asked for; less than 1 for a wrong count, 0 for a position
+    partial: float  # flow_grpo: mean over what is asked for; less than 1 for a wrong count, 1/2 for a wrong position
 
 
 @dataclass(eq=False)
@@ -145,7 +146,8 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
             right = named.count(colour) == count
         if right and position:
             right = _all_in(position, objects, exact)
-            parts.append(float(right))
+            # Its server adds a 1 where there is a target, beside the 0 of a wrong position.
+            parts += [1.0] if right else [0.0] if exact[position[1]] is None else [0.0, 1.0]
         exact.append(objects if right else None)
         strict = strict and right
     for entry in record.get("exclude") or ():

@@ -3,9 +3,11 @@
 Source: arXiv 2306.09341. The published weights are a state dict of open_clip; they are converted to a CLIPModel.
 """
 
+import html
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,19 @@ class Hpsv2(ImageTowers):
         self.preprocess = preprocess
         self.load_tokenizer(model, *processor_of(file.parent, self.processor, VIT_H))
         return model
+
+    def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the input of the text tower, for prompts that are cleaned as open_clip's tokenizer does."""
+        return super().tokenize([cleaned(prompt) for prompt in prompts])
+
+
+def cleaned(text: str) -> str:
+    """Return a text with plain quotes, mended encoding errors, characters in place of HTML's names, and single blanks.
+
+    Source: hpsv2 1.2.0, `src/open_clip/tokenizer.py`; lower case is the tokenizer's own.
+    """
+    fixed = html.unescape(html.unescape(import_module("ftfy").fix_text(text)))
+    return re.sub(r"\s+", " ", fixed.strip()).strip()
 
 
 def to_clip_model(tensors: Mapping[str, Tensor], source: Path, *, heads: tuple[int, int] | None) -> Any:

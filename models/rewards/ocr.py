@@ -39,8 +39,10 @@ class Ocr(TextReward):
     width: int = 320
 
     def __post_init__(self) -> None:
-        if missing := MODEL.missing():
-            raise LoadingError(f"ocr: {', '.join(missing)} is not installed: pip install '{MODEL.install}'")
+        try:
+            loading.check_packages(MODEL)
+        except LoadingError as error:
+            raise LoadingError(f"ocr: {error}") from error
         if self.target not in TARGETS:
             raise LoadingError(f"ocr: target is {self.target!r}, expected one of {', '.join(TARGETS)}")
         if not 0 <= self.confidence <= 1:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 VIT_L = "openai/clip-vit-large-patch14", "32bd64288804d66eefd0ccbe215aa642df71cc41"  # CLIP, and its commit
+DINOV2 = "facebook/dinov2-base", "f9e44c814b77203eaa57a6bdbbd535f21ede1415"
 READ = "1 - min(lev(t, w), |w|) / |w|"  # of the text t that is read and the text w that is asked for
 
 
@@ -29,7 +30,7 @@ class RewardModel:
         install: what to install beside fluvial, e.g. "fluvial[rewards]"; None if nothing.
         packages: names that must be importable for it.
         gradients: whether the score is differentiable in the images, as `alignprop` needs it.
-        takes: first argument of the reward, "images" (or videos) or "audio".
+        takes: first argument of the reward, "images" (or videos), "videos" or "audio".
     """
 
     name: str
@@ -91,7 +92,43 @@ REWARD_MODELS: dict[str, RewardModel] = {
             "xswu/HPSv2",
             "697403c78157020a1ae59d23f111aa58ced35b0a",
             986.1,
+            "fluvial[rewards]",
+            ("ftfy",),
             gradients=True,
+        ),
+        RewardModel(
+            "hpsv3",
+            "qwen_vl:Hpsv3",
+            "mu(x, p), of a Gaussian",
+            "arXiv 2508.03789",
+            "MIT",
+            "MizzenAI/HPSv3",
+            "4f81e3e09edd82fe3c5f636444c721b592a735ca",
+            7748.6,
+            gradients=True,
+        ),
+        RewardModel(
+            "editreward",
+            "qwen_vl:EditReward",
+            "(mu_1(x, y, p) + mu_2(x, y, p)) / 2",
+            "arXiv 2509.26346",
+            "MIT of its code",
+            "TIGER-Lab/EditReward-Qwen2.5-VL-7B",
+            "51b92ab5246295637c4ab3bd71e54a26f0a5189d",
+            7753.1,
+            gradients=True,
+        ),
+        RewardModel(
+            "videoreward",
+            "qwen_vl:VideoReward",
+            "sum over VQ, MQ and TA of (y(x, p) - mean) / std",
+            "arXiv 2501.13918",
+            "MIT of its code",
+            "KlingTeam/VideoReward",
+            "4f26600130683e6f1de9f5d463887f28e8ef995c",
+            2208.6,
+            gradients=True,
+            takes="videos",
         ),
         RewardModel(
             "imagereward",
@@ -138,6 +175,26 @@ REWARD_MODELS: dict[str, RewardModel] = {
             gradients=True,
         ),
         RewardModel(
+            "dino",
+            "identity:Dino",
+            "cos(f(x), f(y)), y the image of the prompt's record",
+            "arXiv 2208.12242, 2304.07193",
+            "Apache-2.0",
+            *DINOV2,
+            86.6,
+            gradients=True,
+        ),
+        RewardModel(
+            "perceptual",
+            "identity:Perceptual",
+            "-sum_l mean_i |u_li(x) - u_li(y)|^2, y as of dino",
+            "arXiv 1801.03924, 2304.07193",
+            "Apache-2.0",
+            *DINOV2,
+            86.6,
+            gradients=True,
+        ),
+        RewardModel(
             "ocr",
             "ocr:Ocr",
             READ,
@@ -179,10 +236,8 @@ REWARD_MODELS: dict[str, RewardModel] = {
 
 # Rewards that people ask for by name, and why they run in a server of their own.
 ELSEWHERE: dict[str, str] = {
-    "hpsv3": "its package pins its own Qwen2-VL; no class of transformers loads its head",
     "geneval": "its detector needs mmdet and Python 3.10; models.rewards.geneval has its rules for any detector",
     "deqa": "needs mPLUG-Owl2, which is code in its repository",
-    "unifiedreward": "a vision-language model of 7 billion parameters: serve it with vLLM or sglang",
-    "videoalign": "Qwen2-VL with tokens and a head of its own, which are code in its repository",
+    "unifiedreward": "has 7 billion parameters and writes: serve it, and use unified_reward, unified_reward_2 or win_rate",
     "imagebind": "no class of transformers; its package needs torchvision and torchaudio",
 }

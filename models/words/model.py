@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.handwriting.model import ONE_HOT, CodeCond
+from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pixel_model import PixelTransformer
 from fluvial.models.words.data import HEIGHT, LETTERS, LONGEST, PLACES, WIDTH, as_letters, check_word, places
 
@@ -37,6 +38,8 @@ class Words(PixelTransformer):
     name, settings, event = "words", CONFIG, (1, HEIGHT, WIDTH)
     weights: Path | None = BASE
     check_prompt = staticmethod(check_word)
+    # Adapters of the feed-forward layers and of norm_out draw a faint pattern of 8x8 pixels into the background.
+    lora_targets = (*JOINT_ATTENTION, "norm1.linear", "norm1_context.linear")
 
     def encode(self, prompts: Sequence[str]) -> CodeCond:
         """Return letters and places one-hot, `[B, 6, 38]`, and all letters, `[B, 162]`, with zeros for the empty prompt.

@@ -16,7 +16,7 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.serve.rollout.served_weights import ServedWeights
 from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
 from fluvial.engines.wire.client import HttpClient
-from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.lora import LoraConfig, LowRank, add_lora
 from fluvial.models.lora_layer import Product
 
 Result = TypeVar("Result")
@@ -83,7 +83,12 @@ def moved_base() -> nn.Module:
 
 def adapted(module: nn.Module, *adapters: str, product: Product = "factors") -> nn.Module:
     """Return a net with adapters, `default` if none is named; alpha / rank is no power of two."""
-    add_lora(module, LoraConfig(rank=2, alpha=3.0, product=product), TINY.lora_targets, adapters=adapters or ("default",))
+    add_lora(
+        module,
+        LoraConfig(rank=2, alpha=3.0, form=LowRank(product=product)),
+        TINY.lora_targets,
+        adapters=adapters or ("default",),
+    )
     return module
 
 

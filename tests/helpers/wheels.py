@@ -1,5 +1,6 @@
 """Packages of the index without their dependencies: modules of a real wheel whose parent packages are empty."""
 
+import ast
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -87,3 +88,23 @@ def module(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
+
+
+def definitions(file: Path, *names: str, **given: Any) -> dict[str, Any]:
+    """Return functions, classes and constants of a Python file by name, without running the rest of the file.
+
+    Args:
+        file: file of a wheel.
+        names: what is taken out of it, in the file's order.
+        given: names that they use.
+    """
+    parsed = ast.parse(file.read_text(encoding="utf-8"))
+
+    def is_named(node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assign):
+            return any(isinstance(target, ast.Name) and target.id in names for target in node.targets)
+        return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
+
+    found = ast.Module([node for node in parsed.body if is_named(node)], type_ignores=[])
+    exec(compile(found, str(file), "exec"), given)
+    return {name: given[name] for name in names}

@@ -16,6 +16,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
+    LowRank,
     adapter_names,
     adapter_parameters,
     blend_adapter,
@@ -89,7 +90,7 @@ def test_the_initial_distribution_of_a() -> None:
     inits: tuple[Literal["default", "gaussian"], ...] = ("default", "gaussian")
     for init in inits:
         module = torch.nn.ModuleDict({"to_q": torch.nn.Linear(400, 8)})
-        add_lora(module, LoraConfig(rank=4, init=init), ["to_q"])
+        add_lora(module, LoraConfig(rank=4, form=LowRank(init)), ["to_q"])
         drawn[init] = dict(module.named_parameters())["to_q.lora_A.default.weight"].detach()
         assert not dict(module.named_parameters())["to_q.lora_B.default.weight"].any()
     assert float(drawn["default"].abs().max()) <= 1 / 400**0.5 * 1.8  # sqrt(3): uniform of the same variance, and rounding

@@ -163,7 +163,9 @@ def _plain() -> dict[str, Tensor]:
 
 WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"text_encoder.q.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: text_encoder.q.lora_A.weight"),
-    ({"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)}, "match no linear layer of the Net: blocks.0.to_q.lora_mag"),
+    ({"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)}, "layers of different ranks, scales or forms, expected those"),
+    ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has 9 lengths of rows, expected 6"),
+    ({"blocks.0.to_q.lokr_w1": torch.zeros(2, 2)}, "is no LoKr of one rank and factor for this architecture"),
     ({"blocks.0.norm.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: blocks.0.norm.lora_A.weight"),
     ({"blocks.0.to_q.lora_B.weight": None}, "is incomplete: blocks.0.to_q has no factor B"),
     ({"blocks.0.to_q.lora_A.weight": torch.zeros(2, 5)}, r"of another architecture: blocks.0.to_q has factors of \[2, 5\]"),

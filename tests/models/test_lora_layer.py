@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models import lora_layer as light
+from fluvial.models.lora import LowRank
 
 
 def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Product = "factors") -> tuple[Any, Any]:
@@ -18,7 +19,7 @@ def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Pro
     for lightened in (False, True):
         torch.manual_seed(0)
         module = nn.ModuleDict({"to_q": nn.Linear(6, 5, bias=bias)})
-        add_lora(module, LoraConfig(rank=rank, alpha=rank * scale, product=product), ["to_q"])
+        add_lora(module, LoraConfig(rank=rank, alpha=rank * scale, form=LowRank(product=product)), ["to_q"])
         layer: Any = module["to_q"]
         nn.init.normal_(layer.lora_B["default"].weight)
         if not lightened:
@@ -72,7 +73,7 @@ def test_the_merged_product_is_that_of_peft(shape: tuple[int, ...], rank: int, b
 def counted(product: light.Product, shape: tuple[int, ...], out: int, *, backward: bool) -> int:
     """Return the FLOPs of the passes of an adapted layer."""
     module = nn.ModuleDict({"to_q": nn.Linear(shape[-1], out)})
-    add_lora(module, LoraConfig(rank=2, product=product), ["to_q"])
+    add_lora(module, LoraConfig(rank=2, form=LowRank(product=product)), ["to_q"])
     with FlopCounterMode(display=False) as counter:
         result = module["to_q"](torch.randn(shape, requires_grad=True))
         if backward:
@@ -110,7 +111,7 @@ def test_a_compiler_sees_the_merged_product_of_narrow_layers(product: light.Prod
     """As one linear layer with the sum as its weight; wide layers and the factors are PEFT's three."""
     torch.manual_seed(0)
     module = nn.ModuleDict({"to_q": nn.Linear(width, width)})
-    add_lora(module, LoraConfig(rank=2, product=product), ["to_q"])
+    add_lora(module, LoraConfig(rank=2, form=LowRank(product=product)), ["to_q"])
     layer: Any = module["to_q"]
     nn.init.normal_(layer.lora_B["default"].weight)
     linear = list[Any]()

@@ -4,12 +4,13 @@ import warnings
 from typing import Any, get_args
 
 import pytest
+import real_torchao
 import torch
 from torch import nn
 from torch.func import jvp
 
 from fluvial.engines.plan.memory import LiveStorages
-from fluvial.models.lora import LoraConfig, add_lora, merge_lora
+from fluvial.models.lora import LoraConfig, LowRank, add_lora, merge_lora
 from fluvial.models.quantised import (
     FORMATS,
     NF4,
@@ -106,7 +107,7 @@ def test_int8_agrees_with_torchao() -> None:
     """Its rows are scaled by the largest value over 127.5, so values agree to a step of the codes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        library: Any = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+        library: Any = real_torchao.load("torchao.quantization")
         linear = nn.Linear(64, 32, bias=False)
         weight = linear.weight.detach().clone()
         library.quantize_(linear, library.Int8WeightOnlyConfig(version=2))
@@ -202,7 +203,7 @@ def test_a_merged_product_dequantises(disabled: bool) -> None:
     found = []
     x = torch.randn(3, 64)
     for module in modules:
-        add_lora(module, LoraConfig(rank=4, product="merged"), ("0",), seed=1)
+        add_lora(module, LoraConfig(rank=4, form=LowRank(product="merged")), ("0",), seed=1)
         torch.nn.init.ones_(module[0].lora_B["default"].weight)
         if module is modules[0]:
             quantise_linear(module, "int4", torch.float32)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import real_torchao
 import torch
 from tiny_models import Wide, data, squared
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,8 @@ from fluvial.engines.fsdp.world import World
 
 def updates(world: World, name: Any) -> dict[str, Any]:
     """Return the state after three updates of items that are shared out unevenly."""
+    if name in ("adamw8bit", "adamw4bit"):
+        real_torchao.load("torchao.optim")
     config = OptimizerConfig(name=name, lr=0.01, ema_decay=0.9, schedule="cosine", warmup=2)
     return _updated(Engine(Wide(), config=config, world=world, updates=8), world)
 

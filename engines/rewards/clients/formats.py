@@ -25,6 +25,8 @@ FORMS = {"verl": "scores", "unified": "outputs", "deqa": "outputs", "geneval": "
 class FlowFactory:
     """Scores of a Flow-Factory reward server, POST /compute; images travel as PNG files, videos as lists of them.
 
+    The image of each prompt's record is sent, too, if all have one.
+
     Source of the format: Flow-Factory, `reward_server/example_server.py`.
 
     Args:
@@ -35,7 +37,7 @@ class FlowFactory:
         check_positive("batch", batch)
         self.server, self.batch = server, batch
 
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor] | None = None) -> Tensor:
         """Return the server's score of each sample, `[B]`; NaN for one that it has none of.
 
         Raises:
@@ -43,19 +45,20 @@ class FlowFactory:
         """
 
         def scored(samples: Tensor, part: slice) -> list[float]:
-            answer = self.server.post("/compute", self._payload(samples, [*map(str, prompts[part])]))
+            conditions = None if condition_images is None else condition_images[part]
+            answer = self.server.post("/compute", self._payload(samples, [*map(str, prompts[part])], conditions))
             return scores(answer, "rewards", len(samples), where=f"{self.server.address}/compute")
 
         return in_batches(images, prompts, scored, server=self.server, batch=self.batch)
 
-    def _payload(self, samples: Tensor, prompts: list[str]) -> dict[str, Any]:
+    def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
         files = [[wire.as_text(wire.png(frame)) for frame in wire.frames(sample)] for sample in samples]
         videos = samples.ndim == 5
         return {
             "prompt": prompts,
             "image": None if videos else [file for (file,) in files],
             "video": files if videos else None,
-            "condition_images": None,
+            "condition_images": None if conditions is None else [[wire.as_text(wire.png(image))] for image in conditions],
             "condition_videos": None,
         }
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fluvial.engines.rewards.clients.formats import FlowFactory, FlowGrpo, UniRL
-from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, YesNo
+from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, UnifiedReward2, YesNo
+from fluvial.engines.rewards.clients.win_rate import WinRate
 from fluvial.engines.wire.client import HttpClient
 
 CLIENTS: dict[str, type] = {
@@ -17,6 +18,8 @@ CLIENTS: dict[str, type] = {
     "vlm_rating": Rating,
     "vlm_questions": Questions,
     "unified_reward": UnifiedReward,
+    "unified_reward_2": UnifiedReward2,
+    "win_rate": WinRate,
 }
 HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option sets
 

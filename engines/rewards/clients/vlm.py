@@ -1,6 +1,6 @@
 """Rewards by a VLM judge behind an OpenAI-compatible chat server (vLLM, sglang, or a hosted one).
 
-A yes-or-no question, a rating, UnifiedReward, and lists of questions.
+A yes-or-no question, a rating, UnifiedReward of either kind, and lists of questions.
 """
 
 import math
@@ -25,6 +25,8 @@ TOP = 20  # tokens whose log-probabilities are asked for, the most that servers 
 PLACE = "{prompt}"  # what a template holds in place of the prompt
 FRAMES = 8  # frames of a video that a model is shown
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+AXES = ("alignment", "coherence", "style")
+AXIS_SCORE = re.compile(r"(\w+) Score \(1-5\):\s*([0-5](?:\.\d+)?)")
 FINAL_SCORE = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
 
 
@@ -278,6 +280,53 @@ class UnifiedReward:
             return rating / 5 if rating <= 5 else math.nan
 
         return _each_sample(images, prompts, self.chat, asked, size=self.size)
+
+
+class UnifiedReward2:
+    """UnifiedReward 2's scores of an image: alignment, coherence and style, from 1 to 5, divided by 5, and their mean.
+
+    Source: UnifiedReward's prompt and pattern as in Pref-GRPO's `fastvideo/rewards` (`get_unifiedreward_image_template`,
+    `unifiedreward.py`), which does not divide. A score that the reply lacks is NaN here, where that takes the batch's mean.
+
+    Args:
+        server, model, template: as of `YesNo`; the model is UnifiedReward-2.0.
+        score: "mean", or the one that is learnt from.
+    """
+
+    def __init__(
+        self,
+        server: HttpClient,
+        *,
+        model: str = "",
+        template: Path | None = None,
+        score: Literal["mean", "alignment", "coherence", "style"] = "mean",
+        max_tokens: int = 1024,
+    ) -> None:
+        if score not in ("mean", *AXES):
+            raise UsageError("score", score, f"one of mean, {', '.join(AXES)}")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward_2")
+        check_positive("max_tokens", max_tokens)
+        self.score, self.max_tokens = score, max_tokens
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Return `score`, and the three of each sample in [0, 1], `[B]` each; NaN where the reply has none.
+
+        Raises:
+            RunError: no request succeeded.
+        """
+
+        def scored(samples: Tensor, part: slice) -> list[list[float]]:
+            files = [wire.png(frame) for frame in wire.spread(samples[0], FRAMES)]
+            text = self.question.replace(PLACE, str(prompts[part.start]))
+            said = {
+                name.lower(): float(number)
+                for name, number in AXIS_SCORE.findall(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
+            }
+            return [[said.get(axis, math.nan) / 5 for axis in AXES]]
+
+        found = in_batches(images, prompts, scored, server=self.chat.server, batch=1)
+        columns = {axis: found[..., i] for i, axis in enumerate(AXES)}
+        return {"score": columns.get(self.score, found.mean(-1)), **columns}
 
 
 class Questions:

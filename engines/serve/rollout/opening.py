@@ -30,6 +30,7 @@ def opened(
     pipeline: PipelineConfig,
     dtype: Dtype = "auto",
     roots: Sequence[Path] = (),
+    prompts: Sequence[str] = (),
     device: torch.device | None = None,
 ) -> Policy:
     """Return the policy of a name, with its network on the device.
@@ -39,7 +40,9 @@ def opened(
         weights: folder of other base weights; None takes the model's own.
         steps, guidance, pipeline: settings where a request names none, and how a pipeline is opened.
         dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on a GPU, else float32.
-        roots: folders that weights may be read from later; by default `shared_folder()` and those of the model's own.
+        roots: folders that weights and images may be read from later; by default `shared_folder()` and those of the model's
+            own weights.
+        prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
         device: device; by default the GPU where there is one.
 
     Raises:
@@ -55,7 +58,7 @@ def opened(
         weights = Path(name) / WEIGHTS
         if not weights.is_dir():
             raise UsageError(f"{name} is a run that has exported no weights: let it end (--resume)")
-    job = jobs.to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind)
+    job = jobs.to_sample(base, pipeline, steps=steps, guidance=guidance, weights=weights, compute=kind, prompts=prompts)
     module = jobs.build(job).eval()
     cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
     for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too

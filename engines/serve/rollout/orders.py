@@ -11,12 +11,15 @@ from msgspec.structs import replace as replace_fields
 
 from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, key
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.policy import Policy
+from fluvial.engines.serve.rollout.prompts import prompt_of
 from fluvial.engines.wire.request import FluvialOptions, RequestLimits, RolloutRequest, check_steps, guidance_of
 from fluvial.models.padding import trims_padding
+from fluvial.models.replay.media import TextPrompt
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,14 @@ class Recipe:
     window: tuple[int, ...] | None = ()
     window_size: int = 0
     record: bool = False
-    shared: tuple[str, Key] | None = None
+    shared: tuple[TextPrompt, Key] | None = None
 
 
 class SampleOrder(NamedTuple):
     """One sample to make."""
 
     recipe: Recipe
+    prompt: Prompt
     request: RolloutRequest
     key: Key
     id: int
@@ -80,6 +84,7 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     """
     own, guidance = request.fluvial, guidance_of(request, policy.guidance)
     _check_texts(request, guidance, policy)
+    prompt = prompt_of(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
     policy.check_guidance(guidance)
     shape = policy.latent_shape(request.height, request.width, request.num_frames)
     steps = request.num_inference_steps or policy.steps
@@ -89,7 +94,9 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     except ValueError as error:
         raise RequestError(400, str(error)) from None
     # Without what names single samples, and what the recipe holds in another way.
-    options = replace_fields(own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version")))
+    options = replace_fields(
+        own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
+    )
     recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False, final=True))
     first = 0 if own.prefix is None else own.prefix[0]
     if request.rollout and request.sampler != "ode":
@@ -118,12 +125,13 @@ def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> t
     _check_parts(request, recipe, windows, policy)
     keys, ids, seed = _noise(request)
     if own.prefix is not None:
-        recipe = replace(recipe, shared=(request.prompt, keys[0]))
+        recipe = replace(recipe, shared=(prompt.model_input, keys[0]))
     initial = ids if own.initial_ids is None else own.initial_ids
     traced = request.rollout and request.rollout_return_dit_trajectory
     orders = [
         SampleOrder(
             recipe,
+            prompt,
             request,
             keys[row],
             ids[row],
@@ -147,8 +155,6 @@ def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) ->
             policy.model.check_prompt(text)
         except ValueError as error:
             raise RequestError(400, f"{field}: {error}") from None
-    if request.image_path:
-        raise RequestError(400, "image_path is set, and this server makes samples from prompts alone: leave it out")
     tokens, own = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
     if tokens is not None and (not trims_padding(policy.model) or tokens > own):
         raise RequestError(

@@ -13,7 +13,6 @@ from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step
 from fluvial.core.table import Plan, plan
 from fluvial.core.transitions import Sampler
-from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
 from fluvial.engines.rewards.scores import one_line
 from fluvial.engines.rollout.generate import (
@@ -92,7 +91,7 @@ def _made(
     sampling = _sampling(recipe, window, schedule, sampler, observe=steps if needed else None)
     keys = words([order.key for order in filled], policy.device)
     requests = Requests(
-        as_prompts(order.request.prompt for order in filled),
+        [order.prompt for order in filled],
         [order.id for order in filled],
         keys if recipe.shared is None else recipe.shared[1],
         [order.initial_id for order in filled],

@@ -22,7 +22,7 @@ from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
 from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum, tensor_sha256
 from fluvial.models.device import is_accelerator
-from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, lora_layers
+from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers
 from fluvial.models.lora_files import FILES, load_lora, read_lora
 from fluvial.models.lora_layer import Product
 
@@ -83,7 +83,7 @@ class ServedWeights:
                     raise RequestError(400, f"{name!r} is hidden, as the files of an unfinished export are")
                 return path
         shown = ", ".join(map(str, self.roots)) or "there are none"
-        raise RequestError(400, f"{name!r} is outside the folders that weights are read from ({shown}): see --weights-root")
+        raise RequestError(400, f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
 
     def _regular(self, path: Path, most_bytes: int) -> Path:
         """Return the real path of a safetensors file of at most `most_bytes` within the roots."""
@@ -227,6 +227,8 @@ class ServedWeights:
             file = read_lora(self._regular(files[0], most), network)
         except (ValueError, OSError) as error:
             raise RequestError(400, str(error)) from None
+        if not isinstance(file.form, LowRank):
+            raise RequestError(400, f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
         return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
 
     def loaded_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
@@ -300,7 +302,8 @@ class ServedWeights:
             self._strip(network)
             if wanted is None:
                 return
-            config = LoraConfig(rank=wanted.file.rank, alpha=abs(wanted.scaling) * wanted.file.rank, product=wanted.product)
+            form = LowRank(product=wanted.product)
+            config = LoraConfig(rank=wanted.file.rank, alpha=abs(wanted.scaling) * wanted.file.rank, form=form)
             add_lora(network, config, wanted.file.layers)
             network.train(network.training)
         for layer in lora_layers(network).values():

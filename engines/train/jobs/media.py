@@ -73,7 +73,7 @@ def check_images(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
     if given is None:
         return
     signatures = [signature_of(user) for user in users.values()]
-    if not any(signature.takes(name) for signature in signatures for name in ("condition_images", "metadata")):
+    if not any(signature.accepts(name) for signature in signatures for name in ("condition_images", "metadata")):
         raise UsageError(
             f"prompt {given.text[:40]!r} has a column image, which nothing uses: the model takes no images, and no reward "
             "or evaluator takes condition_images or metadata; remove the column"

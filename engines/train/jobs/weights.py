@@ -137,7 +137,7 @@ def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
         UsageError: it cannot be read, or does not fit the network.
     """
     found = read_adapter(path, job, module, field)
-    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha), found.layers)
+    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
     load_lora(module, found.tensors, "default")
 
 

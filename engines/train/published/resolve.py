@@ -19,7 +19,7 @@ UPDATE = {
 SAMPLES = {"rollout": ("group", "sampler")}  # of a run that makes samples
 STEPS = {"rollout": ("window", "trained", "shared_noise")}  # of a loss of recorded steps
 ADVANTAGES = {"advantage": ("scale", "eps", "clip", "ddof", "drop_zero")}
-LORA = {"lora": ("rank", "alpha", "targets", "init")}
+LORA = {"lora": ("rank", "alpha", "targets", "form.kind", "form.init")}
 
 
 class Row(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,14 +22,19 @@ def count_layers(tensors: Mapping[str, Tensor], pattern: str) -> int:
     return 1 + max((int(found[1]) for name in tensors if (found := re.match(pattern, name))), default=-1)
 
 
-def filled(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str) -> Any:
-    """Return a model with the tensors of a file loaded in float32; `kind` names the model with its article, for messages.
+def filled(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model with the tensors of a file in place of its own, which may be on the meta device.
+
+    Args:
+        kind: names the model with its article, for messages.
+        dtype: dtype of the tensors then.
 
     Raises:
         LoadingError: the tensors are not exactly those of the model.
     """
     try:
-        report = model.load_state_dict({name: value.float() for name, value in tensors.items()}, strict=False)
+        cast = {name: value.to(dtype) for name, value in tensors.items()}
+        report = model.load_state_dict(cast, strict=False, assign=True)
     except RuntimeError as error:  # a tensor of another shape
         raise LoadingError(f"the weights {source} do not fit together: {str(error).splitlines()[-1].strip()}") from error
     check_complete(source, missing=report.missing_keys)

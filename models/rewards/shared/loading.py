@@ -54,6 +54,7 @@ class ModelReward(ABC):
 
     def __post_init__(self) -> None:
         try:
+            check_packages(self.facts)
             self.where, self.precision = _device(self.device), DTYPES[check_choice("dtype", self.dtype, DTYPES)]
             self.model = self.load(self.facts.commit(self.weights, self.revision))
         except LoadingError as error:
@@ -117,6 +118,12 @@ def check_complete(weights: str | Path, *, missing: Sequence[str]) -> None:
         names = sorted(missing)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise LoadingError(f"the weights {weights} are incomplete: they lack {names[0]}{more}; download them again")
+
+
+def check_packages(facts: RewardModel) -> None:
+    """Raise LoadingError if a package that the reward needs is not installed."""
+    if missing := facts.missing():
+        raise LoadingError(f"{', '.join(missing)} is not installed: pip install '{facts.install}'")
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> str:

@@ -27,7 +27,8 @@ class Preprocess:
         size: length of the shorter edge, or height and width, that images are resized to.
         crop: height and width of the centre crop, or None.
         mean, std: mean and standard deviation of each channel, of values in [0, 1].
-        resample: name of the filter, see `FILTERS`.
+        resample: name of PIL's filter, see `FILTERS`, or "tensor", torchvision's bilinear filter of tensors: PIL's without
+            its rounding, and with torchvision's centre of the crop.
     """
 
     size: int | tuple[int, int]
@@ -45,9 +46,14 @@ class Preprocess:
             size = (self.size, longer) if height <= width else (longer, self.size)
         else:
             size = self.size
-        pixels = resize(as_bytes(images), size, self.resample)
+        as_tensor = self.resample == "tensor"
+        if as_tensor:
+            pixels = 255 * functional.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
+        else:
+            pixels = resize(as_bytes(images), size, self.resample)
         if self.crop is not None:
-            top, left = ((have - want) // 2 for have, want in zip(size, self.crop, strict=True))
+            spare = [have - want for have, want in zip(size, self.crop, strict=True)]
+            top, left = (round(rest / 2) if as_tensor else rest // 2 for rest in spare)
             pixels = pixels[..., top : top + self.crop[0], left : left + self.crop[1]]
         return normalised(pixels / 255, self.mean, self.std)
 
@@ -145,6 +151,12 @@ def resize(images: Tensor, size: tuple[int, int], resample: str = "bicubic") -> 
         scaled = sums / 2**PRECISION
         images = _with_value(scaled, torch.floor(scaled.detach() + 0.5)).clamp(0, 255)
     return images
+
+
+def resize_as_tensor(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return images `[N, C, H, W]` of integers from 0 to 255, resized as torchvision does with tensors of bytes: bicubic."""
+    scaled = functional.interpolate(images, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+    return _with_value(scaled, torch.round(scaled.detach()))
 
 
 def pad_to_square(images: Tensor, side: int) -> Tensor:

@@ -3,6 +3,7 @@
 Source: flow_grpo, arXiv 2505.05470, section 5.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,21 +13,20 @@ from torch import Tensor
 
 from fluvial.models.rewards.shared.pixels import as_bytes, check_pairs, frames_of
 
-QUOTES = {'"': '"', "“": "”", "„": "“", "«": "»"}  # opening to closing
+TYPOGRAPHIC = re.compile("(?<=“)[^”]+(?=”)|(?<=„)[^“]+(?=“)|(?<=«)[^»]+(?=»)")
 
 
 def quoted(prompt: str) -> str:
-    """Return the text between the first double quotes of a prompt.
+    """Return the text after the first `"` of a prompt, up to the next one or to the end, as flow_grpo's `ocr.py` does.
+
+    A prompt without `"` may have typographic quotes.
 
     Raises:
         ValueError: there is none.
     """
-    for at, character in enumerate(prompt):
-        if character in QUOTES:
-            end = prompt.find(QUOTES[character], at + 1)
-            if end > at + 1:
-                return prompt[at + 1 : end]
-            break
+    found = prompt.split('"')[1:2] or TYPOGRAPHIC.findall(prompt)
+    if found and found[0].strip():
+        return found[0]
     raise ValueError(f'the prompt {prompt!r} has no text in double quotes, expected the text to draw, as in: a sign "OPEN"')
 
 
@@ -87,7 +87,7 @@ class TextReward(ABC):
     Blanks and case are ignored, and the score is 1 if w is a part of t. Of videos the mean over frames.
 
     Args:
-        target: "quoted", the text in the prompt's first double quotes, or "prompt", the whole prompt.
+        target: "quoted", the text in the prompt's first double quotes (see `quoted`), or "prompt", the whole prompt.
         frames: largest number of evenly spaced frames that a video is scored by.
     """
 

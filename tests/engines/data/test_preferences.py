@@ -118,6 +118,29 @@ def test_several_ranked_images(tmp_path: Path) -> None:
         assert places == expected
 
 
+def test_published_files_of_hpd(tmp_path: Path) -> None:
+    """Arrays of JSON: HPDv2's ranks and preferences, and HPDv3's pairs, of which the first image is preferred."""
+    write_preferences(tmp_path, chosen(1))
+    win, lose = "000000-win.png", "000000-lose.png"
+    records = [
+        {"prompt": "1", "image_path": [lose, win], "rank": [2, 1], "raw_annotations": [[1, 2]]},
+        {"prompt": "1", "image_path": [win, lose], "human_preference": [1, 0]},
+        {
+            "prompt": "1",
+            "path1": win,
+            "path2": lose,
+            "choice_dist": [9, 1],
+            "confidence": 0.99,
+            "model1": "a",
+            "model2": "b",
+        },
+    ]
+    (tmp_path / "train.json").write_text(json.dumps(records))
+    found = preference_records(tmp_path / "train.json", check=tiny.Tiny().check_prompt)
+    assert [(record.win, record.lose) for record in found] == [(tmp_path / win, tmp_path / lose)] * 3
+    assert found[2].where == f"preferences {tmp_path / 'train.json'}, record 3"
+
+
 def test_images_within_a_table(tmp_path: Path) -> None:
     """Pick-a-Pic's own files: Parquet with the images' bytes."""
     import pyarrow as arrow

@@ -24,6 +24,7 @@ from fluvial.engines.train.config import AsyncConfig, PipelineConfig, TrainConfi
 from fluvial.engines.train.job import of_run
 from fluvial.engines.train.recipes import RECIPES
 from fluvial.models.handwriting import BASE
+from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank
 
 pytestmark = pytest.mark.simulated
 UNITS = {"handwriting": 5, "handwriting-unet": 7, "words": 5}
@@ -89,6 +90,16 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
     assert report.fits
     if name == "phases":  # the optimizer's state is on the host during the rollout
         assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4"])
+@pytest.mark.parametrize("form", [LowRank(), Dora(), Lokr()], ids=str)
+def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
+    """On 8 ranks with whole copies, with one read-back per update."""
+    config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
+    report = dry_run(replace(config, engine=replace(config.engine, base=base)), ranks=8)
+    check(report)
+    assert report.phase("update").waited("read") == 1
 
 
 @pytest.mark.parametrize("offload", ["none", "phases", "always"])

@@ -16,7 +16,7 @@ from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.flops import FlopCounter
 from fluvial.engines.fsdp.parallelize import checkpoint_blocks
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.lora import LoraConfig, LowRank, add_lora
 
 ROWS, IN, OUT = 5, 8, 16
 
@@ -150,7 +150,7 @@ def test_a_sharded_module_counts_as_the_plain_one(one: World, train: str, checkp
         made = Net()
         if train == "lora":
             # The merged weight is computed once per pass, and the plain module makes one pass instead of two.
-            add_lora(made, LoraConfig(rank=2, product="factors"), ["blocks.0.0", "blocks.1.0"])
+            add_lora(made, LoraConfig(rank=2, form=LowRank(product="factors")), ["blocks.0.0", "blocks.1.0"])
         return made
 
     plain = net()

@@ -202,7 +202,7 @@ def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], w
             "epsilon",
             ODE,
             {"objective": Raft(), "noising": NoisingConfig(levels=ContinuousLevels())},
-            "noising.levels is 'continuous', expected schedule or stratified",
+            "noising.levels is 'continuous', expected auto, schedule or stratified",
         ),
     ],
 )

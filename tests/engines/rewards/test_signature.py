@@ -113,6 +113,21 @@ def test_condition_images_are_those_of_the_records(tmp_path: Path) -> None:
         check_records({"edited": edited}, [prompt, Prompt("b")], label="evaluator")
 
 
+def test_condition_images_may_be_optional(tmp_path: Path) -> None:
+    """A parameter with a default is passed them where every prompt has one, and prompts without are no error."""
+
+    def scored(images: Any, prompts: Any, condition_images: Any = None) -> Any:
+        return condition_images
+
+    Image.new("RGB", (5, 4), (255, 0, 0)).save(tmp_path / "red.png")
+    image, plain, blank = Prompt("redder", image=tmp_path / "red.png"), Prompt("b"), torch.zeros(2, 3, 4, 4)
+    found = signature_of(scored)
+    assert (found.takes("condition_images"), found.accepts("condition_images")) == (False, True)
+    assert found.call(scored, Samples(blank, [image, plain])) is None
+    assert len(found.call(scored, Samples(blank, [image, image]))) == 2
+    check_records({"scored": scored}, [plain])
+
+
 WRONG: list[tuple[Any, str]] = [
     (lambda images: images, r"has the signature \(images\), expected .*: it takes no prompts"),
     (lambda prompts, metadata: 0, "it takes none of images, videos, latents"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.engines.rollout.items import NoisedSamples, noised_pairs, noised_samples
 from fluvial.engines.rollout.noising import (
+    AutoLevels,
     ContinuousLevels,
     LogitNormalLevels,
     ScheduleLevels,
@@ -119,6 +120,15 @@ def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
                 if mine is not None:
                     assert torch.equal(mine[own], known[place]), name
         assert torch.equal(part.sample, torch.arange(len(rows)).repeat(3))
+
+
+def test_automatic_levels_are_those_that_the_model_can_take() -> None:
+    """Any level, or distinct steps of its schedule; levels that were asked for stay."""
+    auto = NoisingConfig(3, AutoLevels())
+    assert auto.chosen(on_schedule=True) == NoisingConfig(3, ScheduleLevels())
+    assert auto.chosen(on_schedule=False) == NoisingConfig(3, ContinuousLevels())
+    asked = NoisingConfig(3, LogitNormalLevels())
+    assert asked.chosen(on_schedule=True) == asked.chosen(on_schedule=False) == asked
 
 
 def test_noise_is_drawn_for_each_level() -> None:

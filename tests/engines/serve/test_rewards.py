@@ -85,6 +85,31 @@ def test_a_sample_that_fails_harms_no_other() -> None:
         FlowFactory(client(served))(IMAGES[3:4], PROMPTS[3:4])
 
 
+def test_flow_factorys_client_is_served() -> None:
+    """Its health check, which is under the reward's path, and an error where it has no number to read.
+
+    Source: Flow-Factory, `src/flow_factory/rewards/my_reward_remote.py`: it raises the reply's `error`, if there is one, and
+    makes a tensor of `rewards` otherwise.
+    """
+
+    async def asked() -> Any:
+        served, body = app(brightness, fragile), request(4)
+        return [
+            await asgi.call(served, "/brightness/health"),
+            await asgi.call(served, "/nothing/health"),
+            await asgi.call(served, "/brightness/compute", body),
+            await asgi.call(served, "/fragile/compute", {**body, "prompt": list(PROMPTS[:4])}),
+        ]
+
+    health, missing, whole, partly = asyncio.run(asked())
+    assert health[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok"}})
+    assert missing.status == 404
+    assert set(whole.value) == {"rewards"}
+    assert torch.tensor(whole.value["rewards"]).shape == (4,)
+    assert partly.value["rewards"] == [1, 2, 3, None]
+    assert partly.value["error"] == "1 of 4 samples have no score: raised RuntimeError (CUDA error: out of memory)"
+
+
 def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
     """Score numbers of which one is not finite, with two further ones."""
     return {
@@ -114,6 +139,8 @@ def test_the_image_of_a_prompt_reaches_the_reward() -> None:
     body["condition_images"] = [[body["image"][0]], [body["image"][0]]]
     found = asyncio.run(asgi.call(app(likeness), "/compute", body))
     assert found.value == {"rewards": [1.0, 0.0]}
+    client_of = FlowFactory(client(app(likeness)), batch=2)
+    assert client_of(IMAGES, PROMPTS, [IMAGES[0], *IMAGES[1:4], IMAGES[0]]).tolist() == [1, 1, 1, 1, 0]
     missing = asyncio.run(asgi.call(app(likeness), "/compute", request(1)))
     assert missing.status == 500
     assert "takes condition_images" in missing.value["detail"]

@@ -34,6 +34,7 @@ from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.sources.in_process import InProcess
 from fluvial.engines.sources.remote import Remote
+from fluvial.engines.sources.requests import Asking
 from fluvial.engines.train.trainer import Trainer
 from fluvial.engines.wire import client
 from fluvial.engines.wire.response import read_response
@@ -158,12 +159,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"rollout.step_cache is 0\.1, expected 0: .*servers",
     ),
 }
-UNUSED = {"Sampling.observe", "Prompt.media"}  # of runs; refused for each prompt that has it
+UNUSED = {"Sampling.observe"}  # of runs
+# Carried for pipelines without an adapter, see test_served_runs.py and serve/rollout/test_images.py.
+OF_PIPELINES = {"Prompt.media"}
 
 
 def test_the_tables_have_every_field_of_what_samples_are_made_from() -> None:
     """A new one is carried, refused, or nothing to the server."""
-    known = [*CARRIED, *LOCAL, *REFUSED, *UNUSED]
+    known = [*CARRIED, *LOCAL, *REFUSED, *UNUSED, *OF_PIPELINES]
     made = {
         f"{kind.__name__}.{field.name}" for kind in (Sampling, StochasticSteps, Guidance, Prompt) for field in fields(kind)
     }
@@ -332,6 +335,22 @@ def test_final_latents_are_asked_for_where_they_are_needed(
         root = key(1)
         plan = trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
         assert plan.sampling.final == final
+
+
+def test_images_of_prompts_are_sent_with_their_arguments() -> None:
+    """One request per prompt and images, be the text the same."""
+    media = [{"mask_image": b"m", "image": number} for number in (b"1", b"1", b"2")]
+    prompts = [Prompt("1", media=each) for each in media]
+    asking = Asking("fluvial", "flow_sde", ETA, "velocity", SIZES)
+    schedule = MODEL.schedule(tiny.STEPS, tiny.SHAPE)
+    orders = asking.orders(
+        Requests(prompts, (5, 6, 7), key(1)), Sampling(tiny.SHAPE, schedule, Guidance()), micro_batch=COUNT, guided=False
+    )
+    assert [order.ids for order in orders] == [(5, 6), (7,)]
+    for order, image in zip(orders, ("MQ==", "Mg=="), strict=True):
+        asked = asking.request(order, key(1), Sampling(tiny.SHAPE, schedule, Guidance()), version=0)
+        assert asked.image_path == ("data:image/png;base64,bQ==", f"data:image/png;base64,{image}")
+        assert asked.fluvial.media == ("mask_image", "image")
 
 
 @pytest.mark.parametrize("name", LOCAL)

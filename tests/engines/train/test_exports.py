@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -327,7 +328,8 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
     """Its base model has an id and may have a licence; code loads the adapters of both networks."""
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [video]\n---\n# Base\nlicense: none\n")
-    settings = {"train": "lora", "weights": None, "lora": {"weights": "x/adapter"}, "optimizer": {"lr": 0.1, "eps": 1e-8}}
+    lora = {"weights": "x/adapter", "form": {"kind": "lora"}}
+    settings = {"train": "lora", "weights": None, "lora": lora, "optimizer": {"lr": 0.1, "eps": 1e-8}}
     card = Card(
         kind="lora",
         model="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
@@ -356,3 +358,7 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
     assert "optimizer.eps" not in text
     assert 'load_lora_weights("path/to/this/folder/transformer_2", load_into_transformer_2=True)' in text
     assert "Results" not in text  # nothing was measured
+    write_card(replace(card, settings={**settings, "lora": {**lora, "form": {"kind": "lokr"}}}), tmp_path, run=None)
+    text = (tmp_path / "README.md").read_text()
+    assert "The LoKr adapter of" in text
+    assert 'pipeline.transformer_2.load_lora_adapter("path/to/this/folder/transformer_2", weight_name=' in text

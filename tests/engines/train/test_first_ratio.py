@@ -20,6 +20,7 @@ from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.train import train
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
 from fluvial.models import LoraConfig
+from fluvial.models.lora import LowRank
 
 
 class Telling(Toy):
@@ -67,7 +68,7 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
 @pytest.mark.bits
 def test_the_first_ratio_is_one_with_a_merged_product_of_lora(tmp_path: Path) -> None:
     """In the second update, too, where the adapters add something."""
-    lora = LoraConfig(rank=4, product="merged")
+    lora = LoraConfig(rank=4, form=LowRank(product="merged"))
     config = handwriting_jobs.config(tmp_path, train="lora", lora=lora, optimizer=OptimizerConfig(lr=1e-2))
     first, second = handwriting_jobs.updates(config, count=2)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0

@@ -14,13 +14,19 @@ from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.eval_models import opened, settings_of_run
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
+from fluvial.engines.fsdp.files import LORA
 from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.rollout.config import ServersConfig
 from fluvial.engines.train import train
+from fluvial.engines.train.exports import export_run
+from fluvial.models.lora import Dora, Lokr, LoraConfig
 from fluvial.models.quantised import quantised_layers
 
 WAYS: dict[str, dict[str, Any]] = {
     "nf4": {"train": "lora", "engine": EngineConfig(base="nf4", checkpointing="host")},
     **{base: {"train": "lora", "engine": EngineConfig(base=base)} for base in ("int8", "int4", "fp8", "bfloat16")},
+    "dora": {"train": "lora", "lora": LoraConfig(rank=4, form=Dora()), "engine": EngineConfig(base="int8")},
+    "lokr": {"train": "lora", "lora": LoraConfig(rank=4, form=Lokr()), "engine": EngineConfig(compute="bfloat16")},
     "masters": {"train": "full", "engine": EngineConfig(masters="bfloat16")},
     "step": {"train": "full", "engine": EngineConfig(grad_sync="step", masters="bfloat16"), "update_micro_batch": 64},
 }
@@ -72,6 +78,33 @@ def test_servers_have_no_quantised_base(tmp_path: Path) -> None:
     served = replace(config.rollout, source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"engine.base is 'int8', expected auto: servers make rollouts with weights"):
         replace(config, rollout=served, engine=EngineConfig(base="int8"))
+
+
+@pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
+def test_servers_take_merged_weights_of_forms_that_are_not_lora(tmp_path: Path, form: Any) -> None:
+    config = handwriting_jobs.config(tmp_path, train="lora", lora=LoraConfig(form=form))
+    served = replace(config.rollout, source="http://127.0.0.1:1")
+    with pytest.raises(UsageError, match=rf"servers take no adapters of `lora.form` {form.kind}, and merged weights do"):
+        replace(config, rollout=served)
+    replace(config, rollout=replace(served, servers=ServersConfig(weights="disk")))
+
+
+@pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
+def test_an_adapter_of_a_run_is_continued_from_and_exported_again(tmp_path: Path, form: Any) -> None:
+    """The file of a run begins another one, whose reference it is; the export of a checkpoint is that of the run."""
+    config = handwriting_jobs.config(tmp_path / "first", train="lora", lora=LoraConfig(rank=4, form=form))
+    train(config, handwriting_jobs.job())
+    again = LoraConfig(weights=config.out / "lora")
+    second = handwriting_jobs.config(tmp_path / "second", train="lora", lora=again, init="whole")
+    train(second, handwriting_jobs.job())
+    first, then = (load_file(run.out / "lora" / LORA) for run in (config, second))
+    assert first.keys() == then.keys()
+    assert any(not torch.equal(first[name], then[name]) for name in first)
+    assert all((first[name] - then[name]).abs().max() < 0.1 for name in first)
+    with init_world() as world:
+        out, _ = export_run(config.out, "lora", out=tmp_path / "out", job=handwriting_jobs.job(), world=world)
+    found = load_file(out / LORA)
+    assert all(torch.allclose(found[name], first[name], atol=1e-6) for name in first)
 
 
 @pytest.mark.long

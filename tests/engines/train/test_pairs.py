@@ -1,5 +1,6 @@
 """Pairs per pass of an update, chosen by proof: more of them only where each row keeps the bits of the rollout."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,9 +29,10 @@ from fluvial.engines.rollout.window import AllSteps, RandomWindow
 from fluvial.engines.train import build, saving
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.engines.train.probe_passes import fixed_pairs
+from fluvial.engines.train.probe_passes import RunPasses, fixed_pairs
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models import LoraConfig
+from fluvial.models.lora import LowRank
 
 FASTEST = micro_batch.fastest
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
@@ -105,6 +107,16 @@ def test_the_fastest_number_with_the_bits_of_the_rollout() -> None:
     assert chosen({8: 1.0}).micro_batch == 8
 
 
+def test_other_programs_do_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a trial counts the time of its own process: a clock would count that of others, which have the cores too."""
+    with Trainer(tiny.config(tmp_path, rollout=ROLLOUT), tiny.job()) as run:
+        passes = RunPasses(run.config, run.job, run.engine, run.schedule)
+        own = itertools.count(0.0, 3.0)
+        monkeypatch.setattr(micro_batch, "time", SimpleNamespace(process_time=lambda: next(own)))
+        with micro_batch.trials(run.engine, passes.of(passes.largest)) as measure:
+            assert measure(2).seconds == 3.0
+
+
 @pytest.mark.bits
 @pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize(
@@ -133,7 +145,7 @@ def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) ->
     rollout = RolloutConfig(prompts=4, group=4, steps=2, window=RandomWindow(2))
     if model != "handwriting":
         rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
-    lora = LoraConfig(rank=4, product="merged")
+    lora = LoraConfig(rank=4, form=LowRank(product="merged"))
     config = TrainConfig(
         tmp_path, model=model, updates=2, micro_batch=16, train="lora", lora=lora, rollout=rollout,
         optimizer=OptimizerConfig(lr=1e-2),

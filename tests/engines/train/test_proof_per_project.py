@@ -180,7 +180,7 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
         rewards=(),
         rollout=replace(rollout, prompts=GROUPS, group=SIZE),
         optimizer=OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
-        lora=LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, init=config.lora.init),
+        lora=LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, form=config.lora.form),
         engine=EngineConfig(),
         pipeline=PipelineConfig(),
         evaluation=EvaluationConfig(),

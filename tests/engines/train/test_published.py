@@ -1,5 +1,6 @@
 """Published runs: each resolves to a configuration, says where its settings were read, and leaves nothing unsaid."""
 
+import inspect
 import json
 import math
 import re
@@ -32,8 +33,9 @@ from fluvial.engines.train.published.runs import find, published_runs
 from fluvial.engines.train.recipes import grpo
 from fluvial.engines.train.record import as_record, recorded
 from fluvial.models import LoraConfig
-from fluvial.models.lora import add_lora, lora_layers
+from fluvial.models.lora import LowRank, add_lora, lora_layers
 from fluvial.models.pipelines.sd3 import SD3
+from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
 
 RUNS = published_runs()
@@ -66,10 +68,17 @@ def test_every_run_says_where_it_was_read() -> None:
 
 
 def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
-    """A reward on a server is a client with options. Only that it may read pickles is left to the person who runs it."""
+    """A reward on a server is a client with options. Only that it may read pickles is left to the person who runs it.
+
+    Options of reward models are those that the models have.
+    """
     with_options = {text for name in TRAINED for text in config_of(name).rewards if ":" in text}
-    assert with_options
-    for text in with_options:
+    models = {text for text in with_options if text.partition(":")[0] in REWARD_MODELS}
+    assert models < with_options
+    for text in models:
+        name, options, _ = parse(text, REWARD_MODELS, field="rewards")
+        assert {*options} <= {*inspect.signature(REWARD_MODELS[name].make).parameters}
+    for text in with_options - models:
         with pytest.raises(UsageError, match="trust_pickle is False"):
             select({}, (text,))
         assert callable(select({}, (f"{text},trust_pickle=true",))[text.partition(":")[0]][0])
@@ -116,7 +125,7 @@ def test_no_setting_that_changes_the_update_is_unsaid(name: str) -> None:
     wanted = {"seed", "minibatches", "rollout.prompts", "rollout.steps", "optimizer.lr", "optimizer.ema_decay"}
     wanted |= {path for path in flat_record(name) if path.startswith("objective.")}
     if config.train == "lora":
-        wanted |= {"lora.rank", "lora.alpha", "lora.targets", "lora.init"}
+        wanted |= {"lora.rank", "lora.alpha", "lora.targets", "lora.form.init"}
     if config.makes_samples:
         wanted |= {"rewards", "rollout.group", "rollout.sampler.kind"}
     if traits.trains_on == "steps":
@@ -222,7 +231,7 @@ def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
 def test_adapters_of_the_stable_diffusion_runs_are_those_of_their_libraries(name: str) -> None:
     """Rank 4 without a scale, on attention alone: diffusers 0.17.1 and trl 0.11.4."""
     lora = config_of(name).lora
-    assert (lora.rank, lora.alpha, lora.init) == (4, 4.0, "gaussian")
+    assert (lora.rank, lora.alpha, lora.form) == (4, 4.0, LowRank("gaussian"))
     assert set(lora.targets or ()) == ATTENTION
 
 
@@ -598,7 +607,7 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
             "lora.rank",
             "lora.alpha",
             "lora.targets",
-            "lora.init",
+            "lora.form.init",
             "kl.coef",
             "advantage.clip",
             own,

@@ -109,7 +109,7 @@ PLACES = {
     "kl_coef": "kl.coef",
     "learning_rate": "optimizer.lr",
     "lora_alpha": "lora.alpha",
-    "lora_init": "lora.init",
+    "lora_init": "lora.form.init",
     "lora_rank": "lora.rank",
     "lr_warmup_steps": "optimizer.warmup",
     "max_grad_norm": "optimizer.max_grad_norm",

@@ -16,7 +16,7 @@ from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.objectives.nft import LinearOld
 from fluvial.engines.objectives.table import OBJECTIVES, Distill, Dpo, Nft, name_of
 from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.rollout.noising import LogitNormalLevels
+from fluvial.engines.rollout.noising import ContinuousLevels, LogitNormalLevels
 from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.rollout.window import AllSteps, Branches, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.train.config import (
@@ -198,11 +198,21 @@ def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "prediction"), [("dpo", UNET, "epsilon"), ("raft", UNET, "epsilon"), ("ddpo", UNET, "epsilon")]
+    ("name", "model", "prediction"),
+    [("dpo", UNET, "epsilon"), ("raft", UNET, "epsilon"), ("ddpo", UNET, "epsilon"), ("sft", UNET, "epsilon")],
 )
 def test_it_fits_the_other_built_in_model(name: str, model: str, prediction: Prediction) -> None:
     """Where the objective is defined for it."""
     check_model(RECIPES[name](model), prediction)
+
+
+def test_supervised_runs_fit_pipelines_without_an_adapter() -> None:
+    """Their levels are those of the schedule then; levels between its steps are refused."""
+    config = RECIPES["sft"](OTHER)
+    check_model(config, "velocity", recorded=True)
+    between = replace(config, noising=replace(config.noising, levels=ContinuousLevels()))
+    with pytest.raises(UsageError, match=r"noising\.levels is 'continuous', expected auto, schedule or stratified"):
+        check_model(between, "velocity", recorded=True)
 
 
 @pytest.mark.parametrize("model", [HANDWRITING, UNET, OTHER])

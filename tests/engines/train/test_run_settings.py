@@ -60,13 +60,14 @@ def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(trainers, "evaluate", spy)
     base = tiny.config(tmp_path, rollout=replace(STEPS, guidance=Guidance(scale=1.0)))
-    own = EvaluationConfig(steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
+    own = EvaluationConfig(micro_batch=3, steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
     for evaluation in (EvaluationConfig(), own):
         with Trainer(replace(base, evaluation=evaluation), tiny.job(), one) as trainer:
             trainer.evaluate(4)
     assert [len(options["schedule"].timesteps) for options in seen] == [tiny.STEPS, tiny.STEPS + 3]
     assert [options["guidance"].scale for options in seen] == [1.0, 2.0]
     assert [options["solver"] for options in seen] == ["euler", "dpmpp_2m"]
+    assert [options["micro_batch"] for options in seen] == [base.micro_batch, 3]
 
 
 @pytest.mark.parametrize("average", [True, False])

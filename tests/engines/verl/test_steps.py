@@ -25,7 +25,7 @@ from fluvial.engines.objectives.table import Clipped
 from fluvial.engines.rollout.items import NoisedSamples, Pairs, recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora
 from fluvial.models.guidance import guided_velocity
-from fluvial.models.lora import copy_adapter, use_adapter
+from fluvial.models.lora import LowRank, copy_adapter, use_adapter
 
 EPS = 1e-4  # of Adam: rounding in a gradient that is 0 in exact arithmetic moves no weight
 SCALE = 2.5  # of guidance
@@ -45,7 +45,7 @@ class Own:
     def __init__(self, made: verl_runs.Made, world: World, adapters: tuple[str, ...] = ()) -> None:
         self.made, module = made, made.model.build()
         if adapters:
-            lora = LoraConfig(rank=2, alpha=4, init="gaussian", targets=tuple(verl_runs.LORA["target_modules"]))
+            lora = LoraConfig(rank=2, alpha=4, form=LowRank("gaussian"), targets=tuple(verl_runs.LORA["target_modules"]))
             add_lora(module, lora, (), adapters=adapters, seed=42)
         optimizer = OptimizerConfig(lr=1e-3, eps=EPS, max_grad_norm=1e6)
         self.engine = Engine(module, made.model.blocks(module), optimizer, world, sharding=EngineConfig())

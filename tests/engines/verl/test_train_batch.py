@@ -12,6 +12,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rollout.score import score
 from fluvial.models import LoraConfig, add_lora
+from fluvial.models.lora import LowRank
 
 
 def own_engine(made: verl_runs.Made, world: World, *, lora: bool) -> Engine:
@@ -19,7 +20,7 @@ def own_engine(made: verl_runs.Made, world: World, *, lora: bool) -> Engine:
     module = made.model.build()
     if lora:
         targets = tuple(verl_runs.LORA["target_modules"])
-        add_lora(module, LoraConfig(rank=2, alpha=4, init="gaussian", targets=targets), (), seed=42)
+        add_lora(module, LoraConfig(rank=2, alpha=4, form=LowRank("gaussian"), targets=targets), (), seed=42)
     config = OptimizerConfig(lr=1e-3, max_grad_norm=1e6)
     return Engine(module, made.model.blocks(module), config, world, sharding=EngineConfig())
 

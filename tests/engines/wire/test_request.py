@@ -91,6 +91,7 @@ FULL = RolloutRequest(
             ("rollout_model_outputs",),
             3,
             False,
+            ("image",),
         )
     ),
 )

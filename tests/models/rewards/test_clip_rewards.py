@@ -150,6 +150,31 @@ def test_forms_of_clipscore(form: str, formula: Callable[[Array, Array], Array],
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("height", "width"), [(41, 53), (80, 30), (33, 30), (30, 30)])
+def test_clipscore_resizes_bilinearly_as_diffusion_nft(height: int, width: int, folder: Path) -> None:
+    """torchvision's `Resize(30)` and `CenterCrop(30)` of tensors, in numpy: a triangle as wide as a step, no rounding.
+
+    Source: DiffusionNFT, `flow_grpo/clip_scorer.py`.
+    """
+    images = tiny_rewards.images(3, height, width)
+    short, long = sorted((height, width))
+    sizes = [30 if edge == short else int(30 * long / short) for edge in (height, width)]
+
+    def matrix(have: int, wanted: int) -> Array:
+        scale = have / wanted
+        centre = (np.arange(wanted)[:, None] + 0.5) * scale
+        rows = np.maximum(0, 1 - np.abs(np.arange(have) + 0.5 - centre) / max(scale, 1))
+        return rows / rows.sum(1, keepdims=True)
+
+    small = matrix(height, sizes[0]) @ images.double().numpy() @ matrix(width, sizes[1]).T
+    top, left = (round((have - 30) / 2) for have in sizes)
+    wanted = small[..., top : top + 30, left : left + 30]
+    reward = ClipScore(folder, resize="bilinear")
+    shift, scale = (np.array(values)[:, None, None] for values in (reward.preprocess.mean, reward.preprocess.std))
+    np.testing.assert_allclose(reward.preprocess(images).numpy(), (wanted - shift) / scale, atol=2e-5)
+    assert not torch.equal(reward(images, PROMPTS), ClipScore(folder)(images, PROMPTS)) or short == long == 30
+
+
 def test_a_lower_precision_is_near(folder: Path) -> None:
     reward = build("pickscore", folder, dtype="bfloat16", device="cpu")
     assert {parameter.dtype for parameter in reward.model.parameters()} == {torch.bfloat16}
@@ -199,6 +224,7 @@ def test_what_is_wrong_with_an_option_is_one_line(folder: Path) -> None:
     assert "dtype is 'int8', expected one of float32, bfloat16, float16" in refused(lambda: PickScore(folder, dtype="int8"))
     assert "device is 'cuda:77', which is not there" in refused(lambda: PickScore(folder, device="cuda:77"))
     assert "form is 'sine', expected one of cosine, logits, paper" in refused(lambda: ClipScore(folder, form="sine"))
+    assert "resize is 'cubic', expected one of processor, bilinear" in refused(lambda: ClipScore(folder, resize="cubic"))
     assert "3 images and 1 prompts" in refused(lambda: PickScore(folder)(tiny_rewards.images(), ["a"]))
 
 

@@ -1,17 +1,22 @@
 """HPSv2.1: weights of open_clip, converted, against open_clip's own mathematics in numpy."""
 
+import html
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import ftfy
 import numpy as np
 import numpy_towers as nt
 import pytest
 import tiny_rewards
 import torch
+import wheels
 from numpy_towers import Array
 
 from fluvial.core.random import key, normal
-from fluvial.models.rewards.hpsv2 import FILE, Hpsv2
+from fluvial.models.rewards import table
+from fluvial.models.rewards.hpsv2 import FILE, Hpsv2, cleaned
 from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, pad_to_square
 from fluvial.models.tiny.encoders import clip_tokenizer
 
@@ -131,6 +136,35 @@ def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
     found = pad_to_square(image, 30).numpy()
     np.testing.assert_allclose(found[:, :, 3:26], wanted, atol=1e-6)
     assert abs(found[:, :, :3]).max() == abs(found[:, :, 26:]).max() == 0
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "The mayor’s “grand” plan — and a … pause",
+        "black &amp; white, 3 &lt; 4, &amp;quot;twice&amp;quot;",
+        "  two\t\nlines\u00a0 and\u3000blanks ",
+        "cafÃ© crÃ¨me",
+        "ﬁnal ＦＵＬＬ width, naïve",
+        "a red cat",
+        "",
+    ],
+)
+def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> None:
+    """By the functions of its own wheel; tokens are those of the cleaned prompt, and differ from the raw one's."""
+    file = wheels.install("hpsv2", "1.2.0") / "hpsv2" / "src" / "open_clip" / "tokenizer.py"
+    package = wheels.definitions(file, "basic_clean", "whitespace_clean", ftfy=ftfy, html=html, re=import_module("regex"))
+    wanted = package["whitespace_clean"](package["basic_clean"](prompt))
+    assert cleaned(prompt) == wanted
+    reward = Hpsv2(folder, heads=(HEADS, HEADS))
+    ids = reward.tokenize([prompt])["input_ids"]
+    assert torch.equal(ids, super(Hpsv2, reward).tokenize([wanted])["input_ids"])
+
+
+def test_a_missing_package_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^hpsv2: ftfy is not installed: pip install 'fluvial\[rewards\]'$"):
+        Hpsv2(folder)
 
 
 def test_gradients_batches_and_videos(folder: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fluvial.engines.rewards.clients import unpickle
 from fluvial.engines.rewards.clients.unpickle import ForbiddenPickleError, loads
 
 
@@ -73,6 +74,21 @@ def test_numbers_of_numpy_are_numbers(number: Any, protocol: int) -> None:
 def test_damaged_pickles_are_one_error(data: bytes) -> None:
     with pytest.raises(ForbiddenPickleError):
         loads(data)
+
+
+@pytest.mark.parametrize("one", [b"(K\x01|t", b"]|a", b"(|t"])
+def test_the_cost_of_a_pickle_is_linear_in_its_depth(one: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested tuples and lists: four times the depth is about four times the text that the check of the stack prints."""
+    printed: list[int] = []
+    monkeypatch.setattr(unpickle.Nowhere, "write", lambda self, text: printed.append(len(text)))
+    start, end = one.split(b"|")
+
+    def cost(depth: int) -> int:
+        printed.clear()
+        loads(b"\x80\x04" + start * depth + (end * (depth - 1) if start == b"]" else end * depth) + b".")
+        return sum(printed)
+
+    assert 3.5 < cost(4000) / cost(1000) < 4.5
 
 
 def test_references_are_kept() -> None:

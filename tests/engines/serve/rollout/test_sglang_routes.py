@@ -101,9 +101,11 @@ def test_weights_are_pushed_and_checked_with_its_requests(server: Server, folder
     sums = checker.build_named_tensor_sha256(theirs.items())
     expected = structs.UpdateWeightFromTensorCheckerReqInput("transformer", sums)
     assert call(server, "/update_weights_from_tensor_checker", expected).value["success"] is True
-    for name in ("Release", "Resume"):
-        asked = getattr(structs, f"{name}MemoryOccupationReqInput")()
-        answer = call(server, f"/{name.lower()}_memory_occupation", asked)
+    for path, asked in (
+        ("/release_memory_occupation", structs.ReleaseMemoryOccupationReqInput()),
+        ("/resume_memory_occupation", structs.ResumeMemoryOccupationReqInput()),
+    ):
+        answer = call(server, path, asked)
         assert (answer.status, answer.value["success"]) == (200, True)
 
 

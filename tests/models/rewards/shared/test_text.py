@@ -49,11 +49,23 @@ def test_blanks_and_case_do_not_count(found: str, target: str, score: float) -> 
 def test_the_target_is_between_the_first_double_quotes() -> None:
     assert quoted('a shop with the sign "OPEN" and "CLOSED"') == "OPEN"
     assert quoted("a cake that says “Happy Day”") == "Happy Day"
-    for prompt in ("a shop", 'a sign ""', 'one quote " alone', "it's 'single'"):
+    assert quoted("says „Guten Tag“ and «salut»") == "Guten Tag"
+    for prompt in ("a shop", 'a sign "" in red', 'a sign "', "it's 'single'", "“open", "“”"):
         with pytest.raises(ValueError, match="has no text in double quotes"):
             quoted(prompt)
     with pytest.raises(ValueError, match="is empty"):
         text_score("x", "  ")
+
+
+@given(prompt=st.text(alphabet='ab "“”', max_size=9).filter(lambda text: text.count('"') > 0))
+def test_the_target_is_that_of_flow_grpo(prompt: str) -> None:
+    """`prompt.split('"')[1]` in its `ocr.py`, where that is a text to draw; typographic quotes are a part of it."""
+    target = prompt.split('"')[1]
+    if target.strip():
+        assert quoted(prompt) == target
+    else:  # flow_grpo divides by 0
+        with pytest.raises(ValueError, match="has no text in double quotes"):
+            quoted(prompt)
 
 
 def test_readings_of_frames_are_averaged() -> None:

@@ -1,0 +1,77 @@
+"""Header image of the README: words that the base model misspells, and some that it spells, before and after training.
+
+The folder is one that `fluvial eval words --weights RUN/weights --base start --seeds 1 --out FOLDER` wrote:
+
+    python -P -m fluvial.bench.header FOLDER PNG
+"""
+
+import csv
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image, ImageDraw, ImageFont
+
+from fluvial.engines.report.images import BAD, GOOD, INK, PAPER
+
+WRONG, RIGHT, COLUMNS, SCALE, SEED = 8, 4, 4, 2, 0
+EVALUATOR = "heldout"
+
+
+class Cell(NamedTuple):
+    """A word, and the files and scores of its samples before and after training."""
+
+    word: str
+    images: tuple[Path, Path]
+    scores: tuple[float, float]
+
+
+def cells(folder: Path) -> list[Cell]:
+    """Return the samples of an evaluation with a base, in the order of their files."""
+    with (folder / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = []
+    for row in rows:
+        images = folder / "base" / f"{row['sample']}.png", folder / "images" / f"{row['sample']}.png"
+        found.append(Cell(row["prompt"], images, (float(row[f"base {EVALUATOR}"]), float(row[EVALUATOR]))))
+    return found
+
+
+def chosen(found: list[Cell]) -> list[Cell]:
+    """Return WRONG words that the base misspells and RIGHT that it spells, drawn and shuffled with a fixed seed."""
+    draw = random.Random(SEED)
+    wrong, right = ([cell for cell in found if (cell.scores[0] == 1) is is_right] for is_right in (False, True))
+    picked = draw.sample(wrong, WRONG) + draw.sample(right, RIGHT)
+    draw.shuffle(picked)
+    return picked
+
+
+def sheet(picked: list[Cell]) -> Image.Image:
+    """Return the words in a grid: what was asked for, the base's image, and the trained model's."""
+    font, gap, line = ImageFont.load_default(size=20), 12, 28
+    first = Image.open(picked[0].images[0])
+    width, height = first.width * SCALE, first.height * SCALE
+    cell_w, cell_h = width + gap, line + 2 * (height + 4) + gap
+    page = Image.new("RGB", (COLUMNS * cell_w + gap, -(-len(picked) // COLUMNS) * cell_h + gap), PAPER)
+    draw = ImageDraw.Draw(page)
+    for i, cell in enumerate(picked):
+        x, y = gap + i % COLUMNS * cell_w, gap + i // COLUMNS * cell_h
+        draw.text((x, y), cell.word, INK, font=font)
+        for k, (path, score) in enumerate(zip(cell.images, cell.scores, strict=True)):
+            top = y + line + k * (height + 4)
+            page.paste(Image.open(path).convert("RGB").resize((width, height), Image.Resampling.BICUBIC), (x, top))
+            draw.rectangle((x, top, x + width - 1, top + height - 1), outline=GOOD if score == 1 else BAD, width=2)
+    return page
+
+
+def main(folder: str, out: str) -> None:
+    """Write the image, and print the shares of all samples that are right."""
+    found = cells(Path(folder))
+    sheet(chosen(found)).save(out, optimize=True)
+    shares = [sum(cell.scores[k] == 1 for cell in found) / len(found) for k in range(2)]
+    print(f"{len(found)} held-out words, exactly right by {EVALUATOR}: before {shares[0]:.3f}, after {shares[1]:.3f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

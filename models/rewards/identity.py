@@ -1,0 +1,117 @@
+"""How much of the image before an edit is kept in the image after it, by features of DINOv2.
+
+Sources: DINOv2, arXiv 2304.07193; DINO similarity, arXiv 2208.12242, section 4.2; LPIPS, arXiv 1801.03924, equation 1 with
+weights of 1, which is `lpips=False` in its package.
+"""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fluvial.models.rewards.shared.loading import LoadingError, ModelReward, load_model, load_preprocess, place_of
+from fluvial.models.rewards.shared.pixels import check_pairs, frames_of, in_batches
+from fluvial.models.rewards.table import REWARD_MODELS
+
+
+@dataclass(eq=False, kw_only=True)
+class EditPairs(ModelReward):
+    """Reward of an image and the image of its prompt's record, from a DINOv2 model; of videos the mean over frames.
+
+    Args:
+        frames: largest number of evenly spaced frames that a video is scored by.
+    """
+
+    frames: int = 8
+    preprocess: Any = field(init=False)
+
+    def load(self, commit: str | None) -> Any:
+        """See `ModelReward.load`."""
+        from transformers import Dinov2Model
+
+        self.preprocess = load_preprocess(place_of(self.weights), commit)
+        return load_model(Dinov2Model, self.weights, commit)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features of images in [0, 1], `[N, ...]` in float32."""
+        raise NotImplementedError
+
+    def compared(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return the score of each pair of features, `[N]`."""
+        raise NotImplementedError
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> Tensor:
+        """Return the score of each image, `[B]` in float32, differentiable in the images.
+
+        Args:
+            images: images `[B, C, H, W]` or videos `[B, C, F, H, W]` in [0, 1].
+            prompts: not used.
+            condition_images: image before the edit, `[C, H, W]` in [0, 1] each, of any size.
+        """
+        check_pairs(images, prompts)
+        device, frames = self.placed(images), frames_of(images, self.frames)
+        flat, count = frames.flatten(0, 1), frames.shape[1]
+        with torch.no_grad():
+            before = torch.cat([self.features(frames_of(image[None].to(device), 1)[:, 0]) for image in condition_images])
+
+        def scored(rows: Tensor) -> Tensor:
+            return self.compared(before[rows.to(device) // count], self.features(flat[rows].to(device)))
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
+            return in_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
+
+
+@dataclass(eq=False)
+class Dino(EditPairs):
+    """cos(f(x), f(y)), with f DINOv2's class token."""
+
+    facts = REWARD_MODELS["dino"]
+    weights: str | Path = facts.weights
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the class tokens, `[N, D]`, of length 1."""
+        output = self.model(pixel_values=self.preprocess(images).to(self.precision))
+        return functional.normalize(output.pooler_output.float(), dim=-1)
+
+    def compared(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return the cosine of each pair."""
+        return (before * after).sum(-1)
+
+
+@dataclass(eq=False)
+class Perceptual(EditPairs):
+    """-sum_l mean_i |u_li(x) - u_li(y)|^2, with u_li the feature of patch i in layer l, of length 1.
+
+    LPIPS takes layers of a convolutional network; here they are evenly spaced blocks of DINOv2, of which the last is one.
+
+    Args:
+        layers: number of blocks whose features are compared.
+    """
+
+    facts = REWARD_MODELS["perceptual"]
+    weights: str | Path = facts.weights
+    _: KW_ONLY
+    layers: int = 4
+
+    def load(self, commit: str | None) -> Any:
+        """See `ModelReward.load`."""
+        model = super().load(commit)
+        depth = model.config.num_hidden_layers
+        if not 1 <= self.layers <= depth:
+            raise LoadingError(f"layers is {self.layers}, expected 1 to {depth}, the blocks of the model")
+        self.chosen = [round(depth * (place + 1) / self.layers) for place in range(self.layers)]
+        return model
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the features of the patches, `[N, L, P, D]`, of length 1."""
+        output = self.model(pixel_values=self.preprocess(images).to(self.precision), output_hidden_states=True)
+        layers = torch.stack([output.hidden_states[layer][:, 1:] for layer in self.chosen], 1)
+        return functional.normalize(layers.float(), dim=-1)
+
+    def compared(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return the negative distance of each pair."""
+        return -(before - after).square().sum(-1).mean(-1).sum(-1)
