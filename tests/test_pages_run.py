@@ -36,8 +36,10 @@ RUN = {
     "--final-samples": "2",
     "--checkpoint-every": "1",
 }
-ROLLOUT = {"--rollout.prompts": "2", "--rollout.group": "2", "--rollout.steps": "2", "--evaluation.steps": "2"}
-PIXELS = {"--pipeline.height": "16", "--pipeline.width": "16"}
+ROLLOUT = {"--rollout.prompts": "2", "--rollout.group": "2"}
+SIZE = {"--pipeline.height": "16", "--pipeline.width": "16"}
+PIPELINE = {**SIZE, "--rollout.steps": "4", "--evaluation.steps": "4"}
+NOISED = {recipe: {"--noising.each": "2"} for recipe in ("nft", "raft", "dpo")}
 # A command with one of these words needs a server or another machine, or works out memory, which has tests of its own.
 ELSEWHERE = (
     *(
@@ -53,7 +55,7 @@ ELSEWHERE = (
         "models",
         "runs",
     ),
-    *("config", "pretrain", "train/README.md"),
+    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "train/README.md"),
 )
 STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in ("train", "data", "rewards", "export", "checkpoint"))]
 STORY += [f"engines/{topic}/README.md" for topic in ("evaluation", "objectives", "cli")]
@@ -71,15 +73,20 @@ def sized(words: Sequence[str]) -> list[str]:
     command, *rest = words[1:]
     if "--resume" in rest or command in ("export", "report"):
         return [command, *rest]
-    is_pipeline = any(name in rest for name in MODELS) or "/" in rest[0]
+    is_pipeline = any(name in rest for name in (*MODELS, "runs/sft")) or "/" in rest[0]
     if command == "train":
-        small = {**RUN, **({} if rest[0] in ("sft", "distill") else ROLLOUT), **(PIXELS if is_pipeline else {})}
+        small = {
+            **RUN,
+            **({} if rest[0] == "sft" else ROLLOUT),
+            **(PIPELINE if is_pipeline else {}),
+            **NOISED.get(rest[0], {}),
+        }
     elif command == "eval":
         small = {"--seeds": "1", "--samples": "2", "--steps": "2", "--micro-batch": "2"}
-        small |= PIXELS if rest[0] in MODELS else {}
+        small |= SIZE if rest[0] in MODELS else {}
     else:
         small = {"--steps": "2", "--micro-batch": "2"}
-        small |= PIXELS if rest[0] in MODELS else {}
+        small |= SIZE if rest[0] in MODELS else {}
         small |= {"--group": "2", "--count": "2"} if command == "preferences" else {}
     kept: list[str] = []
     for word in rest:

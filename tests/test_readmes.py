@@ -25,7 +25,7 @@ TOPICS = (
 # Most lines of a page, and most words of a paragraph, of the pages that people open first.
 MOST_LINES = {"README.md": 150, "engines/README.md": 120, "bench/README.md": 150}
 MOST_WORDS = 80
-SHORT = ["README.md", *PAGES, "bench/README.md"]
+SHORT = ["README.md", *PAGES, "bench/README.md", "core/README.md", "kernels/README.md"]
 
 
 def inline(name: str, start: str) -> list[str]:
@@ -63,7 +63,8 @@ def every_flag() -> set[str]:
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {
-        *("--help", "--version", "--processes", "--reward", "--as", "--async.ahead")
+        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--async.ahead"),
+        "--objective.temperature",  # of the objective that a page shows
     }
 
 
