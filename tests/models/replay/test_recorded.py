@@ -16,7 +16,7 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import Fixed, Latent, Row
+from fluvial.models.replay.capture import Combination, Fitted, Fixed, Latent, Row
 from fluvial.models.replay.recorded import Recording, check_replay, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
 
@@ -128,7 +128,9 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[str], Any]) -> None:
     """As in the pipeline's source."""
     (recipe,) = recorded(load(name), name).model.recipes
-    found = recipe.combination._asdict()
+    combination = recipe.combination
+    assert isinstance(combination, Combination)
+    found = combination._asdict()
     assert {field: found[field] for field in COMBINATIONS[name]} == COMBINATIONS[name]
 
 
@@ -385,6 +387,7 @@ def test_a_weighted_sum_that_no_formula_gives_is_fitted(load: Callable[[str], An
     pipe = changed(load("sana"), lambda v, x: 0.9 * v + 0.25 * x)
     recording = recorded(pipe, "sana")
     (recipe,) = recording.model.recipes
+    assert isinstance(recipe.combination, Fitted)
     unconditional, conditional = recipe.combination.weights
     assert (unconditional, conditional) == pytest.approx((0.9 * (1 - 4.5), 0.9 * 4.5), rel=1e-6)
     assert recipe.combination.of_sample == pytest.approx(0.25, rel=1e-6)
