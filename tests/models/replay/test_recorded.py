@@ -138,6 +138,7 @@ def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
     """Sana's output is the velocity, Lumina's its negative."""
     for name in ("sana", "lumina2"):
         (recipe,) = recorded(load(name), name, guidance_scale=1.0).model.recipes
+        assert isinstance(recipe.combination, Combination)
         assert recipe.combination.cond is None
         assert recipe.combination.negative == (name == "lumina2")
 
