@@ -167,9 +167,9 @@ def measured_table(rows: Sequence[Row]) -> str:
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
-    from fluvial.models.tiny.pipelines import flow_pipelines
+    from fluvial.models.tiny.pipelines import flow_pipelines, is_flow_pipeline
 
-    if unknown := sorted({*names} - {*flow_pipelines()}):
+    if unknown := [name for name in names if not is_flow_pipeline(name)]:
         raise UsageError(f"models --measured: the installed diffusers has no {unknown[0]}, or it has no transformer")
     rows = []
     for name in names or flow_pipelines():

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -88,15 +89,25 @@ LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandin
 
 
 def flow_pipelines() -> list[str]:
-    """Return the classes of diffusers' pipelines with a transformer, by name."""
+    """Return the classes of diffusers' pipelines with a transformer that can be imported, by name."""
     import diffusers
 
-    found = []
-    for name in sorted(dir(diffusers)):
-        kind = getattr(diffusers, name, None) if name.endswith("Pipeline") else None
-        if inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters:
-            found.append(name)
-    return found
+    return [name for name in sorted(dir(diffusers)) if is_flow_pipeline(name)]
+
+
+def is_flow_pipeline(name: str) -> bool:
+    """Return whether diffusers has a pipeline of that name with a transformer, which can be imported."""
+    import diffusers
+
+    if not name.endswith("Pipeline"):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kind = getattr(diffusers, name)
+    except (AttributeError, RuntimeError):  # diffusers' own error for a module that cannot be imported
+        return False
+    return inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters
 
 
 def asked_of(name: str) -> Asked:
