@@ -146,7 +146,7 @@ def measure(name: str, folder: Path) -> Row:
         return Row(name, "", asked.media, None, None, "", _reason(said, name, folder))
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if "grad_norm" in line)
-    within = re.search(r"velocities and images within (\S+)", output.getvalue() + errors.getvalue())
+    within = re.search(r"velocities and images within ([\d.e+-]+)", output.getvalue() + errors.getvalue())
     return Row(
         name,
         "adapter" if adapted else "recorded",
