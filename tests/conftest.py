@@ -17,6 +17,9 @@ from jaxtyping import install_import_hook
 if "FLUVIAL_TEST_DEVICE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Lists are as wide as their rows, whatever terminal the tests are started in.
+os.environ.pop("COLUMNS", None)
+
 # One thread per process, as in the processes that tests start. Two workers of two threads each would wait for each other on
 # two cores. Set before torch reads it.
 os.environ["OMP_NUM_THREADS"] = "1"

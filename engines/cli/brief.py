@@ -38,7 +38,7 @@ TRAIN = Brief(
     ),
     (
         "train grpo --rewards characters --updates 40",
-        "train grpo --model MODEL --rewards pickscore --prompts prompts.txt --processes auto",
+        "train grpo --model MODEL --rewards pickscore --prompts @drawbench-like --preset 1gpu",
         "train grpo --resume --out runs/grpo",
     ),
 )
@@ -61,11 +61,25 @@ PREFERENCES = Brief(
 )
 EVAL = Brief(
     (
-        *("prompts", "rewards", "base", "weights", "lora", "out", "seeds", "samples", "steps", "guidance", "solver"),
+        *(
+            "suite",
+            "prompts",
+            "rewards",
+            "base",
+            "weights",
+            "lora",
+            "out",
+            "seeds",
+            "samples",
+            "steps",
+            "guidance",
+            "solver",
+        ),
         *("micro_batch", "pipeline.height", "pipeline.width"),
     ),
     (
         "eval handwriting",
+        "eval runs/grpo --suite ocr --json",
         "eval runs/grpo --base start --out comparison",
         "eval runs/grpo/checkpoints/000040 --seeds 4",
     ),

@@ -1,16 +1,18 @@
 """`fluvial eval MODEL`: sample prompts with a model, a run or a checkpoint, and score the samples with evaluators."""
 
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 
 from fluvial.engines.cli.brief import EVAL, asks
-from fluvial.engines.cli.eval_models import EvalConfig, opened, settings_of_run
+from fluvial.engines.cli.eval_models import EvalConfig, opened, settings_of_run, settings_of_suite, source_of
+from fluvial.engines.cli.listing import JSON, may_be_model, without
 from fluvial.engines.cli.listing import defaults as defaults_of
-from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.evaluation.folder import BASE, IMAGES, EvaluationFolder
-from fluvial.engines.evaluation.table import printed, rows
+from fluvial.engines.evaluation.suites import find
+from fluvial.engines.evaluation.table import as_records, printed, rows
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.rollout.generate import on_device
@@ -26,30 +28,34 @@ FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")}
 
 
 def run(args: list[str]) -> None:
-    """Print what each evaluator finds, and write the folder if one is asked for."""
+    """Print what each evaluator finds, as JSON with --json, and write the folder if one is asked for."""
+    args, as_json = without(args, JSON)
     if asks(args):
         parsed(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
     name = named("eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model)
     config = parsed(defaults(name, args[1:]), f"fluvial eval {name}", args[1:], brief=EVAL)
     with flags_in_errors(config, FLAGS):
-        score(name, config)
+        score(name, config, as_json=as_json)
 
 
 def defaults(name: str, args: list[str]) -> EvalConfig:
-    """Return the settings of an evaluation where nothing is typed: those of the run, or of the kind of model."""
+    """Return the settings of an evaluation where nothing is typed: of the suite, of the run, or of the kind of model."""
     own = defaults_of(name)
     config = EvalConfig(
         seeds=1 if own.samples is None else None, samples=own.samples, steps=own.steps, micro_batch=own.micro_batch
     )
     config = settings_of_run(name, config)
+    if suites := typed(args, "--suite"):
+        compared = source_of(name) is not None or bool(typed(args, "--weights") or typed(args, "--lora"))
+        return settings_of_suite(name, find(suites[-1]), config, compared=compared)
     # Prompts of a file, and several samples per prompt, are wanted each and not drawn.
     if typed(args, "--prompts") or typed(args, "--seeds"):
         config = replace(config, seeds=config.seeds or 1, samples=None)
     return config
 
 
-def score(name: str, config: EvalConfig) -> None:
-    """Sample, score, print the table, and write the folder."""
+def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
+    """Sample, score, print the table or the JSON of its rows, and write the folder."""
     keep_freed_memory()
     with init_world() as world, ExitStack() as stack:
         subjects = opened(name, config, world, stack)
@@ -74,12 +80,16 @@ def score(name: str, config: EvalConfig) -> None:
                 )
         ours, base = found[IMAGES], found.get(BASE)
         table = rows(ours.scores, None if base is None else base.scores)
-        title = subjects.ours.title
+        title, settings = subjects.ours.title, finite(CONVERTER.unstructure(config))
         if folder is not None:
-            folder.finish(table, ours, base, title=title, settings=finite(CONVERTER.unstructure(config)))
-        if world.is_main:
+            folder.finish(table, ours, base, title=title, settings=settings)
+        if world.is_main and as_json:
+            print(json.dumps({"model": title, "settings": settings, "rows": as_records(table)}, indent=1, allow_nan=False))
+        elif world.is_main:
             versus = "" if subjects.base is None else f", base {subjects.base.title}"
-            for sheet in printed(f"{subjects.prompts}, {ours.samples} samples of {title}{versus}", table):
+            drawn = f"{config.steps} steps, guidance {config.guidance:g}"
+            asked = subjects.prompts if config.suite is None else f"suite {config.suite}"
+            for sheet in printed(f"{asked}, {ours.samples} samples of {title}, {drawn}{versus}", table):
                 console().print(sheet, highlight=False)
             if config.out is not None:
                 print(f"images, scores and table: {config.out}")

@@ -32,6 +32,7 @@ from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
 from fluvial.engines.train.jobs.pipeline import read_prompts_of
 from fluvial.engines.train.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
+from fluvial.engines.train.published.runs import published_runs
 from fluvial.models.device import default_device
 
 START = "start"
@@ -47,7 +48,10 @@ class EvalConfig:
     evaluated, or one of a run's checkpoints. A run and a checkpoint bring their prompts, evaluators and settings.
 
     Args:
-        prompts: Files of prompts, as for training. By default those that the run or the built-in model holds out.
+        suite: Prompts, evaluators and settings by name, compared with what a run started from: geneval, ocr, compression,
+            preference, a .toml file, or module:name. What is typed beside it replaces its own.
+        prompts: Files of prompts, as for training, or the held-out parts of prompt sets (@ocr). By default those that the
+            run or the built-in model holds out.
         rewards: Evaluators: names such as jpeg, or functions (images, prompts) -> [B] as module:name. By default those of
             the run or of the built-in model.
         base: Base model that is sampled from the same noise: start (what the weights, the adapter or the run started from),
@@ -68,6 +72,7 @@ class EvalConfig:
         pipeline: Size of the images, and how a pipeline is opened.
     """
 
+    suite: str | None = None
     prompts: tuple[str, ...] = ()
     rewards: tuple[str, ...] = ()
     base: str | None = None
@@ -206,6 +211,37 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
         micro_batch=own.micro_batch or (run.micro_batch if isinstance(run.micro_batch, int) else config.micro_batch),
         compute=run.engine.compute,
         pipeline=pipeline,
+    )
+
+
+def settings_of_suite(name: str, suite: EvaluationConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
+    """Return the settings of a suite, and those given where it has none.
+
+    Args:
+        name: model, run or checkpoint. A model on the Hub has the guidance with which its published runs are evaluated.
+        suite: suite.
+        config: settings of the run, or of the kind of model.
+        compared: whether there is something to compare with: what a run, weights or an adapter started from.
+    """
+    own = config.guidance
+    if source_of(name) is None:
+        stated = [run.settings for run in published_runs().values() if "evaluation.guidance" in run.settings]
+        scales = [found["evaluation.guidance"].value for found in stated if found["model"].value == name]
+        own = max(scales, key=scales.count, default=own)
+    size = config.pipeline.size
+    pipeline = replace(config.pipeline, height=suite.height or size.height, width=suite.width or size.width)
+    return replace(
+        config,
+        prompts=suite.prompts,
+        rewards=suite.rewards,
+        base=START if compared else config.base,
+        seeds=suite.seeds or 1,
+        samples=None,
+        steps=suite.steps or config.steps,
+        guidance=own if suite.guidance is None else suite.guidance,
+        solver=config.solver if suite.solver == "auto" else suite.solver,
+        average=suite.average and config.average,
+        pipeline=pipeline if suite.height or suite.width else config.pipeline,
     )
 
 

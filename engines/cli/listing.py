@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fluvial.engines.named_models import MODELS
 
 RECIPES = Path(__file__).parents[1] / "train" / "recipes.py"
-
+PROMPT_SETS = Path(__file__).parents[1] / "data" / "prompt_sets.py"
 
 WIDEST = 124  # columns of running text
 PIPED = 10_000  # columns where the output is no terminal, so that each row stays on one line
@@ -43,12 +43,28 @@ def may_be_model(name: str) -> bool:
 
 
 def recipes() -> dict[str, str]:
-    """Return the first line of each built-in recipe's docstring, by name, read from the source."""
-    tree = ast.parse(RECIPES.read_text(encoding="utf-8"))
-    table = next(node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "RECIPES")
-    named = {node.id for node in ast.walk(table) if isinstance(node, ast.Name)}
+    """Return the first line of each built-in recipe's docstring, by name."""
+    return _described(RECIPES, "RECIPES")
+
+
+def prompt_sets() -> dict[str, str]:
+    """Return the first line of each built-in prompt set's docstring, by name."""
+    return _described(PROMPT_SETS, "PROMPT_SETS")
+
+
+def _described(path: Path, name: str) -> dict[str, str]:
+    """Return the first line of the docstring of each function in a table of a module, read from its source.
+
+    Names are the keys of a dictionary that is written out, else those of the functions.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    table = next(node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
+    named = {node.id: node.id for node in ast.walk(table) if isinstance(node, ast.Name)}
+    if isinstance(table.value, ast.Dict):
+        keys = [str(ast.literal_eval(key)) for key in table.value.keys if key is not None]
+        named = {ast.unparse(function): key for key, function in zip(keys, table.value.values, strict=True)}
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in named]
-    return {node.name: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
+    return {named[node.name]: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
 
 
 def installed(group: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ COMMANDS = {
     "report": ("RUN", "Write the report of a run folder: curves, images, numbers and settings in one HTML file."),
     "plan": ("MODEL", PLAN),
     "models": ("", "List the models that can be trained, with the memory of their weights."),
-    "rewards": ("[NAME]", "List the reward models, or describe one and its options."),
+    "rewards": ("[NAME]", "List the reward models, or describe one; rewards vote lets people compare images as a reward."),
 }
 LISTED = "\n".join(f"  {f'{name} {argument}':<18}  {about}" for name, (argument, about) in COMMANDS.items())
 USAGE = f"""usage: fluvial COMMAND NAME [--field value ...]
@@ -43,7 +43,8 @@ USAGE = f"""usage: fluvial COMMAND NAME [--field value ...]
 MODEL is handwriting (a small SD3 transformer that writes 4-digit codes), handwriting-unet (a UNet that predicts epsilon) or
 words (a small SD3 transformer that draws words; pip install 'fluvial[words]').
 eval, sample and preferences also take the folder or the Hub id of a pipeline of diffusers, a run, or one of its checkpoints.
-plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image and wan2.1-14b. fluvial COMMAND NAME --help lists the fields.
+plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image, wan2.1-14b, the folder or the Hub id of a pipeline, and the
+name of a published run (fluvial runs). fluvial COMMAND NAME --help lists the fields.
 train, pretrain and eval take --processes N: they run on N processes of this machine (auto: one per GPU; without GPUs two,
 where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
 Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.

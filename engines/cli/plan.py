@@ -1,7 +1,19 @@
-"""`fluvial plan MODEL`: work out the memory of training before there is a GPU; without MODEL, servers ahead of a trainer."""
+"""`fluvial plan MODEL`: work out the memory of training before there is a GPU; without MODEL, servers ahead of a trainer.
 
-from fluvial.engines.cli.brief import asks
+MODEL may be a published run, whose settings are planned, with all that it takes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fluvial.engines.cli.brief import HELP, asks
+from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+from fluvial.engines.errors import UsageError
+
+if TYPE_CHECKING:
+    from fluvial.engines.plan.plan import PlanConfig
 
 SECONDS = ("--rollout-seconds", "--update-seconds")
 
@@ -23,16 +35,28 @@ def run(args: list[str]) -> None:
             simulate.show(simulate.checked(ahead), console=console())
         return
 
-    from fluvial.engines.plan.plan import MODELS, PlanConfig, show, show_table
+    from fluvial.engines.plan.plan import MODELS, PlanConfig
 
-    name = named("plan", args, tuple(MODELS), "a model")
+    name = named("plan", args, tuple(MODELS), "a model or of a published run", fits=may_be_model)
+    if _is_run(name):
+        _plan_run(name, args[1:])
+        return
     config = parsed(PlanConfig(), f"fluvial plan {name}", args[1:])
-    with flags_in_errors(config):
-        if config.check:
-            from fluvial.engines.plan.check import check
+    if config.check:
+        from fluvial.engines.plan.check import check
 
+        with flags_in_errors(config):
             check(name, config, console=console())
-        elif config.fit is not None:
+        return
+    _show(name, config)
+
+
+def _show(name: str, config: "PlanConfig") -> None:
+    """Print the plan of a model, as the settings ask for it."""
+    from fluvial.engines.plan.plan import show, show_table
+
+    with flags_in_errors(config):
+        if config.fit is not None:
             from fluvial.engines.plan.fit import show_fit
 
             show_fit(name, config, console=console())
@@ -42,3 +66,33 @@ def run(args: list[str]) -> None:
             show_trace(name, config, console=console())
         else:
             (show_table if config.table else show)(name, config, console=console())
+
+
+def _is_run(name: str) -> bool:
+    """Return whether a name is that of a published run, PROJECT/MODEL/TASK, and not of a folder."""
+    return name.count("/") == 2 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+
+
+def _plan_run(name: str, flags: Sequence[str]) -> None:
+    """Print what a published run takes on the GPUs that are typed, by default as many as published, and its memory."""
+    import torch
+
+    from fluvial.engines.plan.plan import PlanConfig
+    from fluvial.engines.train.fit import plan_of
+    from fluvial.engines.train.published import takes
+    from fluvial.engines.train.published.resolve import resolve
+    from fluvial.engines.train.published.runs import find
+
+    published = find(name)
+    config, count = resolve(published), parsed(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus
+    if not set(HELP) & set(flags):
+        print("\n".join(takes.lines(published, config, gpus=count)))
+    try:
+        planned = plan_of(config, config.model, count, torch.device("cuda"))
+    except UsageError as error:
+        print(f"  memory   {error}")
+        return
+    asked = parsed(planned, f"fluvial plan {name}", flags)
+    if asked.check:
+        raise UsageError("--check makes an update of the built-in model, and has no effect with a published run; remove it")
+    _show(config.model, asked)

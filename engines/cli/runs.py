@@ -7,6 +7,7 @@ from typing import Any
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrapped
 from fluvial.engines.errors import UsageError
 from fluvial.engines.train.published.runs import PublishedRun, Source, find, published_runs
+from fluvial.engines.train.published.takes import to_bring
 
 USAGE = """usage: fluvial runs [NAME] [--json]
 
@@ -37,18 +38,28 @@ def run(args: Sequence[str]) -> None:
 def _facts(found: PublishedRun) -> dict[str, Any]:
     """Return the facts of a run in a list for programs."""
     facts = {name: getattr(found, name) for name in ("algorithm", "model", "paper", "gpus", "needs")}
-    return {**facts, "headline": dict(found.headline)}
+    return {**facts, "to_bring": to_bring(found), "headline": dict(found.headline)}
 
 
 def listed() -> str:
-    """Return a line per run: name, algorithm, paper, GPUs and headline."""
+    """Return a line per run: name, algorithm, paper, GPUs, what it starts with, and headline."""
     runs = published_runs()
     rows = [
-        (name, found.algorithm, found.paper or "-", str(found.gpus or "-"), found.headline.get("result", ""))
+        (
+            name,
+            found.algorithm,
+            found.paper or "-",
+            str(found.gpus or "-"),
+            ", ".join(to_bring(found)) or "-",
+            found.headline.get("result", ""),
+        )
         for name, found in runs.items()
     ]
-    lines = table(("name", "algorithm", "paper", "GPUs", "headline"), rows)
-    lines += ["", f"{len(runs)} runs. fluvial runs NAME prints one, fluvial train NAME trains it."]
+    lines = table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
+    lines += [
+        "",
+        f"{len(runs)} runs. fluvial runs NAME prints one, fluvial plan NAME what it takes, fluvial train NAME trains it.",
+    ]
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from fluvial.engines.cli.brief import SAMPLE, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
+from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import as_prompts, texts
 from fluvial.engines.errors import UsageError
@@ -63,6 +64,10 @@ class SampleConfig:
     def __post_init__(self) -> None:
         some = (1, math.inf)
         check_fields(self, "", each=some, steps=some, micro_batch=some, seed=(0, 2**63 - 1))
+        if sets := [prompt for prompt in self.prompts if is_set(prompt)]:
+            raise UsageError(
+                f"`prompts` holds the prompt set {sets[0]}, expected texts: see fluvial eval --prompts {sets[0]}"
+            )
         if not self.prompts:
             raise UsageError("`prompts` is empty, expected at least one, such as 'a red fox' 'two cats'")
 

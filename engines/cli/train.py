@@ -18,7 +18,7 @@ from fluvial.engines.errors import LostProcessError, UsageError
 if TYPE_CHECKING:
     from fluvial.engines.train.config import TrainConfig
 
-DRY_RUN = "--dry-run"
+DRY_RUN, PRESET = "--dry-run", "--preset"
 
 
 def run(args: list[str]) -> None:
@@ -49,17 +49,18 @@ def _dry_run(args: list[str]) -> None:
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
     own, others = taken(args, flags)
     asked = parsed(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
-    config = configured("train", [word for word in others if word != DRY_RUN])
+    config = configured("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
     with flags_in_errors(config):
         command.run(asked, config, console=console())
 
 
-def configured(command: str, args: list[str]) -> "TrainConfig":
+def configured(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
     """Return the run that a recipe, or a file, and the typed fields describe.
 
     Args:
         command: word that was typed before the arguments, for messages.
         args: name of the recipe, or --config and a file; then flags.
+        gpus: number of GPUs, for what is said of it; by default one per process.
     """
     files = typed(args, "--config")
     if files or "--config" in args:
@@ -76,6 +77,7 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
         name = named(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
+    default, flags = _preset(default, flags)
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
     resumes = "--resume" in flags or typed(flags, "--resume-from")
@@ -87,9 +89,28 @@ def configured(command: str, args: list[str]) -> "TrainConfig":
     elif name == "distill" and not shows_help and not typed(flags, "--objective.teacher"):
         raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
     config = parsed(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
-    for line in _notes(name, asked, config, flags, resumes=bool(resumes)):
+    gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
+    for line in _notes(name, asked, config, flags, resumes=bool(resumes), gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
     return config
+
+
+def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
+    """Return a run on the number of GPUs that --preset names, and the other flags; rank 0 says what changes."""
+    own, others = taken(flags, {PRESET})
+    if not own:
+        return config, others
+    from fluvial.engines.train.presets import on_gpus
+
+    if "--resume" in others or typed(others, "--resume-from"):
+        raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
+    try:
+        found, said = on_gpus(config, (typed(flags, PRESET) or [""])[-1])
+    except UsageError as error:
+        raise UsageError(error.worded(lambda field: f"--{field}")) from error
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fluvial: {said}", file=sys.stderr)
+    return found, others
 
 
 def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
@@ -104,7 +125,9 @@ def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig")
         )
 
 
-def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool) -> Iterator[str]:
+def _notes(
+    name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequence[str], *, resumes: bool, gpus: int
+) -> Iterator[str]:
     """Yield what a person may not expect of the settings that she did not type; rank 0 says it."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -113,6 +136,7 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
             kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
             yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
         return
+    yield from _published_elsewhere(name, config, gpus)
     lora = config.lora
     if typed(flags, "--lora.rank") and not typed(flags, "--lora.alpha") and config.train == "lora" and lora.weights is None:
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
@@ -124,6 +148,24 @@ def _notes(name: str, asked: "TrainConfig", config: "TrainConfig", flags: Sequen
                 f"{' and '.join(untuned)} of the recipe {name} were chosen for large published models, not for "
                 f"{config.model}: set them for your own"
             )
+
+
+def _published_elsewhere(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
+    """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
+    from fluvial.engines.train.published.resolve import resolve
+    from fluvial.engines.train.published.runs import published_runs
+    from fluvial.engines.train.published.takes import accumulated
+
+    run = published_runs().get(name)
+    if run is None:
+        return
+    asked = resolve(run)
+    same = (config.rollout.batch, config.minibatches) == (asked.rollout.batch, asked.minibatches)
+    if run.gpus not in (0, gpus) and config.makes_samples and same:
+        yield accumulated(config, published=run.gpus, gpus=gpus)
+    stated = run.published.get("prompts")
+    if stated and config.prompts and config.prompts == asked.prompts:
+        yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
 
 
 def _from_file(path: Path) -> "TrainConfig":
@@ -148,11 +190,15 @@ def recipes_help() -> str:
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
         "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
         "",
+        "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, with fewer groups per rollout.",
+        "",
         "The defaults are the published numbers. For the built-in models (--model handwriting, the default, and",
         "handwriting-unet, words) they are those that were found on them. fluvial train RECIPE --help explains both, and",
         "lists all fields. With --dry-run --as-gpus 64 it says what the run would do on 64 GPUs, without one: whether it",
         "fits, what holds the memory, bytes on the wire, host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
     ]
+    lines += ["", "Prompt sets, generated: a part to train on (--prompts) and a held-out part (--evaluation.prompts)"]
+    lines += [f"  @{name:<15} {about}" for name, about in {**listing.prompt_sets(), **listing.installed("prompts")}.items()]
     return "\n".join(lines) + "\n"
 
 

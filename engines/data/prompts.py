@@ -1,4 +1,4 @@
-"""Prompts from files, one or several with weights, and their split into prompts to train on and to evaluate on."""
+"""Prompts from files and prompt sets, with weights, and their split into prompts to train on and to evaluate on."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -7,6 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from fluvial.engines.data import prompt_sets
+from fluvial.engines.data.prompt_sets import Part, is_set
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
 from fluvial.engines.data.tables import is_table, read_text, rows
@@ -14,15 +16,15 @@ from fluvial.engines.errors import UsageError
 
 
 class Source(NamedTuple):
-    """A file of prompts."""
+    """A file of prompts, or a prompt set."""
 
-    name: str  # of the file without its ending, or the whole path where two files share that
-    path: Path
+    name: str  # of the file without its ending, or the whole path where two files share that; of a set as it is typed
+    path: Path  # of a set `@name`
     weight: float  # share of the samples, relative to the other sources
 
 
 def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
-    """Return the files that are named, each as `file` or `file=weight`.
+    """Return the files and prompt sets that are named, each as `file` or `file=weight`; a set is `@name`.
 
     Raises:
         UsageError: a weight is not a number above 0, or a file is named twice.
@@ -45,24 +47,29 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
     paths, stems = Counter(path for path, _ in found), Counter(path.stem for path, _ in found)
     if repeated := [path for path, number in paths.items() if number > 1]:
         raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
-    return tuple(Source(path.stem if stems[path.stem] == 1 else str(path), path, weight) for path, weight in found)
+    return tuple(
+        Source(path.stem if stems[path.stem] == 1 and not is_set(path) else str(path), path, weight)
+        for path, weight in found
+    )
 
 
 def read_prompts(
     path: Path,
     *,
+    part: Part = "train",
     check: Callable[[str], None],
     heldout: Collection[object] = (),
     source: str | None = None,
     media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Prompt, ...]:
-    """Return the prompts of a file.
+    """Return the prompts of a file, or of a part of a prompt set.
 
     A text file has one prompt per line; blank lines are skipped. A .jsonl, .json (array), .csv or .parquet file, or a
     folder that datasets saved to disk, has one record per prompt, see `records.prompt_of`.
 
     Args:
-        path: the file.
+        path: the file, or `@name` of a prompt set, see `prompt_sets`.
+        part: part of a prompt set.
         check: function that raises ValueError for a string that is not a prompt of the model.
         heldout: model inputs of the prompts of the evaluation, which must not be in the file.
         source: name of the file in metrics; by default its name without the ending.
@@ -72,7 +79,10 @@ def read_prompts(
         UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
             file, line and column.
     """
-    found = checked(_located(path, path.stem if source is None else source, media), check=check, heldout=heldout)
+    name = (str(path) if is_set(path) else path.stem) if source is None else source
+    found = checked(_located(path, name, media, part), check=check, heldout=heldout)
+    if not found and is_set(path):
+        raise UsageError(f"prompt set {path} has no prompt in the part {part}, expected at least one")
     if not found:
         raise UsageError(f"prompts file {path} is empty, expected one prompt per line")
     return found
@@ -114,7 +124,7 @@ def read_sources(
     """Return the prompts of several files, and the weight of each file by its name.
 
     Args:
-        words: the files, see `sources`.
+        words: the files and prompt sets, see `sources`; of a set the part to train on.
         check, heldout: arguments of `read_prompts`.
         read: function that reads a file, `read_prompts` or `images.read_images`.
         field: setting that names the files, for messages.
@@ -132,7 +142,7 @@ def read_heldout(
     field: str = "pipeline.heldout",
     media: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Prompt, ...]:
-    """Return the prompts of held-out files.
+    """Return the prompts of held-out files, and of the held-out parts of prompt sets.
 
     Where there are as many held-out files as sources, each is of the source in its place, and shares its name in metrics.
 
@@ -146,8 +156,38 @@ def read_heldout(
     if weighted := [each.path for each in files if each.weight != 1]:
         raise UsageError(f"`{field}` gives {weighted[0]} a weight, and all prompts are evaluated alike: leave it out")
     names = [each.name for each in (sources(trained) if len(files) == len(trained) else files)]
-    parts = (read_prompts(each.path, check=check, source=name, media=media) for each, name in zip(files, names, strict=True))
+    parts = (
+        read_prompts(each.path, check=check, source=name, media=media, part="heldout")
+        for each, name in zip(files, names, strict=True)
+    )
     return tuple(prompt for part in parts for prompt in part)
+
+
+def hold_out(
+    prompts: Sequence[Prompt],
+    words: Sequence[str],
+    *,
+    check: Callable[[str], None],
+    media: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    """Return (prompts to train on, held-out prompts) where no held-out file is named.
+
+    Of a prompt set its held-out part is held out, of all others every tenth prompt, see `split_off`.
+
+    Args:
+        prompts: prompts of `words`.
+        words: files and prompt sets, see `sources`.
+        check, media: arguments of `read_prompts`.
+    """
+    sets = [str(each.path) for each in sources(words) if is_set(each.path)]
+    if not sets:
+        return split_off(prompts)
+    apart = read_heldout(sets, (), check=check, media=media)
+    inputs = {prompt.model_input for prompt in apart}
+    of_sets = [prompt for prompt in prompts if prompt.source in sets and prompt.model_input not in inputs]
+    others = [prompt for prompt in prompts if prompt.source not in sets and prompt.model_input not in inputs]
+    train, heldout = split_off(others) if others else ((), ())
+    return (*of_sets, *train), (*apart, *heldout)
 
 
 def split_off(prompts: Sequence[Prompt]) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
@@ -195,8 +235,12 @@ def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -
     return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in prompts)}
 
 
-def _located(path: Path, source: str, media: Mapping[str, str]) -> Iterator[tuple[str, Prompt]]:
-    """Yield the place of each prompt of a file, and the prompt."""
+def _located(path: Path, source: str, media: Mapping[str, str], part: Part) -> Iterator[tuple[str, Prompt]]:
+    """Yield the place of each prompt of a file or a prompt set, and the prompt."""
+    if is_set(path):
+        for row in prompt_sets.records(str(path), part):
+            yield row.where, prompt_of(row, folder=Path(), source=source, media=media)
+        return
     if is_table(path):
         folder = path if path.is_dir() else path.parent
         for row in rows(path, "prompts file"):

@@ -1,7 +1,8 @@
-"""Rows of records from files: JSON lines and arrays, CSV, Parquet, and data sets that Hugging Face's `datasets` saved."""
+"""Rows of records from files: JSON lines and arrays, CSV, Parquet, TOML, and data sets that `datasets` saved to disk."""
 
 import csv
 import json
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,8 @@ def rows(path: Path, what: str) -> Iterator[Row]:
     """Yield the records of a file in their order.
 
     Args:
-        path: file that ends in .jsonl, .json, .csv or .parquet, or a folder that datasets' `save_to_disk` wrote.
+        path: file that ends in .jsonl, .json, .csv, .parquet or .toml (tables `[[prompts]]`, as in a suite), or a folder
+            that datasets' `save_to_disk` wrote.
         what: kind of file, which begins each message, e.g. "prompts file".
 
     Raises:
@@ -88,11 +90,13 @@ def _json_lines(path: Path, label: str) -> Iterator[Row]:
 
 
 def _json_array(path: Path, label: str) -> Iterator[Row]:
-    """Yield the records of an array of JSON, as HPD is published."""
+    """Yield the records of an array of JSON, as HPD is published, or of the array `prompts` of a suite."""
     try:
         found = json.loads(read_text(path, label))
     except ValueError as error:
         raise UsageError(f"{label} is not JSON: {error} (a file with a record per line ends in .jsonl)") from error
+    if isinstance(found, dict) and "prompts" in found:
+        found = found["prompts"]
     if not isinstance(found, list):
         raise UsageError(f"{label} holds {type_of(found)}, expected an array of objects of columns")
     for number, record in enumerate(found, start=1):
@@ -117,6 +121,18 @@ def _csv(path: Path, label: str) -> Iterator[Row]:
             yield Row(where, {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""})
     except csv.Error as error:
         raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
+
+
+def _toml(path: Path, label: str) -> Iterator[Row]:
+    """Yield the tables `[[prompts]]` of a file."""
+    try:
+        found = tomllib.loads(read_text(path, label)).get("prompts")
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{label} is not TOML: {error}") from error
+    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
+        raise UsageError(f"{label} holds no tables [[prompts]], expected one per prompt")
+    for number, record in enumerate(found, start=1):
+        yield Row(f"{label}, table {number}", record)
 
 
 def _parquet(path: Path, label: str) -> Iterator[Row]:
@@ -161,4 +177,4 @@ def _arrow_errors(label: str) -> Iterator[None]:
         raise UsageError(f"{label} cannot be read: {reason}") from error
 
 
-_FORMATS = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".parquet": _parquet}
+_FORMATS = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".parquet": _parquet, ".toml": _toml}

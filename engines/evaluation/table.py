@@ -32,6 +32,8 @@ class Row:
     name: str  # of the source or the tag
     samples: int
     mean: float
+    mean_low: float | None = None  # 95 % bootstrap interval of the mean, over prompts; None of one prompt
+    mean_high: float | None = None
     std: float | None = None  # of the scores of the samples
     exact: float | None = None  # fraction of samples with the score 1
     base_mean: float | None = None  # mean score of the base model
@@ -112,14 +114,18 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[R
         ]
     for part, label, numbers in parts:
         values = scores.values[torch.tensor(numbers)]
+        texts_of = [prompts[number].text for number in numbers]
+        interval = statistics.bootstrap_interval(values[:, place], texts_of) if len({*texts_of}) > 1 else None
         row: dict[str, Any] = {
             "mean": values.mean(0)[place].item(),
+            "mean_low": None if interval is None else interval.low,
+            "mean_high": None if interval is None else interval.high,
             "std": values[:, place].double().std(correction=0).item(),
             "exact": (values[:, place] == 1).double().mean().item(),
         }
         if base is not None:
             theirs = base.values[torch.tensor(numbers)]
-            compared = statistics.compare(values[:, place], theirs[:, place], [prompts[number].text for number in numbers])
+            compared = statistics.compare(values[:, place], theirs[:, place], texts_of)
             row |= {
                 "base_mean": theirs.mean(0)[place].item(),
                 "win_rate": compared.win_rate,
@@ -149,9 +155,9 @@ def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[
 def printed(title: str, found: Sequence[Row]) -> list[rich.table.Table]:
     """Return rows as tables for the console: the scores, and if there is a base the comparison with it."""
     exact = any(row.exact for row in found)
-    scores = _table(title, ("samples", "mean", "std", *(["exactly right"] if exact else [])))
+    scores = _table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))
     for row in found:
-        cells = (str(row.samples), _number(row.mean), _number(row.std), *([_number(row.exact)] if exact else []))
+        cells = (str(row.samples), _mean(row), _number(row.std), *([_number(row.exact)] if exact else []))
         scores.add_row(row.evaluator, _part(row), *cells)
     if all(row.base_mean is None for row in found):
         return [scores]
@@ -176,6 +182,11 @@ def _part(row: Row) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _mean(row: Row) -> str:
+    interval = "" if row.mean_low is None else f" [{_number(row.mean_low)}, {_number(row.mean_high)}]"
+    return _number(row.mean) + interval
 
 
 def _difference(row: Row) -> str:

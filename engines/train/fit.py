@@ -39,7 +39,7 @@ def fitted(config: TrainConfig, *, ranks: int, device: torch.device) -> tuple[Tr
     if config.engine.fit is None:
         return config, None
     name = base_model(config.model)
-    asked = _plan(config, name, ranks, device)
+    asked = plan_of(config, name, ranks, device)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
     micro_batch = config.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
@@ -82,10 +82,22 @@ def _is_half(config: TrainConfig, device: torch.device) -> bool:
     return config.engine.compute_dtype(device) == torch.bfloat16
 
 
-def _plan(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
-    """Return the plan of a run, whose micro-batch is one sample where the run finds it by trial."""
+def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
+    """Return the plan of a run, whose micro-batch is one sample where the run finds it by trial.
+
+    Args:
+        config: run.
+        name: model, or that of the run it starts from.
+        ranks: number of GPUs.
+        device: device of the computation, which decides compute="auto".
+
+    Raises:
+        UsageError: the network's inputs are not known, or videos have more frames than a plan takes.
+    """
     if config.pipeline.frames > FRAMES:
-        raise UsageError("engine.fit", config.engine.fit, hint=f"videos are planned with up to {FRAMES} frames; remove it")
+        raise UsageError(
+            f"`pipeline.frames` is {config.pipeline.frames}, and memory is planned for {FRAMES} at most: remove engine.fit"
+        )
     size = config.pipeline.size
     side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE
     numbers = [size for size in (config.micro_batch, config.update_micro_batch) if isinstance(size, int)]

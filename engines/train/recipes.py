@@ -42,8 +42,8 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
     """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
 
     Large models keep their own LoRA targets, image size, length of prompts, dtypes, micro-batch, and the rollout's steps in
-    evaluations. Rewards are the job's. Prompts come in epochs, so that files of prompts may have weights. The moving average
-    follows every update, so that a short run, too, exports what it has learnt.
+    evaluations. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of prompts may have
+    weights. The moving average follows every update, so that a short run, too, exports what it has learnt.
     """
     if model in MODELS:
         return of_built_in(model, **tuned)
@@ -55,6 +55,7 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
         seed=0,
         data_seed=None,
         updates=100 * config.updates_per_rollout,
+        prompts=(),
         rewards=(),
         lora=replace(config.lora, targets=None),
         optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),

@@ -12,7 +12,7 @@ import torch
 
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preference_records
-from fluvial.engines.data.prompts import read_heldout, read_prompts, read_sources, split_off
+from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import shapes_of
 from fluvial.engines.errors import UsageError, no_effect
@@ -58,7 +58,7 @@ def read_prompts_of(
         records = preference_records(preferences, check=check, heldout=texts(heldout))
         train = tuple(dict.fromkeys(record.prompt for record in records))
     if not heldout:
-        train, heldout = split_off(train)
+        train, heldout = hold_out(train, prompts, check=check, media=media)
     return PromptsOfRun(train, heldout, weights)
 
 

@@ -173,6 +173,61 @@ def test_a_built_in_run_scores_as_at_its_end(folder: Path, tmp_path: Path, capfd
     assert "held-out prompts, 8 samples of" in " ".join(capfd.readouterr().out.split())
 
 
+SUITE = """
+rewards = ["evaluators:passes", "evaluators:brightness"]
+seeds = 3
+steps = 3
+
+[[prompts]]
+prompt = "a red fox"
+tag = "colors"
+
+[[prompts]]
+prompt = "two cats"
+tag = "counting"
+"""
+
+
+def test_a_suite_of_ones_own_is_one_command(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Prompts, evaluators and sampling of one file, beside what the run started from, with intervals, as JSON."""
+    (tmp_path / "mine.toml").write_text(SUITE)
+    capfd.readouterr()
+    suite = ["eval", str(folder / "run"), "--suite", str(tmp_path / "mine.toml")]
+    assert cli.run([*suite, "--json"]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["model"] == str(folder / "run")
+    settings = shown["settings"]
+    assert (settings["seeds"], settings["steps"], settings["base"], settings["guidance"]) == (3, 3, "start", 4.5)
+    found = {(row["evaluator"], row["part"], row["name"]): row for row in shown["rows"]}
+    everything = found["evaluators:brightness", "all", ""]
+    assert everything["samples"] == 2 * 3
+    assert everything["mean_low"] <= everything["mean"] <= everything["mean_high"]
+    assert everything["low"] <= everything["difference"] <= everything["high"]
+    assert everything["difference"] == pytest.approx(everything["mean"] - everything["base_mean"], abs=1e-6)
+    assert found["evaluators:passes", "tag", "colors"]["mean"] == 1  # at the run's evaluation size
+    assert found["evaluators:passes", "tags", "mean over tags"]["mean"] == 0.5
+
+    typed = ["--seeds", "1", "--rewards", "evaluators:brightness", "--steps", "2", "--out", str(tmp_path / "out")]
+    assert cli.run([*suite, *typed]) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "mine.toml, 2 samples of" in printed
+    assert "2 steps, guidance 4.5" in printed
+    assert {key[0] for key in table(tmp_path / "out")} == {"evaluators:brightness"}
+    assert table(tmp_path / "out")["evaluators:brightness", "all", ""]["samples"] == 2
+
+
+def test_a_built_in_suite_takes_its_prompt_set(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On a pipeline without a run there is nothing to compare with; fewer samples where a number is typed."""
+    typed = ["eval", str(folder / "sd3"), *SIZE, "--suite", "compression", "--steps", "1", "--samples", "4", "--seeds", "1"]
+    capfd.readouterr()
+    assert cli.run([*typed, "--json"]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert shown["settings"]["base"] is None
+    rows = {(row["part"], row["name"]): row for row in shown["rows"]}
+    assert rows["all", ""]["samples"] == 4
+    assert {name for part, name in rows if part == "tag"} <= {"alone", "activity"}
+
+
 WRONG = [
     ("eval {tmp}/sd3 --rewards jpeg", "needs prompts to evaluate on: set --prompts to a file"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt", "--rewards is empty, expected at least one evaluator"),
@@ -201,6 +256,9 @@ WRONG = [
         "--weights and --lora have no effect with {tmp}/run, a run with its own; remove them",
     ),
     ("eval {tmp}/run --pipeline.height 17", "17"),
+    ("eval {tmp}/run --suite gen-eval", "did you mean 'geneval'?"),
+    ("eval {tmp}/run --suite {tmp}/none.toml", "none.toml cannot be read: No such file"),
+    ("eval handwriting --suite ocr", "prompt set @ocr, heldout record 1"),
     (
         "eval {tmp}/run --pipeline.sizes 16x16 16x32",
         "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes; remove them",

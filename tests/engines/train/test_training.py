@@ -69,7 +69,7 @@ def test_the_run_folder(run: Path) -> None:
     }
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     with Image.open(run / "curves.png") as charts:
-        assert charts.width > 4 * charts.height  # five panels
+        assert 900 < charts.width < 1100 < 2 * charts.height, "readable within a page of text"
         assert np.unique(np.asarray(charts.convert("L"))).size > 10
 
 
@@ -223,7 +223,7 @@ def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: An
     assert second["objective"]["kl_ref"] > 0.0
 
 
-@pytest.mark.parametrize("kind", ["full", long("lora")])
+@pytest.mark.parametrize("kind", [long("full"), long("lora")])
 def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Path, kind: Any) -> None:
     """With a reference, an average and evaluations between the updates."""
     weights = []
@@ -263,7 +263,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     assert len({round(norms[name], 9) for name in ("none", "one", "half")}) == 3
 
 
-@pytest.mark.parametrize("kind", [long("full"), "lora"])
+@pytest.mark.parametrize("kind", [long("full"), long("lora")])
 def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
     """To the bit, with the reference's, as with every rank reading all of them."""
     for init in ("sharded", "whole"):
@@ -319,6 +319,7 @@ def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeyp
         train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
 
 
+@pytest.mark.long
 def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved then is the present state, at once, and the person is told."""
     write, calls = HuggingFaceStorageWriter.write_data, []
@@ -346,6 +347,7 @@ def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
         train(config(tmp_path / "run", rollout=rollout), job())
 
 
+@pytest.mark.long
 def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
     """Settings of the engine may change, and threads; what may differ by it is said in one line."""
     trained(tmp_path / "run")
@@ -553,6 +555,7 @@ def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
         assert process.wait(timeout=5) != 0
 
 
+@pytest.mark.long
 def test_resuming_a_damaged_run_names_the_whole_checkpoint(tmp_path: Path) -> None:
     """--resume refuses the damaged newest one and offers an older one, with which the run goes on."""
     out = tmp_path / "run"
@@ -592,6 +595,7 @@ def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None
     assert run_fingerprint(replace(one, rollout=replace(asked, sampler=Stochastic(eta=0.1))), (), "") != expected
 
 
+@pytest.mark.long
 def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
     """What LoRA adapts and what a KL refers to is part of the run, wherever it lies."""
     from fluvial.models.handwriting import BASE
