@@ -1,13 +1,18 @@
 """Samples by sglang's own rollout controller, hooks and responses, around the tiny network, read by the client."""
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
+import httpx2
 import msgpack
 import pytest
 import real_sglang
@@ -15,6 +20,8 @@ import tiny_jobs as tiny
 import torch
 from fake_rollouts import MICRO_BATCH, respond
 from fake_servers import loopback
+from safetensors.torch import load_file
+from weight_servers import adapted, base, engine_of, move, served
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
@@ -27,9 +34,11 @@ from fluvial.engines.rollout.samplers import Stochastic
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.sources import replies
 from fluvial.engines.sources.remote import Remote
+from fluvial.engines.sources.weight_sync import WeightSync
 from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models.guidance import guided_velocity
+from fluvial.models.lora import lora_layers
 from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout
 
 pytestmark = pytest.mark.long  # it installs a wheel
@@ -169,3 +178,57 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
         assert (trajectory.velocity is not None) == (name == "velocities")
         if trajectory.velocity is not None:
             assert trajectory.velocity.shape == trajectory.x.shape
+
+
+def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) -> None:
+    """Its own function that loads an adapter drops the one of the same nickname; each push has a path that it loads."""
+    held: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    pipeline = SimpleNamespace(
+        lora_adapters=held,
+        loaded_adapter_paths={},
+        loaded_adapter_alphas={},
+        server_args=SimpleNamespace(lora_path=None, pipeline_config=mock.MagicMock()),
+        modules=mock.MagicMock(),
+        device="cpu",
+    )
+    load = real_sglang.function(
+        "multimodal_gen/runtime/pipelines_core/lora/pipeline.py",
+        "load_lora_adapter",
+        maybe_download_lora=lambda path, weight_name: next(Path(path).rglob("*.safetensors")),
+        dist=SimpleNamespace(is_initialized=lambda: False),
+        load_file=load_file,
+        load_peft_config=lambda path: None,
+        normalize_lora_state_dict=lambda tensors, **options: tensors,
+        get_peft_lora_alpha=lambda config: None,
+        get_param_names_mapping=lambda mapping: lambda name: (name, None, None),
+        _swap_peft_swiglu_fc1_lora_b=lambda name, target, weight: weight,
+        _store_fused_lora_groups=lambda *args: None,
+        BaseDiT=int,
+        defaultdict=defaultdict,
+        logger=mock.Mock(),
+    )
+    server, handled, pushed = served(tmp_path), [], list[Any]()
+    transport = cast(Any, server.client.transport)
+    handle = transport.handle_request
+
+    def noted(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/v1/set_lora":
+            body = json.loads(request.read())
+            if pipeline.loaded_adapter_paths.get(body["lora_nickname"]) != body["lora_path"]:  # as its `set_lora` does
+                load(pipeline, body["lora_path"], body["lora_nickname"], 0)
+            handled.append(body["lora_path"])
+            pushed.append({name: tensor.clone() for name, tensor in held[body["lora_nickname"]].items()})
+        return handle(request)
+
+    transport.handle_request = noted
+    engine = engine_of(adapted(base()), one)
+    sync = WeightSync(one, folder=tmp_path)
+    for version in (1, 2, 3):
+        move(engine, seed=version)
+        assert sync.push(engine, version, [server.client]) == {}
+    sync.close()
+    assert len(held) == 1
+    assert len({*handled}) == len(pushed) == 3
+    assert {len(tensors) for tensors in pushed} == {2 * len(lora_layers(engine.module))}
+    for before, after in pairwise(pushed):
+        assert any(not torch.equal(before[name], after[name]) for name in after)
