@@ -19,7 +19,7 @@ from fluvial.engines.plan.plan import GIB, PlanConfig
 from fluvial.engines.plan.plan import plan as planned
 from fluvial.engines.train import fit
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
-from fluvial.engines.train.fit import _plan, fitted
+from fluvial.engines.train.fit import plan_of, fitted
 from fluvial.engines.train.recipes import RECIPES
 from fluvial.engines.train.trainer import Trainer
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def asked(out: Path, share: float) -> TrainConfig:
     """Return a run of adapters that may take a share of what it takes as it is, beside the reserve."""
     config = handwriting_jobs.config(out, train="lora", micro_batch=8, engine=EngineConfig(fit="80GiB"))
-    need = planned("handwriting", _plan(config, "handwriting", 1, CPU), device=CPU).need
+    need = planned("handwriting", plan_of(config, "handwriting", 1, CPU), device=CPU).need
     memory = PlanConfig.reserve_gib * GIB + share * need
     return replace(config, engine=EngineConfig(fit=f"{memory / 2**20:.6f}MiB"))
 
