@@ -19,7 +19,7 @@ from fluvial.engines.plan.plan import GIB, PlanConfig
 from fluvial.engines.plan.plan import plan as planned
 from fluvial.engines.train import fit
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
-from fluvial.engines.train.fit import plan_of, fitted
+from fluvial.engines.train.fit import fitted, plan_of
 from fluvial.engines.train.recipes import RECIPES
 from fluvial.engines.train.trainer import Trainer
 
