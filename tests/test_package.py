@@ -46,6 +46,7 @@ def test_the_wheel_holds_the_namespace_alone(tmp_path: Path) -> None:
     assert {"fluvial/core/py.typed", "fluvial/models/handwriting/base/diffusion_pytorch_model.safetensors"} <= set(names)
     assert "fluvial/engines/rewards/clients/templates/yes_no.txt" in names
     assert "fluvial/models/rewards/prompts/hpsv3.txt" in names
+    assert "fluvial/engines/serve/votes/page.html" in names
     assert not any("test" in name for name in names)
 
 

@@ -33,7 +33,7 @@ COMMANDS = {
     "report": ("RUN", "Write the report of a run folder: curves, images, numbers and settings in one HTML file."),
     "plan": ("MODEL", PLAN),
     "models": ("", "List the models that can be trained, with the memory of their weights."),
-    "rewards": ("[NAME]", "List the reward models, or describe one and its options."),
+    "rewards": ("[NAME]", "List the reward models, or describe one; rewards vote lets people compare images as a reward."),
 }
 LISTED = "\n".join(f"  {f'{name} {argument}':<18}  {about}" for name, (argument, about) in COMMANDS.items())
 USAGE = f"""usage: fluvial COMMAND NAME [--field value ...]

@@ -1,4 +1,4 @@
-"""`fluvial rewards`: list the reward models, or describe one and its options."""
+"""`fluvial rewards`: list the reward models, describe one and its options, or collect the votes of people."""
 
 import inspect
 import json
@@ -11,21 +11,29 @@ from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
 
 USAGE = """usage: fluvial rewards [NAME] [--json]
+       fluvial rewards vote [--field value ...]
 
 List the reward models: what they take, their memory, their score, weights and licence. With a NAME, which may also be a
 client of a reward server, describe it and its options. --json prints the same for programs.
+fluvial rewards vote serves a page on which people compare images; their votes are the reward votes (vote --help).
 """
+VOTE = "vote"
 INDENT = 24  # of a reward's second line
 FOOT = """
 Memory is that of the weights in float32; dtype=bfloat16, the default of hpsv3, editreward and videoreward, halves it.
 "gradient": differentiable in the images, as the recipe alignprop needs it. Weights are downloaded from the Hub at the
 commit shown, or read from a folder (weights=FOLDER). fluvial rewards NAME lists the options of one. Functions of your
-own are named as module:name.
+own are named as module:name. People are asked by the reward votes (fluvial rewards vote --help).
 """
 
 
 def run(args: list[str]) -> None:
-    """Print the table, or one reward."""
+    """Print the table or one reward, or serve the page of votes."""
+    if args[:1] == [VOTE]:
+        from fluvial.engines.cli.serve_rewards import run_vote  # whose imports take a second
+
+        run_vote(args[1:])
+        return
     args, as_json = without(args, JSON)
     if args and args[0] in ("-h", "--help"):
         print(paragraphs(USAGE), end="")

@@ -1,7 +1,12 @@
-"""`fluvial serve-rewards NAME...`: rewards over HTTP, for training runs on other machines or in other environments."""
+"""Rewards over HTTP, for training runs on other machines or in other environments, and the page on which people vote.
+
+`fluvial serve-rewards NAME...`, `fluvial rewards vote`
+"""
 
 import math
+import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, parsed
@@ -36,6 +41,29 @@ class ServeRewardsConfig:
     def __post_init__(self) -> None:
         limits = {name: (1, math.inf) for name in ("batch", "most_mb", "most_megapixels", "most_waiting")}
         check_fields(self, "", port=(0, 65535), linger_ms=(0, 10_000), **limits)
+
+
+@dataclass(frozen=True)
+class VoteConfig:
+    """Serve a page on which people compare two images of a group at a time, for runs that use the reward votes.
+
+    The page and the runs need a key, which is printed; FLUVIAL_SERVE_KEY sets one. Votes are appended to
+    OUT/preferences.jsonl and count again after a restart. fluvial train dpo --objective.preferences OUT trains on them.
+
+    Args:
+        out: Folder for the votes and their images; one with votes is continued.
+        rounds: Number of times that each image of a group is compared with two others.
+        host: Address to listen on; voters on other machines reach the page only if it says so.
+        port: Port to listen on; 0 takes a free one, which is printed.
+    """
+
+    out: Path = Path("votes")
+    rounds: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8700
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", rounds=(1, 1000), port=(0, 65535))
 
 
 def run(args: list[str]) -> None:
@@ -75,3 +103,32 @@ def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
         print(f"serving {', '.join(rewards)} on {address}", flush=True)
 
     serve(application(service, key=key), host=config.host, port=config.port, ready=ready)
+
+
+def run_vote(args: list[str]) -> None:
+    """Serve the page of votes until SIGINT or SIGTERM."""
+    config = parsed(VoteConfig(), "fluvial rewards vote", args)
+    with flags_in_errors(config):
+        serve_votes(config)
+
+
+def serve_votes(config: VoteConfig) -> None:
+    """Open the folder of votes and serve it."""
+    check_server_packages("rewards vote")
+    from fluvial.engines.serve.asgi import KEY_ENV, check_address, key_of, serve
+    from fluvial.engines.serve.votes.records import VoteFolder
+    from fluvial.engines.serve.votes.service import VoteService, application
+
+    key = key_of(config.host) or secrets.token_urlsafe(16)
+    check_address(config.host, config.port)
+    folder = VoteFolder(config.out)
+
+    def ready(address: str) -> None:
+        print(f"{len(folder.votes)} votes in {config.out}; the page for voters is {address}/#key={key}")
+        print(
+            f"train on them with {KEY_ENV}={key} fluvial train ... --rewards votes:url={address},key_env={KEY_ENV}",
+            flush=True,
+        )
+
+    serve(application(VoteService(folder, rounds=config.rounds), key=key), host=config.host, port=config.port, ready=ready)
+    print(f"{len(folder.votes)} votes in {config.out}")

@@ -98,8 +98,14 @@ def contact_sheet(ours: Evaluation, base: Evaluation | None, *, title: str) -> I
     images = torch.cat([part.images[cut] for part, cut in rows])
     captions = [caption for part, cut in rows for caption in _captions(part)[cut]]
     scores = [part.images_score[cut] for part, cut in rows if part.images_score is not None]
+    theirs = None if base.images_score is None else torch.cat([base.images_score[cut] for _, cut in rows]).tolist()
     return sheet_of(
-        images, captions, torch.cat(scores) if scores else None, title=f"above: base, below: {title}", columns=columns
+        images,
+        captions,
+        torch.cat(scores) if scores else None,
+        base=theirs,
+        title=f"above: base, below: {title}",
+        columns=columns,
     )
 
 

@@ -91,9 +91,9 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
     """
     held = () if run is None else read_records(run / "metrics.jsonl")
     records = [record for record in held if record["update"] <= card.update]
-    curves = _curves(records)
-    if any(len(points) > 1 for points in curves.values()):
-        charts.curves(out / CURVE, {title: {"mean": points} for title, points in curves.items() if points}, xlabel="updates")
+    curve = _curve(records)
+    if len(curve.lines[""]) > 1:
+        charts.curves(out / CURVE, [curve])
     summary = (None if run is None else read_json(run / "summary.json")) or {}
     final = bool(summary) and summary.get("updates") == card.update
     images = None if run is None else run / "samples" / ("before-after.png" if final else f"update-{card.update:04d}.png")
@@ -235,12 +235,14 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
     return "\n".join(["## Results", "", *lines]).rstrip() if lines else ""
 
 
-def _curves(records: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+def _curve(records: list[dict[str, Any]]) -> charts.LineChart:
     """Return the curve of the reward; of a run without rewards, of the loss."""
     found = [(r["update"], r["reward"]["mean"]) for r in records if (r.get("reward") or {}).get("mean") is not None]
     if found:
-        return {"reward while training": found}
-    return {"loss while training": [(r["update"], r["loss"]) for r in records if r.get("loss") is not None]}
+        return charts.LineChart("Reward while training", {"": found}, "mean over the samples")
+    return charts.LineChart(
+        "Loss while training", {"": [(r["update"], r["loss"]) for r in records if r.get("loss") is not None]}
+    )
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,49 +18,78 @@ Points = Sequence[tuple[float, float]]
 MOST_POINTS = 300
 COLOURS = ("#2563eb", "#d9480f", "#2b8a3e", "#9c36b5", "#0b7285", "#c2255c", "#846200", "#868e96")
 DIM = "#80868f"  # of text and axes, for light and dark pages
+DPI = 110  # of the PNG
 
 
-def line_chart(title: str, lines: Mapping[str, Points], *, xlabel: str = "updates") -> str:
-    """Return a figure of lines, or nothing where no line has a finite point.
+class LineChart(NamedTuple):
+    """Lines over the same axes.
 
     Args:
         title: what is shown.
         lines: points (x, y) by label, ordered by x; points that are not finite are left out.
+        unit: unit of y, or what one number of it is.
         xlabel: what x counts.
+        y: range of y: `free` fits it to the points, `from_zero` begins at 0, for sizes, and `share` is within 0 and 100 %.
     """
-    finite = {label: [point for point in points if all(map(math.isfinite, point))] for label, points in lines.items()}
-    finite = {label: thinned(points) for label, points in finite.items() if points}
+
+    title: str
+    lines: Mapping[str, Points]
+    unit: str = ""
+    xlabel: str = "updates"
+    y: Literal["free", "from_zero", "share"] = "free"
+
+    @property
+    def finite(self) -> dict[str, list[tuple[float, float]]]:
+        """Finite points of each line that has some, at most 300 of them."""
+        finite = {label: [point for point in line if all(map(math.isfinite, point))] for label, line in self.lines.items()}
+        return {label: thinned(points) for label, points in finite.items() if points}
+
+
+def line_chart(chart: LineChart) -> str:
+    """Return a figure of lines as HTML, or nothing where no line has a finite point."""
+    finite = chart.finite
     if not finite:
         return ""
     figure, axes = _figure()
-    _draw(axes, finite, xlabel)
-    return as_svg(figure, title)
+    _draw(axes, chart, finite)
+    return as_svg(figure, chart.title, chart.unit, [*finite])
 
 
 def bar_chart(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: str) -> str:
-    """Return a figure of bars side by side: heights by position, by label; nothing where there are none."""
+    """Return a figure of bars side by side: shares by position, by label; nothing where there are none."""
     positions = list(dict.fromkeys(position for heights in bars.values() for position in heights))
     if not any(height > 0 for heights in bars.values() for height in heights.values()):
         return ""
     figure, axes = _figure()
     width = 0.8 / len(bars)
-    for number, (label, heights) in enumerate(bars.items()):
+    for number, heights in enumerate(bars.values()):
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(positions))]
-        axes.bar(places, [heights.get(position, 0.0) for position in positions], width, label=label)
-    axes.set_xticks(range(len(positions)), positions)
-    _finish(axes, xlabel)
-    return as_svg(figure, title)
+        axes.bar(places, [heights.get(position, 0.0) for position in positions], width)
+    axes.set_xticks(range(len(positions)), positions, fontsize=8)
+    _finish(axes, xlabel, "share")
+    return as_svg(figure, title, "share of the samples", [*bars])
 
 
-def curves(path: Path, panels: Mapping[str, Mapping[str, Points]], *, xlabel: str) -> None:
-    """Write a PNG of line charts side by side: panel title -> line label -> points (x, y)."""
+def curves(path: Path, charts: Sequence[LineChart]) -> None:
+    """Write a PNG of line charts, two per row, about 1,000 pixels wide, so that it is readable within a page of text.
+
+    Charts without points are left out if there are others.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
-    for number, (title, lines) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), number + 1, title=title)
-        _draw(axes, lines, xlabel)
-    figure.savefig(path, dpi=110)
+    shown = [chart for chart in charts if chart.finite] or list(charts)
+    columns = min(len(shown), 2)
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(4.7 * columns, 3.1 * rows), layout="constrained")
+    for number, chart in enumerate(shown):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        axes.set_title(chart.title, fontsize=11, fontweight="bold", loc="left")
+        axes.set_prop_cycle(color=COLOURS)
+        _draw(axes, chart, chart.finite)
+        axes.set_ylabel(chart.unit, fontsize=9)
+        if [*chart.finite] not in ([], [""]):
+            axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=DPI)
 
 
 def thinned(points: Points) -> list[tuple[float, float]]:
@@ -73,38 +102,50 @@ def thinned(points: Points) -> list[tuple[float, float]]:
 
 
 def _figure() -> "tuple[Figure, Axes]":
-    from cycler import cycler
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6, 2.7))
-    axes = figure.add_axes((0.14, 0.15, 0.84, 0.72))
-    axes.set_prop_cycle(cycler(color=COLOURS))
-    axes.tick_params(colors=DIM, labelsize=8)
-    axes.xaxis.label.set(color=DIM, fontsize=8)
+    figure = Figure(figsize=(4.6, 2.6))
+    axes = figure.add_axes((0.14, 0.17, 0.84, 0.78))
+    axes.set_prop_cycle(color=COLOURS)
+    axes.tick_params(colors=DIM, labelsize=10)
+    axes.xaxis.label.set(color=DIM, fontsize=10)
     axes.spines[:].set_color(DIM)
     axes.locator_params(nbins=5)
     return figure, axes
 
 
-def _draw(axes: "Axes", lines: Mapping[str, Points], xlabel: str) -> None:
+def _draw(axes: "Axes", chart: LineChart, lines: Mapping[str, Points]) -> None:
     """Draw lines; few points are marked, so that a single evaluation is seen."""
+    from matplotlib.ticker import MaxNLocator
+
     for label, points in lines.items():
         marker = "o" if len(points) < 30 else None
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, marker=marker, markersize=4)
-    _finish(axes, xlabel)
+    _finish(axes, chart.xlabel, chart.y)
+    if all(float(x).is_integer() for line in lines.values() for x, _ in line):
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _finish(axes: "Axes", xlabel: str) -> None:
+def _finish(axes: "Axes", xlabel: str, y: str) -> None:
+    """Set the axes' range, numbers and label."""
+    least, most = axes.dataLim.intervaly
+    if y == "share":
+        axes.set_ylim(0, min(1.08 * most, 1.02) if most > 0 else 1)  # all 0: the whole range
+        axes.yaxis.set_major_formatter(lambda value, place: f"{100 * value:.3g} %")
+    else:
+        if y == "from_zero" and least >= 0:
+            axes.set_ylim(0, 1.08 * most if most > 0 else 1)
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:.4g}")  # no factor above the axis
     axes.set_xlabel(xlabel)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[1]:
-        above = {} if axes.get_title() else {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "fontsize": 8}
-        axes.legend(frameon=False, labelcolor=axes.xaxis.label.get_color(), **above)
 
 
-def as_svg(figure: "Figure", title: str) -> str:
-    """Return a figure with its title as HTML; its text is text, and the same chart is the same bytes."""
+def as_svg(figure: "Figure", title: str, unit: str = "", labels: Sequence[str] = ()) -> str:
+    """Return a figure with its title, unit and legend as HTML; its text is text, and the same chart is the same bytes.
+
+    The legend is left out where the only label is empty.
+    """
     from matplotlib import rc_context
 
     written = io.StringIO()
@@ -115,4 +156,10 @@ def as_svg(figure: "Figure", title: str) -> str:
     svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"', "", svg, count=1)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # names of parts, which other charts of the page have as well
     name = escape(title)
-    return f'<figure><figcaption>{name}</figcaption><svg role="img" aria-label="{name}" {svg.strip()}</figure>'
+    caption = f"{name} <em>{escape(unit)}</em>" if unit else name
+    keys = "".join(
+        f'<span><i style="background:{COLOURS[place % len(COLOURS)]}"></i>{escape(label)}</span>'
+        for place, label in enumerate(labels)
+    )
+    legend = f'<div class="legend">{keys}</div>' if [*labels] not in ([], [""]) else ""
+    return f'<figure><figcaption>{caption}</figcaption>{legend}<svg role="img" aria-label="{name}" {svg.strip()}</figure>'

@@ -17,13 +17,14 @@ def sheet_of(
     prompts: Sequence[str],
     scores: Tensor | None = None,
     *,
+    base: Sequence[float] | None = None,
     title: str = "",
     columns: int = 4,
     width: int = 256,
 ) -> Image.Image:
     """Return samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `captioned`."""
     drawn = [as_image(image, width=width) for image in images]
-    return captioned(drawn, prompts, scores, title=title, columns=columns).image
+    return captioned(drawn, prompts, scores, base=base, title=title, columns=columns).image
 
 
 class Sheet(NamedTuple):
@@ -39,12 +40,14 @@ def captioned(
     prompts: Sequence[str],
     scores: Sequence[float] | Tensor | None = None,
     *,
+    base: Sequence[float] | None = None,
     title: str = "",
     columns: int = 4,
 ) -> Sheet:
     """Return images of one size side by side, `columns` per row, with a title above.
 
-    Each is captioned with its prompt and, if given, its score (green for 1).
+    Each is captioned with its prompt and, if given, its score: green if it is above that of `base` for the same image, red
+    if it is below.
     """
     font = ImageFont.load_default(size=18)
     gap, line = 14, 26
@@ -60,7 +63,9 @@ def captioned(
         caption, colour = prompt, INK
         if scores is not None:
             score = float(scores[i])
-            caption, colour = f"{prompt}   {score:.2f}", GOOD if score == 1 else BAD
+            caption = f"{prompt}   {score:.2f}"
+            if base is not None and score != base[i]:
+                colour = GOOD if score > base[i] else BAD
         draw.text((x, y), caption, colour, font=font)
         sheet.paste(image, (x, y + line))
         captions.append(caption)

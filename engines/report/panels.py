@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fluvial.engines.report.charts import bar_chart, line_chart
+from fluvial.engines.report.charts import LineChart, bar_chart, line_chart
 
 Record = Mapping[str, Any]
 MOST_LINES = 8
@@ -11,38 +11,68 @@ BY_STEP = {"abs_log_ratio": "|log ratio|", "kl_old": "KL to the old policy", "kl
 
 
 def charts(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the figures of a run's records; what was not recorded has none."""
+    """Yield the figures of a run's records as HTML; what was not recorded has none."""
+    yield from map(line_chart, [*overview(records), *details(records)])
+    updates = [record for record in records if "grad_norm" in record]
+    yield bar_chart("Advantages", histograms(updates), xlabel="lower edge of the advantage")
+
+
+def overview(records: Sequence[Record]) -> list[LineChart]:
+    """Return the charts that say how a run goes: rewards, scores, signal, diversity, drift and gradient."""
     updates = [record for record in records if "grad_norm" in record]
     evaluations = [record for record in records if "exact" in record]
     exact = any(number for record in evaluations for number in record["exact"].values())
-    yield line_chart("Reward while training", {"mean": points(updates, "reward", "mean"), **lines(updates, "rewards")})
-    title = "Held-out prompts exactly right" if exact else "Score on held-out prompts"
-    yield line_chart(title, lines(evaluations, "exact" if exact else "score"))
+    held_out = lines(evaluations, "exact" if exact else "score")
+    mean, parts = points(updates, "reward", "mean"), lines(updates, "rewards")
+    return [
+        LineChart("Reward while training", {"mean": mean, **parts} if parts else {"": mean}, "mean over the samples"),
+        LineChart("Held-out prompts exactly right", held_out, "share of the samples", y="share")
+        if exact
+        else LineChart("Score on held-out prompts", held_out, "mean over the samples"),
+        LineChart(
+            "Shares",
+            {
+                "groups without signal": points(updates, "groups", "without_signal"),
+                "advantages of 0": points(updates, "advantage", "zero"),
+                "clipped": points(updates, "objective", "clipped"),
+                "padding of prompts": points(updates, "text", "padding_waste"),
+            },
+            "of groups, samples, pairs, tokens",
+            y="share",
+        ),
+        LineChart(
+            "Distance within groups", {"": points(updates, "diversity")}, "root mean square between samples", y="from_zero"
+        ),
+        LineChart(
+            "Drift from the start", {"": points(evaluations, "drift")}, "relative change of the velocity", y="from_zero"
+        ),
+        LineChart("Gradient norm", {"": points(updates, "grad_norm")}, "before clipping", y="from_zero"),
+    ]
+
+
+def details(records: Sequence[Record]) -> Iterator[LineChart]:
+    """Yield the other charts of a run."""
+    updates = [record for record in records if "grad_norm" in record]
     for kind in ("sources", "tags"):
-        yield line_chart(f"Reward by {kind.removesuffix('s')}", lines(updates, kind, inner="reward"))
-    yield line_chart("Spread of the reward within groups", {"standard deviation": points(updates, "groups", "reward_std")})
-    yield line_chart(
-        "Shares",
-        {
-            "groups without signal": points(updates, "groups", "without_signal"),
-            "advantages of 0": points(updates, "advantage", "zero"),
-            "clipped": points(updates, "objective", "clipped"),
-            "padding of prompts": points(updates, "text", "padding_waste"),
-        },
+        label = kind.removesuffix("s")
+        yield LineChart(f"Reward by {label}", lines(updates, kind, inner="reward"), "mean over the samples")
+    yield LineChart(
+        "Spread of the reward within groups",
+        {"": points(updates, "groups", "reward_std")},
+        "standard deviation",
+        y="from_zero",
     )
     kl = {"to the reference": points(updates, "objective", "kl_ref"), "to the old": points(updates, "objective", "kl_old")}
-    yield line_chart("KL", moving(kl))
+    yield LineChart("KL", moving(kl), "nats", y="from_zero")
     for name, what in BY_STEP.items():
-        yield line_chart(f"{what} by step", moving(by_step(updates, name)), xlabel="step")
-    yield bar_chart("Advantages", histograms(updates), xlabel="lower edge")
-    yield line_chart("Distance between samples of a group", {"root mean square": points(updates, "diversity")})
-    yield line_chart("Drift from the model at the start", {"of the velocity, relative": points(evaluations, "drift")})
-    yield line_chart("Loss", {"loss": points(updates, "loss")})
-    yield line_chart("Gradient norm", {"before clipping": points(updates, "grad_norm")})
-    yield line_chart("Seconds per phase", lines(updates, "seconds"))
-    yield line_chart("Samples per second", {"samples": points(updates, "speed", "samples_per_second")})
-    yield line_chart("Model FLOPs utilisation of updates", {"mfu": points(updates, "speed", "mfu")})
-    yield line_chart("Peak memory in GiB", lines(updates, "memory"))
+        yield LineChart(f"{what} by step", moving(by_step(updates, name)), "nats", xlabel="step", y="from_zero")
+    yield LineChart("Loss", {"": points(updates, "loss")})
+    yield LineChart("Time per phase", lines(updates, "seconds"), "seconds per update", y="from_zero")
+    yield LineChart("Speed", {"": points(updates, "speed", "samples_per_second")}, "samples per second", y="from_zero")
+    yield LineChart(
+        "Model FLOPs utilisation of updates", {"": points(updates, "speed", "mfu")}, "share of the peak", y="share"
+    )
+    yield LineChart("Peak memory", lines(updates, "memory"), "GiB", y="from_zero")
 
 
 def points(records: Sequence[Record], *path: str) -> list[tuple[float, float]]:

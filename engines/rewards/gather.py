@@ -6,9 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.invalid import check_invalid, kept_samples
 from fluvial.engines.rewards.runner import Collected
+
+
+class AbandonedRolloutError(RunError):
+    """The run was asked to stop while it waited for scores; nothing has been learnt from the rollout."""
 
 
 class Rewards(NamedTuple):
@@ -32,12 +37,15 @@ def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float
         max_invalid: largest share of the groups that may be left out.
 
     Raises:
+        AbandonedRolloutError: a rank was asked to stop, and did not wait for scores that a reward promised.
         RunError: more groups have no valid reward.
     """
-    flags = torch.tensor([float(stop), float(bool(own.parts))])
+    flags = torch.tensor([float(own.abandoned), float(stop), float(bool(own.parts))])
     everyone = world.gather(torch.cat([own.scores.flatten(), flags])[None])  # on the host: the device is not waited for
+    if everyone[:, -3].any():
+        raise AbandonedRolloutError("asked to stop while waiting for the scores of a rollout, which is made again on resume")
     # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
-    scores = everyone[:: world.sequence, :-2].sum(0).view_as(own.scores)
+    scores = everyone[:: world.sequence, :-3].sum(0).view_as(own.scores)
     invalid = check_invalid(scores, own.problems, group=group, most=max_invalid, world=world)
     kept = kept_samples(scores, group)
     numbers, parts = dict[str, list[float]](), dict[str, Any]()

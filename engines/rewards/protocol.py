@@ -1,6 +1,7 @@
 """Protocol of a reward: a function from images and their prompts to one number per image."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from torch import Tensor
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
 # One real number per image: a tensor or an array `[B]` of any real dtype (bool counts as 0 and 1), or a list.
 Scores = Union[Tensor, "np.ndarray", Sequence[float]]
+Returned = Scores | Mapping[str, Scores]
 
 
 class Reward(Protocol):
@@ -40,12 +42,15 @@ class Reward(Protocol):
     A sample that cannot be scored gets NaN; a call that raises gives none of its samples a score. The groups of such samples
     are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
 
+    A reward that waits for something slow, such as a person, returns a `concurrent.futures.Future` of its scores. It is
+    called with the next samples meanwhile, and its scores may take longer than the ten minutes that a call may.
+
     A reward runs on a thread of its own while the next chunk of samples is generated, on every rank, with that rank's
     samples. It may keep state, use the GPU or call a server. Unless it names `group`, its score of a sample must not depend
     on the other samples of the call: how the samples of a rollout are cut into calls depends on `micro_batch` and on the
     number of ranks.
     """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Scores | Mapping[str, Scores]:
+    def __call__(self, *args: Any, **kwargs: Any) -> "Returned | Future[Returned]":
         """Return the score of each sample; a higher one is better."""
         ...

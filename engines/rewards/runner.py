@@ -2,13 +2,13 @@
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from fluvial.engines.rewards.signature import Samples, signature_of
 from fluvial.models.device import compute_on
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
+POLL = 0.1  # seconds between two looks whether scores that come later are still waited for
 BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest of the chunk is given up
+
+Later = Future[Any]  # of what a reward returns
 
 
 @dataclass
@@ -51,8 +54,8 @@ class RewardRunner:
     ) -> None:
         self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
         self.signature, self.tolerated = signature_of(reward), tolerated
-        self.work: Queue[tuple[Future[Scored], Samples, Tally] | None] = Queue()
-        self.waiting: list[tuple[Future[Scored], Samples]] = []
+        self.work: Queue[tuple[Future[Scored | Later], Samples, Tally] | None] = Queue()
+        self.waiting: list[tuple[Future[Scored | Later], Samples]] = []
         self.tally = Tally()  # since the last call of `results`
         # A daemon: a reward that hangs does not keep the process alive.
         Thread(target=self._serve, name="reward", daemon=True).start()
@@ -61,7 +64,7 @@ class RewardRunner:
         self, images: Tensor, prompts: Sequence[Prompt], latents: Tensor | None = None, group: int | None = None
     ) -> None:
         """Start scoring a chunk, see `Samples`."""
-        chunk = (Future[Scored](), Samples(images, prompts, latents, group))
+        chunk = (Future[Scored | Later](), Samples(images, prompts, latents, group))
         self.waiting.append(chunk)
         self.work.put((*chunk, self.tally))
 
@@ -71,8 +74,11 @@ class RewardRunner:
         other.waiting, other.tally = [], Tally()
         return other
 
-    def results(self) -> list[Scored]:
+    def results(self, stop: Callable[[], bool] = lambda: False) -> list[Scored]:
         """Return the scores of each chunk submitted since the last call, in order.
+
+        Args:
+            stop: whether scores that the reward promised are waited for no longer; those that are not there are `abandoned`.
 
         Raises:
             RunError: the reward took too long; the message names the prompts.
@@ -81,7 +87,8 @@ class RewardRunner:
         found = []
         for future, samples in waiting:
             try:
-                found.append(future.result(self.timeout))
+                scored = future.result(self.timeout)
+                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, samples, stop))
             except FutureTimeoutError:
                 raise RunError(f"{self.label} took over {self.timeout:g} s for {named(texts(samples.prompts))}") from None
         self.tally.failed = 0
@@ -113,11 +120,23 @@ class RewardRunner:
             start = time.perf_counter()
             scored = self._scored(samples)
             tally.seconds += time.perf_counter() - start
-            tally.failed += int(torch.isnan(scored.scores).sum())
-            tally.problem = scored.problems[0] if scored.problems else tally.problem
+            if isinstance(scored, Scored):
+                tally.failed += int(torch.isnan(scored.scores).sum())
+                tally.problem = scored.problems[0] if scored.problems else tally.problem
             future.set_result(scored)
 
-    def _scored(self, samples: Samples) -> Scored:
+    def _awaited(self, later: Later, samples: Samples, stop: Callable[[], bool]) -> Scored:
+        """Return the scores that a reward has promised, which takes as long as the reward lets it."""
+        while not later.done():
+            if stop():
+                return invalid(len(samples.prompts), f"{self.label} was not waited for")._replace(abandoned=True)
+            wait([later], POLL)
+        try:
+            return read_scores(later.result(), texts(samples.prompts), label=self.label)
+        except Exception as error:
+            return invalid(len(samples.prompts), self._line(error, samples))
+
+    def _scored(self, samples: Samples) -> Scored | Later:
         """Return the scores of a chunk, whatever the reward does."""
         try:
             return self._called(samples)
@@ -126,8 +145,9 @@ class RewardRunner:
             whole = samples.group is not None or isinstance(error, OSError | FluvialError)
             return invalid(len(samples.prompts), self._line(error, samples)) if whole else self._one_by_one(samples, error)
 
-    def _called(self, samples: Samples) -> Scored:
-        return read_scores(self.signature.call(self.reward, samples), texts(samples.prompts), label=self.label)
+    def _called(self, samples: Samples) -> Scored | Later:
+        returned = self.signature.call(self.reward, samples)
+        return returned if isinstance(returned, Future) else read_scores(returned, texts(samples.prompts), label=self.label)
 
     def _line(self, error: BaseException, samples: Samples) -> str:
         """Return why a call gave no scores, in one line."""
@@ -141,7 +161,8 @@ class RewardRunner:
         for i in range(len(samples.prompts)):
             single = samples.part(slice(i, i + 1))
             try:
-                found.append(self._called(single) if bad < BAD else invalid(1, problem))
+                scored = self._called(single) if bad < BAD else invalid(1, problem)
+                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, single, lambda: False))
             except BaseException as own:
                 problem, bad = problem if bad else self._line(own, single), bad + 1
                 found.append(invalid(1, problem))
@@ -156,6 +177,7 @@ class Collected(NamedTuple):
     problems: list[str]  # a line for each reason of an invalid score
     computed: float  # seconds of the reward that computed longest
     waited: float  # seconds that its end was waited for
+    abandoned: bool = False  # scores that a reward promised were not waited for
 
 
 class RewardRunners:
@@ -224,11 +246,12 @@ class RewardRunners:
         if self.buffer is not None:
             self._start(self.buffer.add(Samples(images, prompts, latents), ids))
 
-    def collect(self, *, batch: int | None = None) -> Collected:
+    def collect(self, *, batch: int | None = None, stop: Callable[[], bool] = lambda: False) -> Collected:
         """Return the scores of all chunks submitted since the last call.
 
         Args:
             batch: number of samples of all ranks; by default those that were submitted.
+            stop: whether scores that a reward promised are waited for no longer.
 
         Raises:
             RunError: a reward took too long.
@@ -237,13 +260,14 @@ class RewardRunners:
         ids, self._ids = self._ids, []
         count = len(ids) if batch is None else batch
         table, parts, problems = torch.zeros(count, len(self.runners)), dict[str, dict[int, float]](), list[str]()
-        groups, self._groups = self._groups, []
+        groups, self._groups, abandoned = self._groups, [], False
         for column, (name, runner) in enumerate(zip(self.names, self.runners, strict=True)):
             places = ids
             if runner in self.groupwise:
                 assert self.buffer is not None
                 places = [group * self.buffer.size + i for group in groups for i in range(self.buffer.size)]
-            found = together(runner.results())
+            found = together(runner.results(stop))
+            abandoned |= found.abandoned
             own = [row for row, place in enumerate(places) if place >= 0]
             kept = [places[row] for row in own]
             table[kept, column] = found.scores[own]
@@ -253,7 +277,7 @@ class RewardRunners:
         computed = max((runner.tally.seconds for runner in self.runners), default=0.0)
         for runner in self.runners:
             runner.tally.seconds = 0.0
-        return Collected(table, parts, problems, computed, time.perf_counter() - start)
+        return Collected(table, parts, problems, computed, time.perf_counter() - start, abandoned)
 
     def exchange(self, world: World) -> None:
         """Start scoring the groups whose samples are on several ranks, on one of them; every rank must take part."""

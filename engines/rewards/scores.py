@@ -23,6 +23,7 @@ class Scored(NamedTuple):
     parts: dict[str, Tensor] = {}  # noqa: RUF012  # [N] each, further numbers that the reward returned; they are logged
     problems: tuple[str, ...] = ()  # a line for each reason of an invalid score
     failed: bool = False  # the reward raised, or returned something else than scores
+    abandoned: bool = False  # scores that the reward promised were not waited for
 
 
 def invalid(count: int, problem: str) -> Scored:
@@ -39,7 +40,7 @@ def together(parts: Sequence[Scored]) -> Scored:
     }
     scores = torch.cat([part.scores for part in parts]) if parts else torch.empty(0)
     problems = tuple(problem for part in parts for problem in part.problems)
-    return Scored(scores, columns, problems, any(part.failed for part in parts))
+    return Scored(scores, columns, problems, any(part.failed for part in parts), any(part.abandoned for part in parts))
 
 
 def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:

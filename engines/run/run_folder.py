@@ -21,8 +21,8 @@ from torch import Tensor
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.evaluation.evaluate import Scores
 from fluvial.engines.evaluation.table import read_scores, same_samples, write_scores
-from fluvial.engines.report import charts, images, page, trackers
-from fluvial.engines.report.records import read_records
+from fluvial.engines.report import charts, images, page, panels, trackers
+from fluvial.engines.report.records import read_json, read_records
 from fluvial.engines.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run import restart
 from fluvial.models.images import as_image
@@ -110,6 +110,7 @@ class RunFolder:
         """Write images as a captioned grid to samples/NAME.png, and return its path.
 
         Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The tracker gets them too.
+        A score above that of the same image before training is green, one below it is red.
 
         Args:
             name: what the images are.
@@ -120,7 +121,8 @@ class RunFolder:
             update: update that they are of.
         """
         drawn = [image if isinstance(image, Image.Image) else as_image(image, width=WIDTH) for image in shown]
-        sheet = images.captioned(drawn, prompts, scores, title=title)
+        base = None if scores is None else self._scores_before(list(map(str, prompts)))
+        sheet = images.captioned(drawn, prompts, scores, base=base, title=title)
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
         sheet.image.save(path)
         rows = [
@@ -148,33 +150,16 @@ class RunFolder:
     def _scores(self, name: str) -> Path:
         return self.out / "samples" / f"{name.replace(' ', '-')}.csv"
 
+    def _scores_before(self, prompts: Sequence[str]) -> list[float] | None:
+        """Return the scores of the images before training; None where they are of other prompts, or not scored."""
+        rows = read_json(self.out / "samples" / "before.json") or []
+        scores = [row["score"] for row in rows]
+        return scores if [row["prompt"] for row in rows] == prompts and None not in scores else None
+
     def curves(self) -> Path:
-        """Draw reward, held-out accuracy, diversity, drift and gradient norm against updates, and return the path."""
-        updates = [record for record in self.records if "grad_norm" in record]
-        evaluations = [record for record in self.records if "exact" in record]
+        """Draw the charts that say how the run goes (`panels.overview`), and return the path."""
         path = self.out / "curves.png"
-        charts.curves(
-            path,
-            {
-                "reward while training": {
-                    "mean reward": [(r["update"], r["reward"]["mean"]) for r in updates if "reward" in r]
-                },
-                "held-out prompts exactly right": {
-                    f"by the {evaluator} evaluator": [(r["update"], r["exact"][evaluator]) for r in evaluations]
-                    for evaluator in (evaluations[0]["exact"] if evaluations else ())
-                },
-                "distance between samples of a group": {
-                    "root mean square": [(r["update"], r["diversity"]) for r in updates if "diversity" in r]
-                },
-                "drift from the model at the start": {
-                    "of the velocity, relative": [(r["update"], r["drift"]) for r in evaluations]
-                },
-                "gradient norm": {
-                    "before clipping": [(r["update"], r["grad_norm"]) for r in updates if r["grad_norm"] is not None]
-                },
-            },
-            xlabel="updates",
-        )
+        charts.curves(path, panels.overview(self.records))
         return path
 
     def warn(self, line: str) -> None:

@@ -53,13 +53,23 @@ class Guard:
     Args:
         key: key that must be sent as a bearer token; empty lets every request through whose Host is this machine.
         admin: key of the control endpoints, which also opens the others; empty leaves them to the API key.
+        page: path of a page of the server's own, whose requests are let through as well. The page itself needs no key, all
+            else does, so that no page elsewhere can ask anything.
         limits: largest numbers of requests at work; `OPEN` is answered beyond them.
     """
 
     def __init__(
-        self, app: ASGIApp, key: str, *, admin: str = "", control: Collection[str] = (), limits: ConnectionLimits
+        self,
+        app: ASGIApp,
+        key: str,
+        *,
+        admin: str = "",
+        control: Collection[str] = (),
+        page: str = "",
+        limits: ConnectionLimits,
     ) -> None:
-        self.app, self.control, self.limits = app, frozenset(control), limits
+        assert key or not page
+        self.app, self.control, self.page, self.limits = app, frozenset(control), page, limits
         self.expected, self.admin = _token(key), _token(admin)
         self.at_work = Counter[str]()  # requests by address
 
@@ -83,7 +93,9 @@ class Guard:
         host = headers.get("host", "")
         if not self.expected and not _is_loopback(_hostname(host)):
             return RequestError(421, f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}")
-        if "origin" in headers:
+        if self.page and method == "GET" and path == self.page:
+            return None
+        if "origin" in headers and not (self.page and headers["origin"].partition("://")[2] == host):
             return RequestError(403, "the request is of a web page (Origin), and this server answers none")
         controls = bool(self.admin) and path in self.control
         wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
@@ -171,12 +183,13 @@ def application(
     key: str = "",
     admin: str = "",
     control: Collection[str] = (),
+    page: str = "",
     limits: ConnectionLimits = LIMITS,
 ) -> ASGIApp:
     """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
 
     Args:
-        key, admin, control, limits: see `Guard`.
+        key, admin, control, page, limits: see `Guard`.
     """
 
     @asynccontextmanager
@@ -190,7 +203,7 @@ def application(
         RunError: lambda request, error: refused(RequestError(500, str(error))),
     }
     app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
-    return Guard(app, key, admin=admin, control=control, limits=limits)
+    return Guard(app, key, admin=admin, control=control, page=page, limits=limits)
 
 
 def key_of(host: str) -> str:

@@ -22,6 +22,7 @@ from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.plan.micro_batch import Choice
+from fluvial.engines.rewards.clients.votes import Votes
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_records, check_rewards, select
 from fluvial.engines.rewards.runner import RewardRunners
@@ -86,7 +87,7 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
     """
     with world.agreed():
         # What is wrong with the job is found before anything is computed.
-        rewards, job = _rewards(config, job)
+        rewards, job = _rewards(config, job, world)
         job.check_prompts()
         _check_order(config, job)
         asked = evaluated(job, config.evaluation, config.pipeline)
@@ -245,7 +246,7 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
     return torch.zeros(1, 3, frames, height, width) if is_video else torch.zeros(1, 3, height, width)
 
 
-def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, float]], Job]:
+def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
     rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
@@ -253,12 +254,29 @@ def _rewards(config: TrainConfig, job: Job) -> tuple[dict[str, tuple[Reward, flo
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
             "set `rewards` to module:name"
         )
+    if config.asynchronous.ahead and any(isinstance(reward, Votes) for reward, _ in rewards.values()):
+        raise UsageError(
+            "asynchronous.ahead",
+            config.asynchronous.ahead,
+            "0",
+            "a checkpoint would wait for the votes of rollouts made ahead",
+        )
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
     if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
         alone = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
         job = replace(job, evaluators=alone)
     return rewards, job
+
+
+def _check_votes(config: TrainConfig, votes: Votes, world: World) -> None:
+    """Raise UsageError for a run that cannot wait for people."""
+    ahead, timeout = config.asynchronous.ahead, config.collective_timeout
+    if ahead:
+        raise UsageError("asynchronous.ahead", ahead, "0", "a checkpoint would wait for the votes on rollouts made ahead")
+    if world.size > 1 and timeout <= votes.wait:
+        hint = f"processes wait for each other's votes, and the reward votes waits for {votes.wait:g} s (its option wait)"
+        raise UsageError("collective_timeout", timeout, f"more than {votes.wait:g}", hint)
 
 
 def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:

@@ -113,6 +113,8 @@ class Loop:
                 trainer.save()
             if end:
                 break
+        if trainer.stopping:
+            trainer.save()  # unless the last update has a checkpoint: the run may have stopped within a rollout
         trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
         if trainer.stopping and not end:
             self.progress.say(

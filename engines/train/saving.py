@@ -27,6 +27,7 @@ from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
 
 # Settings that may change between the start of a run and its resumption.
+NEVER = -1  # update of no checkpoint
 FREE = {
     *("out", "prompts", "weights", "updates", "engine", "tracker", "collective_timeout", "resume", "resume_from"),
     *("eval_every", "eval_samples", "final_samples", "evaluation", "max_invalid", "stop_when_gamed"),
@@ -75,7 +76,7 @@ class Saver:
     ) -> None:
         self.config, self.engine, self.world, self.console = config, engine, engine.world, console
         self.prompts, self.base, self.ahead, self.pairs = prompts, base, ahead, list(pairs)
-        self.saved_at = 0
+        self.saved_at = NEVER
         self.background = self.world.background() if config.checkpoint_async else None
         self.pending: Future[Any] | None = None
 
@@ -123,7 +124,7 @@ class Saver:
         try:
             saving.result()
         except RunError as error:
-            self.saved_at = 0
+            self.saved_at = NEVER
             self.save(progress, blocking=True)
             if self.console:
                 self.console.print(

@@ -20,7 +20,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.warm_up import WarmUp
 from fluvial.engines.report.progress import RunProgress
 from fluvial.engines.rewards.floors import free_weights, learnt_weights, updated
-from fluvial.engines.rewards.gather import Rewards, gather_rewards
+from fluvial.engines.rewards.gather import AbandonedRolloutError, Rewards, gather_rewards
 from fluvial.engines.rollout.solvers import serving_solver
 from fluvial.engines.run.stop import StopRequest
 from fluvial.engines.train import job as jobs
@@ -120,13 +120,19 @@ class Trainer:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the record of each rollout and its updates, until the last update or a request to stop."""
         while self.engine.updates < self.config.updates and not self.stopping:
-            yield self.update()
+            try:
+                record = self.update()
+            except AbandonedRolloutError:
+                self.stopping = True
+                return
+            yield record
 
     def update(self) -> dict[str, Any]:
         """Make one rollout and its optimizer updates, and return their record; every rank must take part.
 
         Raises:
             RunError: a reward failed, or rollout and update do not compute the same policy.
+            AbandonedRolloutError: the run was asked to stop while it waited for people.
         """
         self.rollouts.compare_with_servers()
         programs = compiled_programs() if self.engine.compiles else 0
@@ -259,7 +265,7 @@ class Trainer:
         else:
             self.runners.exchange(self.world)
             with self.world.agreed():
-                own = self.runners.collect(batch=self.config.rollout.batch)
+                own = self.runners.collect(batch=self.config.rollout.batch, stop=lambda: bool(self.stop))
         rewards, self.stopping = gather_rewards(
             own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
         )

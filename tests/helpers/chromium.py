@@ -22,6 +22,7 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 LIMIT = 60.0  # seconds for one answer
+TEXT = "document.body.innerText"
 
 
 def binary() -> str | None:
@@ -54,10 +55,10 @@ class Tab:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def open(self, page: Path) -> None:
-        """Load a file, and wait until its images are there too."""
+    def open(self, page: Path | str) -> None:
+        """Load a file or an address, and wait until its images are there too."""
         self.events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._next()
 
@@ -66,6 +67,19 @@ class Tab:
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
+
+    def until(self, expression: str) -> Any:
+        """Return the value of an expression as soon as it is true in the page."""
+        end = time.monotonic() + LIMIT
+        while not (value := self.value(expression)):
+            assert time.monotonic() < end, f"{expression} did not become true within {LIMIT:g} s: {self.value(TEXT)}"
+            time.sleep(0.02)
+        return value
+
+    def press(self, key: str) -> None:
+        """Press a key and let it go."""
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
     def requests(self) -> list[str]:
         """Return the addresses that the page asked for, itself included, data that it holds left out."""

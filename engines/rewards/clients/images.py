@@ -25,9 +25,13 @@ def spread(sample: Tensor, most: int) -> list[Tensor]:
     return [found[round(number * (len(found) - 1) / steps)] for number in range(most)]
 
 
-def png(image: Tensor, *, size: int = 0) -> bytes:
-    """Return an image `[C, H, W]` in [0, 1] as a PNG file, resized to `size` x `size` pixels unless that is 0."""
-    return _file(image, size, format="PNG")
+def png(image: Tensor, *, size: int = 0, colour: bool = True) -> bytes:
+    """Return an image `[C, H, W]` in [0, 1] as a PNG file, resized to `size` x `size` pixels unless that is 0.
+
+    Args:
+        colour: whether to convert an image of one channel to RGB.
+    """
+    return _file(image, size, colour=colour, format="PNG")
 
 
 def jpeg(image: Tensor, *, quality: int = QUALITY) -> bytes:
@@ -40,8 +44,8 @@ def as_text(file: bytes) -> str:
     return base64.b64encode(file).decode("ascii")
 
 
-def _file(image: Tensor, size: int, **options: object) -> bytes:
-    file, made = io.BytesIO(), as_image(image, width=1)
+def _file(image: Tensor, size: int, *, colour: bool = True, **options: object) -> bytes:
+    file, made = io.BytesIO(), as_image(image, width=1, colour=colour)
     if size:
         made = made.resize((size, size), Image.Resampling.BICUBIC)
     made.save(file, **options)  # type: ignore[arg-type]

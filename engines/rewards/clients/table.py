@@ -7,6 +7,7 @@ from typing import Any
 
 from fluvial.engines.rewards.clients.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.rewards.clients.vlm import Questions, Rating, UnifiedReward, UnifiedReward2, YesNo
+from fluvial.engines.rewards.clients.votes import Votes
 from fluvial.engines.rewards.clients.win_rate import WinRate
 from fluvial.engines.wire.client import HttpClient
 
@@ -20,6 +21,7 @@ CLIENTS: dict[str, type] = {
     "unified_reward": UnifiedReward,
     "unified_reward_2": UnifiedReward2,
     "win_rate": WinRate,
+    "votes": Votes,
 }
 HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option sets
 

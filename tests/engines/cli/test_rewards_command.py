@@ -45,6 +45,13 @@ def test_a_reward_is_described_with_its_options(name: str, capsys: pytest.Captur
         (["pikscore"], "did you mean 'pickscore'?"),
         (["geneval"], "geneval is not a reward model of fluvial: its detector needs mmdet"),
         (["pickscore", "x"], "rewards takes one name at most, got 'x' after 'pickscore'"),
+        (["vote", "--rounds", "0"], "--rounds is 0, expected"),
+        (["vote", "--port", "70000"], "--port is 70000, expected"),
+        (
+            ["vote", "--host", "0.0.0.0", "--port", "0"],
+            "--host is 0.0.0.0, which other machines reach, and there is no API key",
+        ),
+        (["vote", "--port", "0", "--out", "/dev/null"], "votes cannot be written to /dev/null"),
     ],
 )
 def test_wrong_names_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fluvial.engines.report.charts import COLOURS, MOST_POINTS, bar_chart, line_chart, thinned
+from fluvial.engines.report.charts import COLOURS, MOST_POINTS, LineChart, bar_chart, line_chart, thinned
 
 pytestmark = pytest.mark.usefixtures("charts")
 
@@ -19,7 +19,9 @@ def coordinates(figure: str, colour: str) -> list[tuple[float, float]]:
 
 def test_points_are_placed_in_proportion() -> None:
     """Upwards, from the left; a point that is no number is left out; both lines share their axes."""
-    figure = line_chart("t", {"a": [(0, 0.0), (1, math.nan), (2, 1.0), (4, 4.0)], "b": [(2, 1.0), (4, 2.0), (5, math.inf)]})
+    figure = line_chart(
+        LineChart("t", {"a": [(0, 0.0), (1, math.nan), (2, 1.0), (4, 4.0)], "b": [(2, 1.0), (4, 2.0), (5, math.inf)]})
+    )
     one, two = (coordinates(figure, colour) for colour in COLOURS[:2])
     assert (len(one), len(two)) == (3, 2)
     assert one[1] == two[0]
@@ -30,8 +32,11 @@ def test_points_are_placed_in_proportion() -> None:
 
 def test_a_figure_is_well_formed_and_its_text_is_text() -> None:
     """Nothing of it leads out of the page, and no part has a name that a part of another chart has."""
-    figures = (line_chart("<a> & b", {"<c>": [(1, 1.0)]}), bar_chart("a", {"<c>": {"<d>": 1.0}}, xlabel="<e>"))
-    for figure, words in zip(figures, ({"<a> & b", "<c>", "updates"}, {"a", "<c>", "<d>", "<e>"}), strict=True):
+    figures = (
+        line_chart(LineChart("<a> & b", {"<c>": [(1, 1.0)]}, "<f>")),
+        bar_chart("a", {"<c>": {"<d>": 1.0}}, xlabel="<e>"),
+    )
+    for figure, words in zip(figures, ({"<a> & b", "<c>", "<f>", "updates"}, {"a", "<c>", "<d>", "<e>"}), strict=True):
         assert words <= {text.strip() for text in ElementTree.fromstring(figure).itertext()}
         assert set(re.findall(r"https?://[^\"]*", figure)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     names = [re.findall(r' id="([^"]*)"', figure) for figure in figures]
@@ -40,12 +45,47 @@ def test_a_figure_is_well_formed_and_its_text_is_text() -> None:
 
 
 def test_the_same_chart_is_the_same_bytes() -> None:
-    lines = {"a": [(0.0, 1.0), (1.0, 2.0)]}
-    assert line_chart("t", lines) == line_chart("t", lines)
+    chart = LineChart("t", {"a": [(0.0, 1.0), (1.0, 2.0)]})
+    assert line_chart(chart) == line_chart(chart)
+
+
+def numbers(figure: str) -> list[str]:
+    """Return the numbers beside the axes, in their order: those of x first."""
+    return [text.strip() for text in re.findall(r"<text [^>]*>([^<]*)</text>", figure) if text.strip() != "updates"]
+
+
+def test_shares_are_percent_from_0() -> None:
+    """Also where all of them are 0, or a line of one point; no axis goes below 0 or above 102 %."""
+    for points, most in (([(1, 0.0), (2, 0.0)], 100.0), ([(1, 0.2), (2, 0.1)], 21.6), ([(1, 1.0)], 102.0)):
+        ticks = [text for text in numbers(line_chart(LineChart("t", {"": points}, y="share"))) if text.endswith("%")]
+        assert ticks[0] == "0 %"
+        assert 0 < float(ticks[-1].removesuffix(" %")) <= most
+
+
+def test_sizes_begin_at_0_and_others_do_not() -> None:
+    """A size below 0, which no range from 0 could show, is shown; no factor stands above an axis."""
+    points = [(1, 5.1), (2, 5.2)]
+    assert "0" in numbers(line_chart(LineChart("t", {"": points}, y="from_zero")))
+    assert "0" not in numbers(line_chart(LineChart("t", {"": points})))
+    assert "-2" in numbers(line_chart(LineChart("t", {"": [(1, -2.0), (2, 2.0)]}, y="from_zero")))
+    assert "1e-08" in numbers(line_chart(LineChart("t", {"": [(1, -1e-8), (2, 1e-8)]})))
+
+
+def test_a_lone_line_without_a_label_has_no_legend() -> None:
+    points = [(1.0, 1.0)]
+    assert "legend" not in line_chart(LineChart("t", {"": points}))
+    figure = line_chart(LineChart("t", {"a": points, "b": []}))
+    assert figure.count("<i ") == 1, "a line without points has no key"
+    assert f'background:{COLOURS[0]}"></i>a<' in figure
 
 
 def test_nothing_to_draw_is_no_figure() -> None:
-    assert line_chart("t", {"a": []}) == line_chart("t", {}) == bar_chart("t", {"a": {"b": 0.0}}, xlabel="x") == ""
+    assert (
+        line_chart(LineChart("t", {"a": []}))
+        == line_chart(LineChart("t", {}))
+        == bar_chart("t", {"a": {"b": 0.0}}, xlabel="x")
+        == ""
+    )
 
 
 def test_bars_are_as_high_as_their_share() -> None:

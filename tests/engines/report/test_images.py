@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fluvial.engines.report.images import BAD, GOOD, INK, PAPER, join, sheet_of, stacked
+from fluvial.engines.report.images import BAD, GOOD, INK, PAPER, captioned, join, sheet_of, stacked
 
 GAP, LINE = 14, 26  # pixels between cells, and of a caption
 
@@ -30,10 +30,13 @@ def test_a_grid_shows_every_image_enlarged_at_its_place() -> None:
     assert colours(sheet, (GAP + cell_w, GAP + 2 * cell_h, 2 * cell_w + GAP, 3 * cell_h + GAP)) == {PAPER}
 
 
-@pytest.mark.parametrize(("score", "ink"), [(1.0, GOOD), (0.75, BAD), (None, INK)])
-def test_a_caption_is_green_for_a_score_of_1_only(score: float | None, ink: tuple[int, int, int]) -> None:
-    scores = None if score is None else torch.tensor([score])
-    sheet = sheet_of(torch.zeros(1, 3, 8, 64), ["0427"], scores, width=256)
+@pytest.mark.parametrize(
+    ("base", "ink"), [(0.5, GOOD), (1.0, BAD), (0.75, INK), (None, INK)], ids=["better", "worse", "as good", "alone"]
+)
+def test_a_caption_is_coloured_by_improvement(base: float | None, ink: tuple[int, int, int]) -> None:
+    """Whatever the range of the reward."""
+    image = Image.new("RGB", (256, 32))
+    sheet = captioned([image], ["0427"], [0.75], base=None if base is None else [base]).image
     caption = colours(sheet, (GAP, GAP, GAP + 256, GAP + LINE))
     assert ink in caption
     assert not caption & ({GOOD, BAD, INK} - {ink})

@@ -25,6 +25,18 @@ CONFIG = {
     "rollout": {"sampler": "flow_sde", "steps": 4},
 }
 
+ROW = {"evaluator": EVIL, "part": "all", "name": "", "samples": 1000, "mean": 0.75, "exact": 0.375, "std": 0.1}
+COMPARED = {"base_mean": 0.25, "win_rate": 0.9, "difference": 0.5, "low": 0.4375, "high": 0.5625}
+SUMMARY = {
+    "updates": 4,
+    f"{EVIL}_score_before": 0.25,
+    "samples_per_second": 2.0,
+    "train_seconds_by_phase": {"rollout": 1.5},
+    "versions": {"torch": EVIL},
+    "sizes": [[512, 512], [256, 1024]],
+    "evaluation": [ROW | COMPARED, {**ROW, **COMPARED, "part": "tag", "name": "a tag", "low": -0.1}],
+}
+
 
 def update(number: int, **changes: Any) -> dict[str, Any]:
     """Return the record of an update, in which all is well."""
@@ -72,7 +84,7 @@ def run(tmp_path: Path) -> Path:
     ):
         folder.samples(name, images, prompts, scores, title=name)
     folder.warn(f"a warning {EVIL}")
-    write_json(out / "summary.json", {"updates": 4, "samples_per_second": 2.0, "versions": {"torch": EVIL}})
+    write_json(out / "summary.json", SUMMARY)
     folder.close()
     return out
 
@@ -116,13 +128,65 @@ def test_the_page_holds_everything_and_runs_nothing(run: Path) -> None:
         "Reward while training",
         "|log ratio| by step",
         "Advantages",
-        "0.125 → 0.375",
+        "12.5\u00a0% → 37.5\u00a0%",
+        "0.250 → 0.750",
+        "+0.500 [+0.438, +0.562]",
         "2.000",
         "a warning",
         "a red fox",
     ):
         assert part in elements.text, part
     assert elements.text.count(EVIL) >= 4 + 3  # prompts with their images; model, tag, evaluator and version
+
+
+def test_the_page_opens_with_the_result_and_the_images(run: Path) -> None:
+    """The run's name, each score before and after with the interval of its change, warnings, images, and then the rest."""
+    text = Elements(page.page(run)).text
+    parts = [
+        "<b>run",
+        "0.250 → 0.750",
+        "95 % interval",
+        "0.600 → 0.900",
+        "Warnings",
+        "Before and after",
+        "Curves",
+        "Summary",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_the_largest_changes_come_first(run: Path) -> None:
+    """A score that rose is green, one that fell is red, and an equal one is neither."""
+    index = run / "samples" / "after.json"
+    rows = json.loads(index.read_text())
+    for row, score in zip(rows, (0.0, 0.25, 1.75), strict=True):
+        row["score"] = score
+    index.write_text(json.dumps(rows))
+    pairs = re.findall(r'<div class="pair">(.*?)</figcaption>', page.page(run), re.DOTALL)
+    found = [re.findall(r"<span>(before|after) <b(.*?)>(.*?)</b>", pair) for pair in pairs]
+    assert [[score for _, _, score in pair] for pair in found] == [
+        ["1.000", "1.750"],
+        ["0.500", "0.250"],
+        ["0", "0"],
+    ]
+    assert [colour for pair in found for _, colour, _ in pair] == ["", ' class="good"', "", ' class="bad"', "", ""]
+
+
+def test_the_summary_is_tables(run: Path) -> None:
+    """Names in words, no raw dicts or lists, and no number twice; an interval that holds 0 has no colour."""
+    text = page.page(run).partition("<h2>Summary</h2>")[2].partition("<h2>Configuration")[0]
+    assert not re.search(r"[{}]|\[[^+-]", Elements(text).text.replace(EVIL, ""))
+    cells = re.findall(r"<td>(.*?)</td>", text)
+    assert cells[cells.index("train seconds by phase, rollout") + 1] == "1.500"
+    assert cells[cells.index("sizes, 2") + 1] == "256, 1,024"
+    assert not [cell for cell in cells if "score before" in cell]
+    rows = [cells[:8], cells[8:16]]
+    assert [row[1] for row in rows] == ["all", "a tag"]
+    assert [row[5] for row in rows] == [
+        '<span class="good">+0.500 [+0.438, +0.562]</span>',
+        '<span class="">+0.500 [-0.100, +0.562]</span>',
+    ]
 
 
 def test_what_is_worth_a_look_is_said(run: Path) -> None:
@@ -190,9 +254,9 @@ def test_a_browser_shows_the_page(run: Path) -> None:
         assert tab.complaints() == []
         assert tab.value("document.title") == "fluvial: <b>run"
         assert tab.value("[...document.images].map(image => image.naturalWidth)") == [256] * 12
-        assert tab.value("document.images[0].getBoundingClientRect().width") > 50
+        assert tab.value("document.images[0].getBoundingClientRect().width") > 200, "pairs are large"
         text = tab.value("document.body.innerText")
-        for part in (EVIL, "Reward while training", "Worst samples", "a blue fox", "Warnings", "0.125 → 0.375"):
+        for part in (EVIL, "Reward while training", "Worst samples", "a blue fox", "Warnings", "0.250 → 0.750"):
             assert part in text, part
         assert 'flow_sde"' not in text, "the configuration is folded"
         tab.value("document.querySelector('details').open = true")
@@ -203,7 +267,11 @@ def test_a_browser_shows_the_page(run: Path) -> None:
         light = tab.value(background)
         tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         assert (light, tab.value(background)) == ("rgb(255, 255, 255)", "rgb(20, 22, 26)")
-        assert tab.value("document.body.scrollWidth <= window.innerWidth"), "nothing is wider than the window"
+        for width in (400, 800, 1600):
+            tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+            assert tab.value("document.body.scrollWidth <= window.innerWidth"), f"something is wider than {width} pixels"
+        words = "[...document.querySelectorAll('td')].filter(cell => cell.innerText == 'train seconds by phase, rollout')"
+        assert tab.value(f"{words}[0].getBoundingClientRect().height") < 40, "a name is on one line"
         assert tab.complaints() == []
 
 

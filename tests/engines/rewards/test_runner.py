@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -197,3 +198,58 @@ def test_the_thread_of_a_reward_computes_on_the_device_of_its_samples(monkeypatc
     runner.collect()
     runner.close()
     assert seen == [3]
+
+
+def later(scores: "Future[Any]") -> RewardRunner:
+    """Return a runner whose reward promises the scores of a chunk, and which has been given one."""
+    runner = RewardRunner(lambda images, prompts: scores, label="reward 'it'", timeout=0.05)
+    runner.submit(IMAGES, as_prompts(PROMPTS))
+    return runner
+
+
+def test_scores_may_come_later() -> None:
+    """Than the limit of a call, and after the calls for the next samples."""
+    promised = [Future[Any](), Future[Any]()]
+    given = iter(promised)
+    runner = RewardRunner(lambda images, prompts: next(given), timeout=0.05)
+    for _ in promised:
+        runner.submit(IMAGES, as_prompts(PROMPTS))
+    threading.Timer(0.1, promised[1].set_result, [[1.0] * 4]).start()
+    threading.Timer(0.2, promised[0].set_result, [{"score": [2.0] * 4, "votes": [3.0] * 4}]).start()
+    first, second = runner.results()
+    assert first.scores.tolist() == [2.0] * 4
+    assert first.parts["votes"].tolist() == [3.0] * 4
+    assert second.scores.tolist() == [1.0] * 4
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "says"), [([1.0], r"returned shape \[1\] for 4 images"), (ValueError("lost"), r"raised ValueError \(lost\)")]
+)
+def test_promised_scores_may_fail(result: Any, says: str) -> None:
+    scores = Future[Any]()
+    if isinstance(result, Exception):
+        scores.set_exception(result)
+    else:
+        scores.set_result(result)
+    (found,) = later(scores).results()
+    assert found.scores.isnan().all()
+    assert found.failed
+    assert not found.abandoned
+    with pytest.raises(RunError, match=says):
+        raise RunError(found.problems[0])
+
+
+def test_who_is_asked_to_stop_waits_for_nobody() -> None:
+    """Scores that are there count; those that are promised are abandoned."""
+    stop = threading.Event()
+    runner = later(Future())
+    threading.Timer(0.1, stop.set).start()
+    (found,) = runner.results(stop.is_set)
+    assert found.abandoned
+    assert found.scores.isnan().all()
+    there = Future[Any]()
+    there.set_result([1.0] * 4)
+    (found,) = later(there).results(stop.is_set)
+    assert not found.abandoned
+    assert found.scores.tolist() == [1.0] * 4
