@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fluvial.models.lora import LoraConfig, add_lora
     from fluvial.models.pipelines.open import load_adapter, open_model
-    from fluvial.models.protocol import Cond, DiffusionModel, Prediction, Schedule, check_model, is_recorded
+    from fluvial.models.protocol import Cond, DiffusionModel, Prediction, Schedule, check_model, decoded, is_recorded
 
 __all__ = [
     "Cond",
@@ -19,6 +19,7 @@ __all__ = [
     "Schedule",
     "add_lora",
     "check_model",
+    "decoded",
     "is_recorded",
     "load_adapter",
     "open_model",

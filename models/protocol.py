@@ -178,3 +178,14 @@ def is_recorded(model: DiffusionModel) -> bool:
     The conditioning of such a model includes its guidance, and it is defined only at the levels of its own schedule.
     """
     return bool(getattr(model, "recorded", False))
+
+
+def decoded(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:
+    """Return the images or videos of samples, see `DiffusionModel.decode`; a recorded pipeline may need their prompts.
+
+    Args:
+        model: the model.
+        latents: samples `[B, *event]`.
+        prompts: prompt of each sample, as the model encodes it, with its images if it has some.
+    """
+    return model.decode(latents, prompts) if is_recorded(model) else model.decode(latents)  # type: ignore[call-arg]

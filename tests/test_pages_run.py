@@ -6,7 +6,6 @@ added: updates, samples, steps, pixels. Files that a page speaks of are there, a
 
 import json
 import shlex
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +54,7 @@ ELSEWHERE = (
         "models",
         "runs",
     ),
-    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "train/README.md"),
+    *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "preference"),
 )
 STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in ("train", "data", "rewards", "export", "checkpoint"))]
 STORY += [f"engines/{topic}/README.md" for topic in ("evaluation", "objectives", "cli")]
@@ -70,7 +69,7 @@ def is_here(words: Sequence[str]) -> bool:
 
 def sized(words: Sequence[str]) -> list[str]:
     """Return a command with its sizes replaced by small ones."""
-    command, *rest = words[1:]
+    command, *rest = (word.replace("checkpoints/000040", "checkpoints/000001") for word in words[1:])
     if "--resume" in rest or command in ("export", "report"):
         return [command, *rest]
     is_pipeline = any(name in rest for name in (*MODELS, "runs/sft")) or "/" in rest[0]
@@ -106,6 +105,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / REWARD).mkdir(parents=True)
     tiny_rewards.save_clip(tmp_path / REWARD)
     (tmp_path / "mine.py").write_text(pages.mine())
+    (tmp_path / "mine.toml").write_text(pages.suite())
     records = [json.dumps({"prompt": caption, "tag": "counting"}) for caption in CAPTIONS]
     for name in ("prompts.jsonl", "counting.jsonl", "geneval.jsonl"):
         (tmp_path / name).write_text("\n".join(records))
@@ -141,7 +141,6 @@ def supply(words: Sequence[str], home: Path, capfd: pytest.CaptureFixture[str]) 
             "0.9",
         ]
         assert cli.run(sized(command)) == 0, capfd.readouterr().err
-        shutil.copytree(run / "checkpoints" / "000001", run / "checkpoints" / "000040")
 
 
 @pytest.mark.long

@@ -58,7 +58,7 @@ def every_flag() -> set[str]:
         AheadConfig(),
     ]
     configs += [export.ExportConfig(), evaluation.EvalConfig(), sample.SampleConfig()]
-    configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig()]
+    configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), serve_rewards.VoteConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
@@ -166,6 +166,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (preferences, "write", (3, 3)),
         (serve_rewards, "serve_rewards", None),
         (serve, "serve_model", None),
+        (serve_rewards, "serve_votes", None),
         (sample, "sample", "x.png"),
         (plan, "show", None),
         (fit, "show_fit", None),
@@ -183,6 +184,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
     monkeypatch.setitem(sys.modules, "mine", mine := types.ModuleType("mine"))
     exec(pages.mine(), mine.__dict__)
+    (tmp_path / "mine.toml").write_text(pages.suite())
     monkeypatch.chdir(tmp_path)
     return reached
 

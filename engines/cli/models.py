@@ -132,6 +132,7 @@ def measure(name: str, folder: Path) -> Row:
     ]
     words = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl"), *RUN.split(), *size]
     words += [*(call if len(call) > 1 else []), "--rollout.guidance.scale", f"{asked.scale:g}", "--out", str(folder / "run")]
+    words += ["--rollout.guidance.negative", asked.negative] if asked.negative else []
     recipe = "ddpo" if adapted and built_in()[name].prediction == "epsilon" else "grpo"
     output, errors = io.StringIO(), io.StringIO()
     with tiny.unscaled_images(name, asked.size), redirect_stdout(output), redirect_stderr(errors):
@@ -145,7 +146,7 @@ def measure(name: str, folder: Path) -> Row:
         return Row(name, "", asked.media, None, None, "", _reason(said, name, folder))
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if "grad_norm" in line)
-    within = re.search(r"velocities and images within (\S+)", output.getvalue() + errors.getvalue())
+    within = re.search(r"velocities and images within ([\d.e+-]+)", output.getvalue() + errors.getvalue())
     return Row(
         name,
         "adapter" if adapted else "recorded",
@@ -166,9 +167,9 @@ def measured_table(rows: Sequence[Row]) -> str:
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
-    from fluvial.models.tiny.pipelines import flow_pipelines
+    from fluvial.models.tiny.pipelines import flow_pipelines, is_flow_pipeline
 
-    if unknown := sorted({*names} - {*flow_pipelines()}):
+    if unknown := [name for name in names if not is_flow_pipeline(name)]:
         raise UsageError(f"models --measured: the installed diffusers has no {unknown[0]}, or it has no transformer")
     rows = []
     for name in names or flow_pipelines():

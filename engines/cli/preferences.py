@@ -18,7 +18,7 @@ from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import claim_preferences, write_preferences
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.rewards.invalid import kept_samples
@@ -33,6 +33,7 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.weights import add_adapter
+from fluvial.models import decoded
 from fluvial.models.device import default_device
 
 MAX_INVALID = 0.25  # largest share of the prompts that may be left out for want of a valid reward
@@ -146,7 +147,7 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
     try:
         with torch.no_grad():
             latents = torch.zeros(1, *job.shape, device=device)
-            blank = Samples(job.model.decode(latents), asked[:1], latents)
+            blank = Samples(decoded(job.model, latents, model_inputs(asked[:1])), asked[:1], latents)
             warm_up(runners.runners, blank, count=config.micro_batch, group=group)
         for first in range(0, len(asked), together):
             prompts = [prompt for prompt in asked[first : first + together] for _ in range(group)]

@@ -35,7 +35,7 @@ from fluvial.engines.rollout.window import Steps
 from fluvial.engines.streams import Stream
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, is_recorded
+from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, is_recorded
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.padding import trimmed
 from fluvial.models.prompt_layers import PromptLayers
@@ -297,7 +297,7 @@ def generate(
                 velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
                 x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=before)
                 trajectory = trajectory._replace(final=x)
-            images = model.decode(trajectory.final)
+            images = decoded(model, trajectory.final, model_inputs(prompts))
             if not sampling.final:
                 trajectory = trajectory._replace(final=trajectory.final.flatten(1)[:, :0])
         yield Chunk(prompts, cond, trajectory, images)

@@ -34,6 +34,7 @@ from fluvial.engines.train.jobs.pipeline import (
 from fluvial.engines.train.jobs.weights import OtherWeights, from_run, with_base
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
+from fluvial.models.lora import lora_layers
 
 __all__ = [
     "Job",
@@ -253,9 +254,11 @@ def to_train(
         error = model.check(module, model_inputs((train * 2)[:2]))
         given = media_columns(model, settings.media)
         from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
+        layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
+        adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
         return (
             f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
-            f"velocities and images within {error:.1g}"
+            f"velocities and images within {error:.1g}{adapted}"
         )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)

@@ -51,7 +51,7 @@ from fluvial.engines.train.policies import Policies
 from fluvial.engines.train.rollouts import GivenPairs, Rollout
 from fluvial.engines.train.validate import knows_its_schedule_only
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, Schedule, is_recorded
+from fluvial.models import Cond, Schedule, decoded, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
 from fluvial.models.routing import Routed
 
@@ -362,9 +362,8 @@ class Learner:
         final = final_samples(
             v, items, work.sampler, work.schedule, lambda items: self._predict(self.engine.module, items, cond)
         )
-        samples = Samples(
-            self.job.model.decode(final), [work.prompts[i] for i in host_values.read(items.sample).tolist()], final
-        )
+        prompts = [work.prompts[i] for i in host_values.read(items.sample).tolist()]
+        samples = Samples(decoded(self.job.model, final, model_inputs(prompts)), prompts, final)
         return weighted_sum(self.rewards, samples, objective=name_of(self.config.objective))
 
     def _predict(self, module: nn.Module, batch: Items, cond: Cond) -> Tensor:

@@ -16,7 +16,7 @@ from fluvial.core.transitions import Transition
 from fluvial.core.types import to_device
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
@@ -41,7 +41,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
-from fluvial.models import Schedule
+from fluvial.models import Schedule, decoded
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
@@ -376,7 +376,8 @@ class Rollouts:
             x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), part), device)
             if self.config.scores_samples:
                 with torch.no_grad():
-                    rewards.submit(self.job.model.decode(x0), part, x0, plan.numbers[start : start + size])
+                    images = decoded(self.job.model, x0, model_inputs(part))
+                    rewards.submit(images, part, x0, plan.numbers[start : start + size])
             cond = optree.tree_map(
                 lambda tensor: to_device(tensor, device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )

@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import io
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,18 +27,31 @@ from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.capture import SCALES, Capture, same_steps
-from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_steps, foreign, refusal
+from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, media_of, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processor
-from fluvial.models.replay.recorded import TOLERANCES, RecordedModel, Recording, check_replay, generators, record, rounding
+from fluvial.models.replay.recorded import (
+    TOLERANCES,
+    RecordedModel,
+    Recording,
+    check_replay,
+    generators,
+    padded_to,
+    record,
+    rounding,
+    within,
+)
 from fluvial.models.replay.stand_in import answering, stand_in
+from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
 # A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
-SIZES = "sizes"  # name of the shapes of a prompt's inputs
+SIZES, OFFSET = "sizes", "offset"  # names of the shapes of a prompt's inputs, and of what its samples start from
+FRAMES = ("num_frames", "frames")  # names of the number of frames
+SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
 
@@ -49,6 +63,15 @@ class _Known(NamedTuple):
     schedule: Schedule
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
+    levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
+
+
+class _Dry(NamedTuple):
+    """A run of the pipeline without its network on one prompt."""
+
+    known: _Known
+    cond: Cond  # rows of the prompt, by recipe
+    offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
 
 
 class AnyPipeline(Pipeline):
@@ -113,12 +136,17 @@ class AnyPipeline(Pipeline):
         self.asked = self._asked(height, width, frames, steps, scale, negative, call or {})
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             self.asked["max_sequence_length"] = self.text_tokens
+        if "strength" in self.takes:
+            strength = self.asked.get("strength", self.takes["strength"].default)
+            self.asked["num_inference_steps"] = taken_of(steps, float(strength))
         self.steps, self.compute, self.example = steps, compute, example
+        self.size = (height, width, frames)
         self.shortest = example
         self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None
         self._once: _Known | None = None
         self._latents: LatentLayout | None = None
+        self._sees: bool | None = None  # see `_decoding_sees_images`
 
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -140,8 +168,8 @@ class AnyPipeline(Pipeline):
             ValueError: the size is not the one that the model was opened with, or the pipeline cannot be replayed.
         """
         size = (height, width, frames)
-        if size != (opened := (self.asked["height"], self.asked["width"], self.asked.get("num_frames", 1))):
-            raise ValueError(f"size (height, width, frames) is {size}, expected {opened}, as the pipeline was opened")
+        if size != self.size:
+            raise ValueError(f"size (height, width, frames) is {size}, expected {self.size}, as the pipeline was opened")
         return self.known.shape
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
@@ -179,7 +207,7 @@ class AnyPipeline(Pipeline):
         tokenizer, _ = self.longest(self._tokenizers)
         ordered = sorted(prompts, key=lambda prompt: self.count_tokens(tokenizer, text_of(prompt)))
         other = copy.copy(self)
-        other.example, other.shortest, other._once, other._latents = ordered[-1], ordered[0], None, None
+        other.example, other.shortest, other._once, other._latents, other._sees = ordered[-1], ordered[0], None, None, None
         return other
 
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
@@ -188,9 +216,10 @@ class AnyPipeline(Pipeline):
         Raises:
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
-        found, cond = self._dry(encoders, prompt)
+        found, cond, offset = self._dry(encoders, prompt)
+        start = {} if offset is None else {OFFSET: offset}
         ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
-        fits = _within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
+        fits = within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
         if not same_steps(found.model.recipes, self.known.model.recipes) or not fits:
             raise refusal(
                 self.pipeline,
@@ -198,13 +227,14 @@ class AnyPipeline(Pipeline):
                 "for others; samples of both cannot be in one batch",
             )
         if not ragged:
-            return {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+            found_rows = {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+            return found_rows | start
         padded = {
-            f"{recipe}.{row}": _padded(tensor, self.known.rows[recipe][row])
+            f"{recipe}.{row}": padded_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
             for row, tensor in enumerate(rows)
         }
-        return {**padded, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
+        return {**padded, **start, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
@@ -215,7 +245,8 @@ class AnyPipeline(Pipeline):
         rows = tuple(
             tuple(texts[f"{recipe}.{row}"] for row in range(len(rows))) for recipe, rows in enumerate(self.known.rows)
         )
-        return (*rows, texts[SIZES]) if self.known.model.ragged else rows
+        sizes = (texts[SIZES],) if self.known.model.ragged else ()
+        return (*rows, *sizes, *((texts[OFFSET],) if self.known.model.scale != 1 else ()))
 
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, *, timestep: Tensor | None = None) -> Tensor:
         """Return the velocity that the pipeline would step with, guidance included, at noise levels of its schedule.
@@ -226,9 +257,37 @@ class AnyPipeline(Pipeline):
         return self.known.model.predict(module, x, sigma, cond)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
-        return torch.cat([self._decoded(chunk) for chunk in latents.split(self.decode_chunk)]).to(latents.device)
+    def decode(self, latents: Tensor, prompts: Sequence[TextPrompt] | None = None) -> Tensor:
+        """Return images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1].
+
+        Args:
+            latents: samples `[B, *event]`.
+            prompts: prompt of each sample, by default the example. A pipeline whose images depend on those of the prompt
+                besides the samples decodes the samples of each prompt apart.
+        """
+        asked = [self.example] * len(latents) if prompts is None else list(prompts)
+        if (scale := self.known.model.scale) != 1:
+            latents = with_offset(latents, scale, self.encode(asked)[-1])
+        if not self._decoding_sees_images():
+            asked = [self.example] * len(latents)
+        images, first = list[Tensor](), 0
+        for prompt, same in groupby(asked):
+            last = first + len(list(same))
+            images += [self._decoded(chunk, prompt) for chunk in latents[first:last].split(self.decode_chunk)]
+            first = last
+        return torch.cat(images).to(latents.device)
+
+    def _decoding_sees_images(self) -> bool:
+        """Return whether the same sample is decoded to other images with another image in its prompt."""
+        if isinstance(self.example, str):
+            return False
+        if self._sees is None:
+            sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
+            changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
+            both = (self.example, MediaPrompt(self.example.text, changed))
+            one, other = (self._decoded(sample, prompt) for prompt in both)
+            self._sees = not torch.equal(one, other)
+        return self._sees
 
     @property
     def vae(self) -> Any:
@@ -242,6 +301,8 @@ class AnyPipeline(Pipeline):
         Raises:
             ValueError: that way is not a scaled rearrangement.
         """
+        if self.known.model.scale != 1:
+            raise refusal(self.pipeline, "its samples start from an image, so that clean images alone give no samples")
         if self._latents is None:
             self._latents = latent_layout(self._vae_input, self.known.shape, self.pipeline)
         videos = images.unsqueeze(2) if len(self._latents.shape) == 4 and images.ndim == 4 else images
@@ -249,7 +310,7 @@ class AnyPipeline(Pipeline):
 
     def _vae_input(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives to its VAE to decode samples."""
-        return vae_input(self.vae, lambda: self._decoded(latents), self.pipeline)
+        return vae_input(self.vae, lambda: self._decoded(latents, self.example), self.pipeline)
 
     def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
@@ -272,17 +333,21 @@ class AnyPipeline(Pipeline):
         alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
         batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
         runs, errors = [self._run(module, batch, number) for number, batch in enumerate(batches)], list[float]()
-        for run in runs:
-            if not torch.equal(run.schedule.levels, self.known.schedule.levels):
+        for number, (run, batch) in enumerate(zip(runs, batches, strict=True)):
+            if not torch.equal(run.schedule.levels, self.known.levels):
                 raise refusal(self.pipeline, "its schedule differs from run to run")
-            check_steps(self.pipeline, run.taken, self.steps)
+            check_tail(self.pipeline, list(run.taken), len(run.schedule.levels) - 1, self.steps)
+            runs[number] = run = self._from_noise(run, batch)
             check_initial_noise(self.pipeline, run.initial)
-            decoded = self.decode(run.trajectory.final)
+            decoded = self.decode(run.trajectory.final, batch)
             errors.append(check_images(self.pipeline, decoded, _pixels(run.images), tolerance=TOLERANCES[self.dtype]))
         final = torch.cat([run.trajectory.final for run in runs])
         cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
         trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
-        ours = dataclasses.replace(runs[0], trajectory=trajectory, model=self.known.model, cond=cond)
+        trajectory = trajectory._replace(steps=trajectory.steps - (len(self.known.levels) - 1 - self.steps))
+        ours = dataclasses.replace(
+            runs[0], trajectory=trajectory, schedule=self.known.schedule, model=self.known.model, cond=cond
+        )
         error = check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
         return max(error, *errors)
 
@@ -297,18 +362,30 @@ class AnyPipeline(Pipeline):
         pipe.transformer = module
         try:
             with quietly(), torch.no_grad():
-                return record(pipe, texts, key=start, steps=self.steps, sampler="ode", form="unscaled", **asked)
+                return record(
+                    pipe, texts, key=start, steps=self.asked["num_inference_steps"], sampler="ode", form="unscaled", **asked
+                )
         finally:
             pipe.transformer = network
+
+    def _from_noise(self, run: Recording, prompts: Sequence[TextPrompt]) -> Recording:
+        """Return a run in the coordinates in which samples start as noise, see `replay.start`."""
+        if (scale := self.known.model.scale) == 1:
+            return run
+        offset, kept = self.encode(prompts)[-1], run.trajectory
+        x, x_next, final, initial = (
+            without_offset(part, scale, offset) for part in (kept.x, kept.x_next, kept.final, run.initial)
+        )
+        return dataclasses.replace(run, trajectory=kept._replace(x=x, x_next=x_next, final=final), initial=initial)
 
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
         """Raise ValueError if an image changes nothing that the transformer is given."""
         for prompt in prompts:
-            _, cond = self._dry(self._loaded(), prompt)
+            _, *cond = self._dry(self._loaded(), prompt)
             for name in prompt.media:
                 other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
                 try:
-                    _, changed = self._dry(self._loaded(), other)
+                    _, *changed = self._dry(self._loaded(), other)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
@@ -319,9 +396,9 @@ class AnyPipeline(Pipeline):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found = self._dry(self._loaded(), self.example)[0]
+            found = self._dry(self._loaded(), self.example).known
             if self.shortest != self.example:
-                shortest = self._dry(self._loaded(), self.shortest)[0]
+                shortest = self._dry(self._loaded(), self.shortest).known
                 found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
             self._once = found
         return self._once
@@ -331,14 +408,14 @@ class AnyPipeline(Pipeline):
     ) -> dict[str, Any]:
         """Return the arguments of the pipeline's call apart from the prompt."""
         asked: dict[str, Any] = {
-            "height": height,
-            "width": width,
             "num_inference_steps": steps,
             "output_type": "latent",
             "return_dict": False,
         }
-        if "num_frames" in self.takes:
-            asked["num_frames"] = frames
+        # A pipeline that takes no size makes images of the size of those that it is given.
+        asked |= {name: size for name, size in (("height", height), ("width", width)) if name in self.takes}
+        if (counted := next((name for name in FRAMES if name in self.takes), None)) is not None:
+            asked[counted] = frames
         elif frames != 1:
             raise ValueError(f"frames is {frames}, expected 1: {self.pipeline} makes images")
         embedded = self.config.get("guidance_embeds", True)
@@ -393,7 +470,7 @@ class AnyPipeline(Pipeline):
     def _several(self, prompt: TextPrompt, number: int) -> list[dict[str, Any]]:
         """Return the forms of a call that may make several samples of a prompt, to be tried in order."""
         text, media = text_of(prompt), media_of(prompt)
-        several = next((name for name in ("num_images_per_prompt", "num_videos_per_prompt") if name in self.takes), None)
+        several = next((name for name in SEVERAL if name in self.takes), None)
         if not media:
             return [{"prompt": text, several: number} if several else {"prompt": [text] * number}]
         lists = {name: [image] * number for name, image in media.items()}
@@ -401,8 +478,8 @@ class AnyPipeline(Pipeline):
         return [*once, {"prompt": [text] * number, **media}, {"prompt": [text] * number, **lists}]
 
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt) -> tuple[_Known, Cond]:
-        """Run the pipeline with the stand-in on one prompt: (what it shows, the conditioning of that prompt).
+    def _dry(self, pipe: Any, prompt: TextPrompt) -> _Dry:
+        """Run the pipeline with the stand-in on one prompt.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
@@ -417,16 +494,16 @@ class AnyPipeline(Pipeline):
                 return found
         raise errors[0]
 
-    def _dry_run(self, pipe: Any, form: dict[str, Any]) -> tuple[_Known, Cond]:
+    def _dry_run(self, pipe: Any, form: dict[str, Any]) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(COPIES)))
         asked = {**self.asked, **form, "generator": seeds}
         capture = Capture(pipe, COMPONENT, asked)
-        own = pipe.scheduler
+        theirs = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
-            scheduler = RecordingScheduler.from_config({**own.config, "_class_name": type(own).__name__})
+            scheduler = RecordingScheduler.from_config({**theirs.config, "_class_name": type(theirs).__name__})
         with (
             quietly(),
             capture.watching(pipe, scheduler),
@@ -439,23 +516,30 @@ class AnyPipeline(Pipeline):
         if len(capture.initial) != COPIES:
             raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {COPIES} as asked")
         levels = recorder.scheduled.sigmas
-        check_steps(self.pipeline, capture.taken, len(levels) - 1)
-        check_initial_noise(self.pipeline, capture.initial)
+        first = check_tail(self.pipeline, capture.taken, len(levels) - 1, self.steps)
+        start = None
+        if float(levels[first]) != 1 and recorder.mixtures:
+            start = start_of(self.pipeline, capture.initial, recorder.mixtures, float(levels[first]))
+        elif first:
+            raise refusal(self.pipeline, f"it takes the last {self.steps} steps only, and starts from no image")
+        check_initial_noise(self.pipeline, capture.initial if start is None else start.noise)
         recipes, cond = capture.recipes()
         if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
             raise refusal(self.pipeline, f"its {COMPONENT} is given something besides the sample that depends on it")
         shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
-        model = RecordedModel(self.pipeline, levels[:-1], recipes)
+        own = levels if start is None else levels[first:] / levels[first]
+        model = RecordedModel(self.pipeline, own[:-1], recipes, scale=1.0 if start is None else start.scale)
         last = recorder.trajectory().x_next
-        first = tuple(tuple(row[:1] for row in rows) for rows in cond)
-        return _Known(tuple(last.shape[2:]), last.dtype, Schedule(levels, scheduler.timesteps), model, shapes), first
+        rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
+        schedule = Schedule(own, scheduler.timesteps[-self.steps :])
+        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, levels)
+        return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
-    def _decoded(self, latents: Tensor) -> Tensor:
-        """Return the pipeline's images for its last latents."""
+    def _decoded(self, latents: Tensor, prompt: TextPrompt) -> Tensor:
+        """Return the pipeline's images for its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        # A pipeline that is given images decodes with those of the example; the check compares with each prompt's own.
-        forms = self._several("" if isinstance(self.example, str) else self.example, len(latents))
+        forms = self._several("" if isinstance(prompt, str) else prompt, len(latents))
         steps = 1 if self._loaded().scheduler.config.get("shift_terminal") is None else 2  # which has no single step
         once = {**forms[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
@@ -471,24 +555,6 @@ def _attention_layers(network: nn.Module) -> tuple[str, ...]:
     attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
     named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
     return tuple(dict.fromkeys(named))
-
-
-def _within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:
-    """Return whether inputs have as many dimensions as others, and none is larger."""
-    return len(shapes) == len(most) and all(
-        len(rows) == len(others)
-        and all(
-            len(a) == len(b) and all(m <= n for m, n in zip(a, b, strict=True)) for a, b in zip(rows, others, strict=True)
-        )
-        for rows, others in zip(shapes, most, strict=True)
-    )
-
-
-def _padded(row: Tensor, shape: torch.Size) -> Tensor:
-    """Return an input `[1, ...]` with zeros up to a shape."""
-    padded = row.new_zeros((len(row), *shape))
-    padded[(slice(None), *map(slice, row.shape[1:]))] = row
-    return padded
 
 
 def _shown(asked: Mapping[str, Any]) -> str:

@@ -17,6 +17,9 @@ from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
 from fluvial.models.replay.places import Places, places_in_input, places_in_output
 
+MOST_PARTS = 4  # outputs that a velocity may be a weighted sum of
+LEAST_WEIGHT = 1e-6  # weights below are rounding
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a weighted sum
 SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
 
 
@@ -79,8 +82,8 @@ class Combination(NamedTuple):
     dtype: torch.dtype | None = None  # dtype that the parts are cast to first
     places: Places | None = None  # elements of the output that the velocity consists of; None if it is the whole
 
-    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the velocity of the parts, each `[B, ...]`."""
+    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return the velocity of the parts, each `[B, ...]`, at samples x."""
         if self.dtype is not None:
             parts = [part.to(self.dtype) for part in parts]
         v = parts[0]
@@ -96,12 +99,25 @@ class Combination(NamedTuple):
         return -v if self.negative else v
 
 
+class Fitted(NamedTuple):
+    """A step's velocity as a weighted sum of parts and of the sample, fitted where no formula of `Combination` gives it."""
+
+    weights: tuple[float, ...]  # of the parts
+    of_sample: float
+    dtype: torch.dtype  # of the velocity
+
+    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return the velocity of the parts, each `[B, ...]`, at samples x; the sum is taken in float64."""
+        v = sum(weight * part.double() for weight, part in zip(self.weights, parts, strict=True))
+        return (v + self.of_sample * x.double()).to(self.dtype)
+
+
 @dataclass(frozen=True)
 class StepRecipe:
     """Calls and combination that give the velocity of one or more recorded steps."""
 
     calls: tuple[Call, ...]
-    combination: Combination
+    combination: Combination | Fitted
     positions: tuple[int, ...]  # indices of the steps among the recorded ones
 
     def predict(self, module: nn.Module, x: Tensor, rows: Sequence[Tensor], place: Tensor) -> Tensor:
@@ -132,14 +148,14 @@ class StepRecipe:
                     leaves.append(leaf.value.to(x.device) if isinstance(leaf.value, Tensor) else leaf.value)
             args, kwargs = optree.tree_unflatten(call.tree, leaves)
             parts.extend(_output(module(*args, **kwargs)).chunk(call.repeats))
-        return self.combination(parts)
+        return self.combination(parts, x)
 
 
 class _Group(NamedTuple):
     """Recorded steps with the same recipe."""
 
     calls: list[Call]
-    combinations: list[Combination]  # combinations that gave the velocity of all these steps
+    combinations: list[Combination | Fitted]  # combinations that gave the velocity of all these steps
     positions: list[int]
     rows: list[list[Tensor]]  # rows of each step; the same objects where they are equal
 
@@ -233,7 +249,11 @@ class Capture:
                 raise self._refusal(step, f"the {self.component} does not return one output per sample")
             calls.append(Call(tree, tuple(kinds), returned.dtype))
             parts.extend(returned.chunk(repeats))
-        combinations = [found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v))]
+        combinations: list[Combination | Fitted] = [
+            found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v, x))
+        ]
+        if not combinations and (sum_of_parts := _fitted(parts, v, x)) is not None:
+            combinations.append(sum_of_parts)
         if not combinations:
             scales = " or ".join(f"{scale:g}" for scale in self.scales) or "none"
             raise self._refusal(
@@ -277,7 +297,7 @@ class Capture:
 
         return following
 
-    def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combination]) -> None:
+    def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combination | Fitted]) -> None:
         """Add a step to the group of its recipe; tensors that equal those of another step are stored once."""
         position, self._recorded = self._recorded, self._recorded + 1
         for at, group in enumerate(self._groups):
@@ -326,13 +346,30 @@ def _combinations(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -
             yield made(cond=cond, scale=scale, from_cond=from_cond, keep_norm=keep_norm)
 
 
-def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor) -> Combination | None:
+def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Combination | None:
     """Return a combination that gives v to the bit, as it is or by some elements of it; None if it does not."""
-    made = combination(parts)
+    made = combination(parts, x)
     if made.shape == v.shape:
         return combination if _same(made, v) else None
-    places = places_in_output(-v if combination.negative else v, combination._replace(negative=False)(parts))
+    places = places_in_output(-v if combination.negative else v, combination._replace(negative=False)(parts, x))
     return None if places is None else combination._replace(places=places)
+
+
+def _fitted(parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Fitted | None:
+    """Return the weighted sum of parts and sample that v is up to rounding; None if it is not one.
+
+    The weights are least squares in float64, rounded to seven digits, so that two prompts give the same. Several parts only:
+    one part with another weight would be a scale that no guidance has.
+    """
+    if len(parts) < 2 or len(parts) > MOST_PARTS or v.dtype not in ROUNDING or any(part.shape != v.shape for part in parts):
+        return None
+    columns = torch.stack([tensor.detach().double().flatten() for tensor in (*parts, x)], dim=1).cpu()
+    wanted = v.detach().double().flatten().cpu()
+    solved = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0].tolist()
+    *weights, of_sample = (0.0 if abs(weight) < LEAST_WEIGHT else float(f"{weight:.7g}") for weight in solved)
+    found = Fitted(tuple(weights), of_sample, v.dtype)
+    error = (found(parts, x).double() - v.double()).norm() / v.double().norm()
+    return found if float(error) <= ROUNDING[v.dtype] else None
 
 
 def _copies(leaf: Any, x: Tensor) -> int:
@@ -382,5 +419,6 @@ def _scales(pipe: Any, asked: dict[str, Any]) -> list[float]:
     except TypeError as error:
         raise ValueError(f"{type(pipe).__name__} cannot be called so: {error}") from error
     bound.apply_defaults()
-    given = (bound.arguments.get(name) for name in SCALES)
+    # A part of the pipeline may guide instead of an argument.
+    given = (*(bound.arguments.get(name) for name in SCALES), getattr(getattr(pipe, "guider", None), "guidance_scale", None))
     return list(dict.fromkeys(float(scale) for scale in given if isinstance(scale, int | float)))

@@ -64,19 +64,17 @@ def check_chain(pipeline: str, step: int, x: Tensor, output: Tensor) -> None:
         )
 
 
-def check_steps(pipeline: str, taken: Sequence[int], steps: int) -> None:
-    """Check that a pipeline takes every step of its schedule once, in order.
+def check_tail(pipeline: str, taken: Sequence[int], steps: int, asked: int) -> int:
+    """Return the first step of those that were taken, which must be the last `asked` ones of a schedule, in order.
 
     Raises:
-        ReplayError: it leaves some out, as image-to-image pipelines do with a strength below 1.
+        ReplayError: they are not.
     """
-    if list(taken) != list(range(steps)):
-        shown = ", ".join(map(str, taken))
-        raise refusal(
-            pipeline,
-            f"it takes the steps {shown or 'none'} of a schedule of {steps}, expected all: it may start from an image "
-            "(strength below 1)",
-        )
+    first = steps - asked
+    if first < 0 or list(taken) != list(range(first, steps)):
+        shown = ", ".join(map(str, taken)) or "none"
+        raise refusal(pipeline, f"it takes the steps {shown} of a schedule of {steps}, expected the last {asked}")
+    return first
 
 
 def check_initial_noise(pipeline: str, x: Tensor) -> None:

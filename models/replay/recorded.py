@@ -36,6 +36,7 @@ from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture, StepRecipe
 from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.scheduler import RecordingScheduler
+from fluvial.models.replay.start import with_offset
 
 # The initial noise and the noise of the steps are drawn from separate keys.
 INITIAL, STEPS = 0, 1
@@ -56,6 +57,7 @@ class RecordedModel:
     recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
     ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
+    scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
 
     def predict(
         self, module: nn.Module, x: Samples, sigma: PerSample, cond: Cond, *, timestep: PerSample | None = None
@@ -78,6 +80,9 @@ class RecordedModel:
         Raises:
             ValueError: a sigma is that of no recorded step. On a GPU this is not checked; the velocity is NaN there.
         """
+        if self.scale != 1:
+            whole = dataclasses.replace(self, scale=1.0)
+            return whole.predict(module, with_offset(x, self.scale, cond[-1]), sigma, cond[:-1])
         if self.ragged:
             sizes = host_values.read(cond[-1]).tolist()
             alike = dataclasses.replace(self, ragged=False)
@@ -213,6 +218,24 @@ def cut(cond: Cond, sizes: Sequence[int]) -> Cond:
     """Return the inputs of a recorded pipeline without their padding, given the shape of each without the batch."""
     rest = iter(sizes)
     return tuple(tuple(row[(slice(None), *(slice(next(rest)) for _ in row.shape[1:]))] for row in rows) for rows in cond)
+
+
+def within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:
+    """Return whether inputs have as many dimensions as others, and none is larger."""
+    return len(shapes) == len(most) and all(
+        len(rows) == len(others)
+        and all(
+            len(a) == len(b) and all(m <= n for m, n in zip(a, b, strict=True)) for a, b in zip(rows, others, strict=True)
+        )
+        for rows, others in zip(shapes, most, strict=True)
+    )
+
+
+def padded_to(row: Tensor, shape: torch.Size) -> Tensor:
+    """Return an input `[1, ...]` with zeros up to a shape."""
+    padded = row.new_zeros((len(row), *shape))
+    padded[(slice(None), *map(slice, row.shape[1:]))] = row
+    return padded
 
 
 def replay(module: nn.Module, recording: Recording, sample: Ids, step: Ids, *, x: Samples | None = None) -> Samples:

@@ -26,6 +26,7 @@ from fluvial.core.rollout import Step, Trajectory, stack
 from fluvial.core.sigmas import check_sigmas
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, bind, check_eta
+from fluvial.models.replay.start import Mixture
 
 Generators = torch.Generator | Sequence[torch.Generator]
 
@@ -51,6 +52,7 @@ class Recorder:
     window: Collection[int] | None
     record: Record
     on_step: Observer | None
+    mixtures: list[Mixture] = field(default_factory=list)  # of noise and images, by `scale_noise`
     _scheduled: Scheduled | None = None
     _steps: list[Step] = field(default_factory=list)
     _final: Tensor | None = None
@@ -169,6 +171,13 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         finally:
             self._recorder = self._scheduled = None
 
+    def scale_noise(self, sample: Tensor, timestep: float | Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return sigma noise + (1 - sigma) sample, as diffusers' scheduler does; a recording keeps all three."""
+        mixed: Tensor = super().scale_noise(sample, timestep, noise)
+        if self._recorder is not None and noise is not None:
+            self._recorder.mixtures.append(Mixture(sample.clone(), noise.clone(), mixed.clone()))
+        return mixed
+
     def scale_model_input(self, sample: Tensor, timestep: float | Tensor | None = None) -> Tensor:
         """Return the sample: a flow's is not scaled, and some pipelines ask every scheduler but Euler's own."""
         return sample
@@ -203,7 +212,9 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         # It also checks the timestep and counts the steps.
         x_next = super().step(model_output, timestep, sample, return_dict=False)[0]
         if self._recorder is not None or self.sampler != "ode":
-            x_next = self._take_step(self.step_index - 1, model_output, sample, x_next, generator)
+            # Rising sigmas are those of a flow from noise at 0, whose noise levels are 1 - sigma, and whose velocity is -v.
+            v = -model_output if self.config.get("invert_sigmas") else model_output
+            x_next = self._take_step(self.step_index - 1, v, sample, x_next, generator)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
 
     def _take_step(self, step: int, v: Tensor, x: Tensor, euler: Tensor, generator: Generators | None) -> Tensor:
@@ -227,6 +238,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
 def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> Scheduled:
     """Return how the steps of the scheduler's schedule are taken, after checking on the host that they can be."""
     sigmas = scheduler.sigmas.to(device="cpu", dtype=torch.float32)
+    sigmas = 1 - sigmas if scheduler.config.get("invert_sigmas") else sigmas
     try:
         check_sigmas(sigmas)
     except ValueError as error:

@@ -210,6 +210,8 @@ def language_model(kind: type) -> Any:
     """
     config: Any = kind.config_class  # type: ignore[attr-defined]
     text = {**settings(16), "head_dim": 8}
+    if kind.__name__.startswith("SmolLM3"):
+        text["vocab_size"] = 128256  # BRIA FIBO knows the number of a token
     if "text_config" not in config.sub_configs:
         made = config(**text)
     else:

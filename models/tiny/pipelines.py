@@ -3,6 +3,7 @@
 import inspect
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.media import IMAGES
 from fluvial.models.replay.processors import processor_without_video
 from fluvial.models.tiny import encoders
@@ -31,6 +33,7 @@ class Asked(NamedTuple):
     media: tuple[str, ...]  # arguments that are images
     call: dict[str, Any]
     scale: float
+    negative: str  # negative prompt; empty where the pipeline takes none
     size: int  # height and width of the images, in pixels
     frames: int
 
@@ -44,7 +47,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "CogView4ControlPipeline": {"in_channels": 2 * LATENT},
     "WanImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
     "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
-    "ChronoEditPipeline": {"in_channels": 2 * LATENT + 2},
+    "ChronoEditPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
     "LucyEditPipeline": {"in_channels": 2 * LATENT},
     "Cosmos2TextToImagePipeline": {"in_channels": LATENT + 1},
     "Cosmos2VideoToWorldPipeline": {"in_channels": LATENT + 1 + 1},
@@ -56,6 +59,15 @@ WIDER: dict[str, dict[str, Any]] = {
     "PRXPixelPipeline": {"in_channels": 3},
     "WanVACEPipeline": {"vace_layers": [0], "vace_in_channels": 2 * LATENT + 4},
     "SanaImageToVideoPipeline": {},
+}
+
+INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
+
+# Parts that a pipeline can be built without, but not run.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "ChronoEditPipeline": ("image_encoder", "image_processor"),
+    "HunyuanImagePipeline": ("guider", "ocr_guider"),
+    "PRXPipeline": ("vae",),
 }
 
 # Arguments of the call, by pipeline.
@@ -77,15 +89,25 @@ LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandin
 
 
 def flow_pipelines() -> list[str]:
-    """Return the classes of diffusers' pipelines with a transformer, by name."""
+    """Return the classes of diffusers' pipelines with a transformer that can be imported, by name."""
     import diffusers
 
-    found = []
-    for name in sorted(dir(diffusers)):
-        kind = getattr(diffusers, name, None) if name.endswith("Pipeline") else None
-        if inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters:
-            found.append(name)
-    return found
+    return [name for name in sorted(dir(diffusers)) if is_flow_pipeline(name)]
+
+
+def is_flow_pipeline(name: str) -> bool:
+    """Return whether diffusers has a pipeline of that name with a transformer, which can be imported."""
+    import diffusers
+
+    if not name.endswith("Pipeline"):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kind = getattr(diffusers, name)
+    except (AttributeError, RuntimeError):  # diffusers' own error for a module that cannot be imported
+        return False
+    return inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters
 
 
 def asked_of(name: str) -> Asked:
@@ -101,13 +123,15 @@ def asked_of(name: str) -> Asked:
             "max_sequence_length": 32,
             "use_resolution_binning": False,
             "complex_human_instruction": None,
-            "strength": 1.0,
+            "strength": 0.6,
         }.items()
         if key in takes
     }
     frames = 5 if {"num_frames", "frames", "video_length"} & {*takes} else 1
     size = 32 if any(name.startswith(word) for word in LARGE) else 16
-    return Asked(media, {**call, **CALLS.get(name, {})}, 3.0, size, frames)
+    scale = 3.0 if {*SCALES} & {*takes} else 1.0
+    negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
+    return Asked(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames)
 
 
 def build(name: str) -> Any:
@@ -127,7 +151,8 @@ def build(name: str) -> Any:
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
-        if part != "transformer" and (not missing or part in kind._optional_components):
+        needed = part == "transformer" or part in NEEDED.get(name, ())
+        if not needed and (not missing or part in kind._optional_components):
             if missing:
                 parts[part] = None
             continue
@@ -182,7 +207,7 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
 
     names = [one.__name__ for one in _classes(hint)]
     if part == "scheduler":
-        return _scheduler(names)
+        return _scheduler(names, inverted=pipeline in INVERTED)
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
         return kind(**transformer_settings(kind, WIDER.get(pipeline, {})))
@@ -228,7 +253,7 @@ def _classes(hint: Any) -> list[type]:
     return [one for inner in typing.get_args(hint) for one in _classes(inner) if one is not type(None)]
 
 
-def _scheduler(names: list[str]) -> Any:
+def _scheduler(names: list[str], *, inverted: bool) -> Any:
     """Return the scheduler of a type: diffusers' Euler steps of a flow, or the solver of that type on a flow's levels."""
     import diffusers
 
@@ -238,7 +263,7 @@ def _scheduler(names: list[str]) -> Any:
     if name in ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler"):
         return kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     if name == own:
-        return kind(shift=3.0)
+        return kind(shift=1.0, invert_sigmas=True) if inverted else kind(shift=3.0)
     return (
         kind() if inspect.isclass(kind) and hasattr(kind, "step") else diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     )

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -112,6 +113,15 @@ class Process:
         )
         self.pid: int = server().report(self.number, "pid", 300)  # the first also waits for the imports
         assert self.pid is not None, "the fork server does not answer"
+
+    def address(self) -> str:
+        """Return the address that a server prints as soon as it listens."""
+        until = time.monotonic() + 240
+        while not (found := re.search(r"serving .* on (http://127\.0\.0\.1:\d+)\n", self.stdout)):
+            assert self.poll() is None, self.stderr
+            assert time.monotonic() < until, "the server does not listen"
+            time.sleep(0.02)
+        return found[1]
 
     def wait(self, timeout: float) -> int:
         """Return the exit code, negative for a signal, as `Popen` does.

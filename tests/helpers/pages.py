@@ -47,3 +47,8 @@ def mine() -> str:
         examples = doctest.DocTestParser().get_examples((ROOT / page).read_text())
         parts += [example.source for example in examples if example.source.startswith(starts)]
     return "\n".join(parts)
+
+
+def suite() -> str:
+    """Return the evaluation suite that the page of evaluations shows, a file `mine.toml`."""
+    return "\n".join(blocks("engines/evaluation/README.md", "toml"))

@@ -1,10 +1,8 @@
 """The reward server as a process: a run goes on where it left off when the server is killed and started again."""
 
 import json
-import re
 import signal
 import threading
-import time
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,22 +30,12 @@ def started(port: int = 0) -> launch.Process:
     return launch.start("serve-rewards", REWARD, "--port", str(port))
 
 
-def address(server: launch.Process) -> str:
-    """Return the address that a server prints as soon as it listens."""
-    until = time.monotonic() + 60
-    while not (found := re.search(r"serving \S+ on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
-        assert server.poll() is None, server.stderr
-        assert time.monotonic() < until, "the server does not listen"
-        time.sleep(0.02)
-    return found[1]
-
-
 def test_a_server_is_asked_killed_and_started_again() -> None:
     """The client waits for it; SIGTERM ends it with 0."""
     images, prompts = torch.rand(5, 3, 8, 8), ["x"] * 5
     expected = fake_servers.lightness(images, prompts).float()
     with started() as server:
-        url = address(server)
+        url = server.address()
         reward = FlowFactory(HttpClient(url, timeout=20), batch=2)
         assert torch.equal(reward(images, prompts), expected)
         with urllib.request.urlopen(f"{url}/health") as reply:
@@ -86,7 +74,7 @@ def test_a_training_run_loses_nothing_when_its_server_is_killed(tmp_path: Path) 
         expected = weights("local", local, lambda number: None)
         with ExitStack() as stack:
             servers = [stack.enter_context(started())]
-            url = address(servers[0])
+            url = servers[0].address()
             port = int(url.rpartition(":")[2])
 
             def killed(number: int) -> None:

@@ -1,7 +1,6 @@
 """kill -9 at ten random moments of a server and of the trainer: the run ends with the bits of one without."""
 
 import random
-import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,11 +31,7 @@ class Run:
         """Start the server at its address, and wait until it listens."""
         options = ("--port", str(self.port), "--micro-batch", "4", "--weights-root", str(self.weights))
         process = self.started("serve", "handwriting", *options)
-        until = time.monotonic() + 240
-        while not re.search(r"serving .* on http://", process.stdout):
-            assert process.poll() is None, process.stderr
-            assert time.monotonic() < until, "the server does not listen"
-            time.sleep(0.02)
+        process.address()
         return process
 
     def started_trainer(self) -> launch.Process:

@@ -1,8 +1,6 @@
 """Runs whose samples `fluvial serve` makes, in another process: the weights have the bits of runs in one process."""
 
 import json
-import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +23,6 @@ ROLLOUT = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch
 REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --update-micro-batch rollout"
 
 
-def address(server: launch.Process) -> str:
-    """Return the address that a server prints as soon as it listens."""
-    until = time.monotonic() + 120
-    while not (found := re.search(r"serving .* on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
-        assert server.poll() is None, server.stderr
-        assert time.monotonic() < until, "the server does not listen"
-        time.sleep(0.02)
-    return found[1]
-
-
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["handwriting", long("sd3"), "qwen-image"])
 def test_two_updates_with_a_server_have_the_bits_of_those_without(
@@ -55,7 +43,7 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
     asked = [] if name == "handwriting" else size
     with launch.start("serve", *model, *options, *asked) as server:
-        served = ["--rollout.source", address(server), "--rollout.servers.weights-folder", str(weights)]
+        served = ["--rollout.source", server.address(), "--rollout.servers.weights-folder", str(weights)]
         assert cli.run([*run, *served, "--out", str(tmp_path / "served")]) == 0, capfd.readouterr().err
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
     records = launch.records(tmp_path / "served")
@@ -96,10 +84,10 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
         launch.start("serve", "handwriting", *options[:4]) as bare,
     ):
         folder = ["--rollout.servers.weights-folder", str(weights)]
-        served = ["--rollout.source", address(server), *folder]
+        served = ["--rollout.source", server.address(), *folder]
         assert cli.run([*run, *served, "--out", str(tmp_path / "served")]) == 0, capfd.readouterr().err
         capfd.readouterr()
-        wrong = ["--rollout.source", address(bare), *folder]
+        wrong = ["--rollout.source", bare.address(), *folder]
         assert cli.run([*run, *wrong, "--out", str(tmp_path / "wrong")]) == 2
         says = (
             "takes no images with a prompt, and the run's prompts have image, mask_image: use fluvial serve, with --prompts"
@@ -139,7 +127,7 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
     (weights := tmp_path / "weights").mkdir()
     options = ["serve", "handwriting", "--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
     with launch.start(*options) as first, launch.start(*options) as second:
-        urls = ",".join(map(address, (first, second)))
+        urls = ",".join(map(launch.Process.address, (first, second)))
         asked = replace(small, source=urls, servers=ServersConfig(weights_folder=weights))
         servers.append(first)
         train(replace(config, out=tmp_path / "served", rollout=asked), job)

@@ -84,7 +84,7 @@ def test_servers_have_no_quantised_base(tmp_path: Path) -> None:
 def test_servers_take_merged_weights_of_forms_that_are_not_lora(tmp_path: Path, form: Any) -> None:
     config = handwriting_jobs.config(tmp_path, train="lora", lora=LoraConfig(form=form))
     served = replace(config.rollout, source="http://127.0.0.1:1")
-    with pytest.raises(UsageError, match=rf"servers take no adapters of `lora.form` {form.kind}, and merged weights do"):
+    with pytest.raises(UsageError, match=rf"servers take no adapters of lora.form {form.kind}, and merged weights do"):
         replace(config, rollout=served)
     replace(config, rollout=replace(served, servers=ServersConfig(weights="disk")))
 

@@ -1,8 +1,6 @@
 """A run of a tiny pipeline from the command line for each kind of reward, those of servers with a server process."""
 
 import json
-import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,12 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server() -> Iterator[str]:
     """The address of a reward server, a process of its own."""
     with launch.start("serve-rewards", "fake_servers:lightness", "--port", "0") as process:
-        until = time.monotonic() + 60
-        while not (found := re.search(r"on (http://127\.0\.0\.1:\d+)\n", process.stdout)):
-            assert process.poll() is None, process.stderr
-            assert time.monotonic() < until, "the server does not listen"
-            time.sleep(0.02)
-        yield found[1]
+        yield process.address()
 
 
 KINDS = {

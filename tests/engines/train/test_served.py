@@ -1,7 +1,5 @@
 """Rollouts that a server makes ahead of the trainer: the bits of a second network here, and a server that dies."""
 
-import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,16 +35,6 @@ def numbers(trainer: Trainer) -> list[list[object]]:
     return [[record[name] for name in ("reward", "loss", "staleness", "correction")] for record in trainer]
 
 
-def address(server: launch.Process) -> str:
-    """Return the address that a server prints as soon as it listens."""
-    until = time.monotonic() + 120
-    while not (found := re.search(r"serving handwriting on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
-        assert server.poll() is None, server.stderr
-        assert time.monotonic() < until, "the server does not listen"
-        time.sleep(0.02)
-    return found[1]
-
-
 @pytest.mark.long
 def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World, tmp_path: Path) -> None:
     """All weights, and adapters, of the version that belongs to each rollout; then the server is killed."""
@@ -55,7 +43,7 @@ def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World,
     args = ["serve", "handwriting", "--port", "0", "--micro-batch", size, "--weights-root", str(tmp_path)]
     with launch.start(*args) as server:
         quick = ServersConfig(weights_folder=tmp_path, patience=2)
-        there = replace(own.rollout, source=address(server), servers=quick)
+        there = replace(own.rollout, source=server.address(), servers=quick)
         for train in ("full", "lora"):
             with Trainer(config(tmp_path, train), handwriting_jobs.job(), one) as trainer:
                 expected, last = numbers(trainer), trainer.engine.sharded.shards()

@@ -18,7 +18,7 @@ from fluvial.models.replay.checks import (
     check_chain,
     check_images,
     check_initial_noise,
-    check_steps,
+    check_tail,
     foreign,
 )
 
@@ -258,9 +258,17 @@ def test_a_step_starts_where_the_one_before_ended() -> None:
 
 @pytest.mark.parametrize(("taken", "shown"), [((1, 2), "1, 2"), ((0, 1), "0, 1"), ((0, 2, 1), "0, 2, 1"), ((), "none")])
 def test_steps_are_taken_once_in_order(taken: tuple[int, ...], shown: str) -> None:
-    check_steps("P", (0, 1, 2), 3)
-    with pytest.raises(ReplayError, match=f"it takes the steps {shown} of a schedule of 3, expected all"):
-        check_steps("P", taken, 3)
+    assert check_tail("P", (0, 1, 2), 3, 3) == 0
+    with pytest.raises(ReplayError, match=f"it takes the steps {shown} of a schedule of 3, expected the last 3"):
+        check_tail("P", taken, 3, 3)
+
+
+def test_the_last_steps_may_be_taken_alone() -> None:
+    """Image to image leaves out the first steps of its schedule, and no others."""
+    assert check_tail("P", (2, 3, 4), 5, 3) == 2
+    for taken in ((1, 2, 3, 4), (1, 2, 3), (2, 4)):
+        with pytest.raises(ReplayError, match="of a schedule of 5, expected the last 3"):
+            check_tail("P", taken, 5, 3)
 
 
 def test_images_agree_up_to_rounding() -> None:

@@ -8,6 +8,7 @@ import optree
 import pytest
 import tiny_conditioned
 import torch
+from marks import long
 from tiny_conditioned import ROWS
 from torch import nn
 
@@ -15,10 +16,12 @@ from fluvial.core.random import key
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.media import MediaPrompt, open_image, use_modes
 from fluvial.models.replay.recorded import generators
+from fluvial.models.replay.start import without_offset
 
 STEPS = 3
 TEXTS = ("a red fox", "two cats")
-each = pytest.mark.parametrize("name", ROWS)
+SHORT = ("kontext", "img2img", "qwen-edit", "wan")  # in every run of the tests
+each = pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ROWS])
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +89,12 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
         theirs.append(made.transpose(1, 2) if made.ndim == 5 else made)
         noise.append(seen[0])
     x = torch.cat(noise).float()
+    if (scale := model.known.model.scale) != 1:
+        x = without_offset(x, scale, cond[-1])
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
-    torch.testing.assert_close(model.decode(x), torch.cat(theirs).float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.decode(x, asked), torch.cat(theirs).float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["kontext", "fill"])
@@ -140,3 +145,22 @@ def test_images_that_are_decoded_with_another_prompts_image_are_refused(
     monkeypatch.setattr(kind, "__call__", brighter)
     with pytest.raises(ValueError, match="its last samples, decoded, differ from its own images"):
         model.check(module, asked)
+
+
+def test_samples_of_image_to_image_start_as_noise(folder: Callable[[str], Path]) -> None:
+    """The levels fall from 1, the offset is the image's alone, and a sample is decoded with the offset of its prompt."""
+    name = "img2img"
+    first, second = prompts(name, folder(name))
+    model = opened(name, folder(name), first).given([first, second])
+    levels, scale = model.schedule(STEPS, model.known.shape).levels, model.known.model.scale
+    assert len(levels) == STEPS + 1
+    assert (float(levels[0]), float(levels[-1])) == (1.0, 0.0)
+    assert 0 < scale < 1
+    offsets = model.encode([first, second])[-1]
+    assert not torch.equal(offsets[0], offsets[1])
+    x = torch.zeros(2, *model.known.shape)
+    images = model.decode(x, [first, second])
+    assert not torch.equal(images[0], images[1])
+    torch.testing.assert_close(model.decode(x[:1], [second])[0], images[1])
+    with pytest.raises(ValueError, match="its samples start from an image, so that clean images alone give no samples"):
+        model.encode_images(torch.zeros(1, 3, 16, 16))

@@ -16,7 +16,7 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import Fixed, Latent, Row
+from fluvial.models.replay.capture import Combination, Fitted, Fixed, Latent, Row
 from fluvial.models.replay.recorded import Recording, check_replay, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
 
@@ -128,7 +128,9 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[str], Any]) -> None:
     """As in the pipeline's source."""
     (recipe,) = recorded(load(name), name).model.recipes
-    found = recipe.combination._asdict()
+    combination = recipe.combination
+    assert isinstance(combination, Combination)
+    found = combination._asdict()
     assert {field: found[field] for field in COMBINATIONS[name]} == COMBINATIONS[name]
 
 
@@ -136,6 +138,7 @@ def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
     """Sana's output is the velocity, Lumina's its negative."""
     for name in ("sana", "lumina2"):
         (recipe,) = recorded(load(name), name, guidance_scale=1.0).model.recipes
+        assert isinstance(recipe.combination, Combination)
         assert recipe.combination.cond is None
         assert recipe.combination.negative == (name == "lumina2")
 
@@ -318,8 +321,8 @@ def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 def unguided(pipe: Any) -> Any:
-    """Scale the velocity slightly."""
-    return changed(pipe, lambda v, x: v * 0.999)
+    """Bend the velocity, which is no weighted sum of outputs then."""
+    return changed(pipe, lambda v, x: v.sin())
 
 
 def swapped(pipe: Any) -> Any:
@@ -378,6 +381,18 @@ def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[s
         recorded(pipe, "sana", **options)
     assert "\n" not in str(caught.value)
     assert pipe.scheduler is own
+
+
+def test_a_weighted_sum_that_no_formula_gives_is_fitted(load: Callable[[str], Any]) -> None:
+    """Of both halves of guidance and the sample, with the weights of the change, and it replays the recorded velocities."""
+    pipe = changed(load("sana"), lambda v, x: 0.9 * v + 0.25 * x)
+    recording = recorded(pipe, "sana")
+    (recipe,) = recording.model.recipes
+    assert isinstance(recipe.combination, Fitted)
+    unconditional, conditional = recipe.combination.weights
+    assert (unconditional, conditional) == pytest.approx((0.9 * (1 - 4.5), 0.9 * 4.5), rel=1e-6)
+    assert recipe.combination.of_sample == pytest.approx(0.25, rel=1e-6)
+    assert check_replay(pipe.transformer, recording, micro_batch=2) < 1e-4
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:

@@ -1,9 +1,7 @@
 """`fluvial serve` as a process: killed and started again it gives the same bits; SIGTERM ends it; errors are one line."""
 
 import json
-import re
 import signal
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -27,16 +25,6 @@ def started(port: int = 0) -> launch.Process:
     return launch.start("serve", MODEL, "--port", str(port), "--micro-batch", "2", "--steps", "3")
 
 
-def address(server: launch.Process) -> str:
-    """Return the address that a server prints as soon as it listens."""
-    until = time.monotonic() + 120
-    while not (found := re.search(rf"serving {MODEL} on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
-        assert server.poll() is None, server.stderr
-        assert time.monotonic() < until, "the server does not listen"
-        time.sleep(0.02)
-    return found[1]
-
-
 def ask(url: str, body: Any) -> list[RolloutSample]:
     """Return the samples of a request."""
     request = urllib.request.Request(f"{url}/rollout/generate", json.dumps(body).encode(), JSON)
@@ -48,14 +36,14 @@ def ask(url: str, body: Any) -> list[RolloutSample]:
 def test_a_server_is_killed_and_started_again() -> None:
     """The bits are those of before; SIGTERM ends it with 0, and nothing is written to stderr."""
     with started() as server:
-        url = address(server)
+        url = server.address()
         before = ask(url, BODY)
         with pytest.raises(urllib.error.HTTPError, match="400"):
             ask(url, {"prompt": "no code"})
         server.kill()
         server.wait(30)
     with started(int(url.rpartition(":")[2])) as server:
-        after = ask(address(server), {**BODY, "num_outputs_per_prompt": 1})
+        after = ask(server.address(), {**BODY, "num_outputs_per_prompt": 1})
         for one, other in zip(before, after, strict=False):
             assert torch.equal(one.generated_output, other.generated_output)
             assert one.dit_trajectory is not None

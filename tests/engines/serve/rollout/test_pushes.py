@@ -1,8 +1,6 @@
 """`fluvial serve` as a process that trainers push to: a run has the bits of one that makes its own samples."""
 
 import json
-import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -29,12 +27,7 @@ def url(folder: Path) -> Iterator[str]:
     """The address of a server in a process of its own, with the micro-batch of the small runs."""
     arguments = ("handwriting", "--port", "0", "--micro-batch", "4", "--weights-root", str(folder))
     with launch.start("serve", *arguments, FLUVIAL_SERVE_ADMIN_KEY="secret") as server:
-        until = time.monotonic() + 120
-        while not (found := re.search(r"serving handwriting on (http://127\.0\.0\.1:\d+)\n", server.stdout)):
-            assert server.poll() is None, server.stderr
-            assert time.monotonic() < until, "the server does not listen"
-            time.sleep(0.02)
-        yield found[1]
+        yield server.address()
 
 
 def post(url: str, path: str, value: Any, *, key: str = "secret") -> tuple[int, Any]:

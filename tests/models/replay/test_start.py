@@ -1,0 +1,59 @@
+"""Initial samples that are noise and an image."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluvial.models.replay.checks import ReplayError
+from fluvial.models.replay.start import Mixture, start_of, taken_of, with_offset, without_offset
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """Return latents `[B, C, H, W]` as tokens, as FLUX packs them."""
+    return x.flatten(2).transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noise_and_image_are_told_apart(dtype: torch.dtype) -> None:
+    """In the layout of the samples, from several mixtures, with one image for all samples."""
+    eps, image, sigma = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype), 0.6
+    mixed = (sigma * eps + (1 - sigma) * image).to(dtype)
+    other = Mixture(image, noise(2, 4, 2, 2), noise(2, 4, 2, 2))
+    found = start_of("P", packed(mixed), [Mixture(image, eps, mixed), other], sigma)
+    assert torch.equal(found.noise, packed(eps).float())
+    torch.testing.assert_close(found.offset, 0.4 * packed(image).expand(3, -1, -1).float())
+
+
+def test_other_samples_are_refused() -> None:
+    """Those that the scheduler has not mixed, and a mixture at another noise level."""
+    eps, image = noise(3, 4, 2, 2), noise(1, 4, 2, 2, seed=1)
+    mixed = 0.6 * eps + 0.4 * image
+    for initial, sigma in ((mixed + 1, 0.6), (mixed, 0.3)):
+        with pytest.raises(
+            ReplayError, match=f"it starts at noise level {sigma}, from samples that are no noise mixed with"
+        ):
+            start_of("P", initial, [Mixture(image, eps, mixed)], sigma)
+
+
+@given(steps=st.integers(1, 60), strength=st.floats(0.05, 1))
+def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float) -> None:
+    """By the rule of diffusers' `get_timesteps`."""
+    count = taken_of(steps, strength)
+    assert count - int(max(count - min(count * strength, count), 0)) == steps
+
+
+def test_a_strength_of_none_takes_no_steps() -> None:
+    with pytest.raises(ValueError, match="strength is 0, with which no schedule takes 3 steps"):
+        taken_of(3, 0.0)
+
+
+def test_the_coordinates_are_each_others_inverse() -> None:
+    """For samples, and for all steps of a trajectory."""
+    x, offset = noise(2, 5, 4), noise(2, 4, seed=1)
+    for step in range(5):
+        torch.testing.assert_close(with_offset(without_offset(x, 0.7, offset)[:, step], 0.7, offset), x[:, step])
