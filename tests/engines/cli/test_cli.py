@@ -90,7 +90,7 @@ WRONG: list[tuple[str, str]] = [
     ("sample handwriting --prompts", "--prompts"),
     ("sample handwriting --out {tmp}/empty.txt/x.png", "cannot be written"),
     ("sample handwriting --out {tmp}/x.nonsense", "x.nonsense, expected a name that ends in .png"),
-    ("plan", "needs the name of a model, got nothing, expected one of handwriting, sd3.5-medium"),
+    ("plan", "needs the name of a model or of a published run, got nothing, expected one of handwriting, sd3.5-medium"),
     ("preferences handwriting --group 1", "group is 1, expected at least 2"),
     ("preferences handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
     ("preferences handwriting --out {tmp}/empty.txt", "cannot be written"),
