@@ -143,6 +143,7 @@ def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
     [
         "The mayor’s “grand” plan — and a … pause",
         "black &amp; white, 3 &lt; 4, &amp;quot;twice&amp;quot;",
+        "3 < 4, &amp;quot;twice&amp;quot;",  # ftfy leaves names of HTML alone beside a <
         "  two\t\nlines\u00a0 and\u3000blanks ",
         "cafÃ© crÃ¨me",
         "ﬁnal ＦＵＬＬ width, naïve",
