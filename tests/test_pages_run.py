@@ -26,7 +26,7 @@ MODELS = {
     "Qwen/Qwen-Image": "qwen-image",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan",
 }
-REWARD = "yuvalkirstain/PickScore_v1"
+REWARDS = "yuvalkirstain/PickScore_v1", "openai/clip-vit-large-patch14"
 CAPTIONS = ("a red fox", "two cats", "an owl")
 RUN = {
     "--updates": "1",
@@ -104,8 +104,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, row in MODELS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tiny_pipelines.save(tiny_pipelines.ROWS[row], tmp_path / name)
-    (tmp_path / REWARD).mkdir(parents=True)
-    tiny_rewards.save_clip(tmp_path / REWARD)
+    for name in REWARDS:
+        (tmp_path / name).mkdir(parents=True)
+        tiny_rewards.save_clip(tmp_path / name)
     (tmp_path / "mine.py").write_text(pages.mine())
     (tmp_path / "mine.toml").write_text(pages.suite())
     records = [json.dumps({"prompt": caption, "tag": "counting"}) for caption in CAPTIONS]
