@@ -7,6 +7,7 @@ added: updates, samples, steps, pixels. Files that a page speaks of are there, a
 import json
 import shlex
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pages
@@ -17,6 +18,7 @@ from PIL import Image
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli import processes
+from fluvial.engines.data import prompt_sets
 
 MODELS = {
     "stabilityai/stable-diffusion-3.5-medium": "sd3",
@@ -24,7 +26,7 @@ MODELS = {
     "Qwen/Qwen-Image": "qwen-image",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan",
 }
-REWARD = "yuvalkirstain/PickScore_v1"
+REWARDS = "yuvalkirstain/PickScore_v1", "openai/clip-vit-large-patch14"
 CAPTIONS = ("a red fox", "two cats", "an owl")
 RUN = {
     "--updates": "1",
@@ -102,8 +104,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, row in MODELS.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         tiny_pipelines.save(tiny_pipelines.ROWS[row], tmp_path / name)
-    (tmp_path / REWARD).mkdir(parents=True)
-    tiny_rewards.save_clip(tmp_path / REWARD)
+    for name in REWARDS:
+        (tmp_path / name).mkdir(parents=True)
+        tiny_rewards.save_clip(tmp_path / name)
     (tmp_path / "mine.py").write_text(pages.mine())
     (tmp_path / "mine.toml").write_text(pages.suite())
     records = [json.dumps({"prompt": caption, "tag": "counting"}) for caption in CAPTIONS]
@@ -118,6 +121,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / folder / f"{number}.txt").write_text(caption)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    whole = prompt_sets.records  # of which a few are encoded
+    monkeypatch.setattr(prompt_sets, "records", lambda *given, **named: islice(whole(*given, **named), 12))
     monkeypatch.setattr(processes, "run", lambda args, count: cli.run(args))  # what each rank runs
     return tmp_path
 
