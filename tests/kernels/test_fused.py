@@ -44,6 +44,7 @@ pytestmark = [
 ]
 EPS = torch.finfo(torch.float32).eps
 EVENTS: tuple[tuple[int, ...], ...] = ((), (1,), (41,), (3, 5), (1271,), (2, 1024), (4099,))
+SIZES = ((41,), (1271,), (4099,))  # in every run of the tests
 every = pytest.mark.parametrize("operation", ALL, ids=lambda operation: operation.name)
 # Those whose call in the table is a single one; a policy loss looks up an old log-prob first, and has tests of its own.
 DIRECT = [operation for operation in ALL if "policy" not in operation.name]
@@ -155,7 +156,7 @@ def test_it_is_the_reference(
 
 
 @every_loss
-@pytest.mark.parametrize("event", EVENTS, ids=str)
+@pytest.mark.parametrize("event", [event if event in SIZES else long(event) for event in EVENTS], ids=str)
 def test_every_size(operation: Operation, event: tuple[int, ...]) -> None:
     """No vector of a register is filled by 41 or 1271 elements, and 4099 are more than a program's share."""
     check(operation, inputs(operation, 2, event, torch.bfloat16), numbers(2))

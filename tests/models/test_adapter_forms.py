@@ -13,6 +13,7 @@ import tiny_pipelines
 import torch
 from diffusers.loaders import lora_conversion_utils as theirs
 from lora_model import MODEL, inputs, loss_of, run
+from marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -327,7 +328,7 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
 
 
 @each
-@pytest.mark.parametrize("name", ["sd3", "flux", "qwen-image", "wan", "z-image", "sdxl"])
+@pytest.mark.parametrize("name", ["flux", *map(long, ("sd3", "qwen-image", "wan", "z-image", "sdxl"))])
 def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, tmp_path: Path) -> None:
     """From the file of the export, for layers that the original joins, too."""
     made = tiny_pipelines.ROWS[name].make()

@@ -24,7 +24,7 @@ REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --u
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ["handwriting", long("sd3"), "qwen-image"])
+@pytest.mark.parametrize("name", ["handwriting", long("sd3"), long("qwen-image")])
 def test_two_updates_with_a_server_have_the_bits_of_those_without(
     tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from fluvial.models.replay.start import without_offset
 
 STEPS = 3
 TEXTS = ("a red fox", "two cats")
-SHORT = ("kontext", "img2img", "qwen-edit", "wan")  # in every run of the tests
+SHORT = ("kontext", "img2img", "qwen-edit")  # in every run of the tests
 each = pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ROWS])
 
 
