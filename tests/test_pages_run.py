@@ -25,6 +25,7 @@ MODELS = {
     "black-forest-labs/FLUX.1-dev": "flux",
     "Qwen/Qwen-Image": "qwen-image",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan",
 }
 REWARDS = "yuvalkirstain/PickScore_v1", "openai/clip-vit-large-patch14"
 CAPTIONS = ("a red fox", "two cats", "an owl")
@@ -39,7 +40,8 @@ RUN = {
 }
 ROLLOUT = {"--rollout.prompts": "2", "--rollout.group": "2"}
 SIZE = {"--pipeline.height": "16", "--pipeline.width": "16"}
-PIPELINE = {**SIZE, "--rollout.steps": "4", "--evaluation.steps": "4"}
+PIPELINE = {**SIZE, "--rollout.steps": "6", "--evaluation.steps": "4"}
+FITTED = "--engine.fit"  # works out the memory of the published network, which has tests of its own
 NOISED = {recipe: {"--noising.each": "2"} for recipe in ("nft", "raft", "dpo")}
 # A command with one of these words needs a server or another machine, or works out memory, which has tests of its own.
 ELSEWHERE = (
@@ -91,7 +93,7 @@ def sized(words: Sequence[str]) -> list[str]:
         small |= {"--group": "2", "--count": "2"} if command == "preferences" else {}
     kept: list[str] = []
     for word in rest:
-        if kept and kept[-1] in small:
+        if kept and kept[-1] in (*small, FITTED):
             kept.pop()
         else:
             kept.append(word)
