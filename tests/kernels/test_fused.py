@@ -306,7 +306,7 @@ def test_any_layout_has_the_same_bits(operation: Operation, layout: str) -> None
 
 
 @every
-@pytest.mark.parametrize("layout", ["a slice of a trajectory", "transposed", "shared by all samples"])
+@pytest.mark.parametrize("layout", ["a slice of a trajectory", *map(long, ("transposed", "shared by all samples"))])
 def test_each_operand_is_read_with_strides_of_its_own(operation: Operation, layout: str) -> None:
     """One operand at a time is laid out differently from the others, which keep theirs."""
     samples, scalars = inputs(operation, 3, (3, 5, 8), torch.float32), numbers(3)

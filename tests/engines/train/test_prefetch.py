@@ -13,6 +13,7 @@ import launch
 import pytest
 import tiny_jobs as tiny
 import torch
+from marks import long
 from torch import Tensor, nn
 
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
@@ -115,7 +116,7 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
         return list(trainer), weights(trainer)
 
 
-@pytest.mark.parametrize("of", [clipped, nft])
+@pytest.mark.parametrize("of", [clipped, long(nft)])
 def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of: Any) -> None:
     """With the thread and the copy, too: they make each rollout with the current weights."""
     config = of(tmp_path, 0)
@@ -195,7 +196,7 @@ def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path
         assert (events[:2] == ["begun", "begun"]) == overlaps
 
 
-@pytest.mark.parametrize(("of", "ahead"), [(clipped, 2), (nft, 1)])
+@pytest.mark.parametrize(("of", "ahead"), [(clipped, 2), long(nft, 1)])
 def test_a_resumed_run_neither_loses_nor_repeats_a_rollout(one: World, tmp_path: Path, of: Any, ahead: int) -> None:
     """The rollouts that were asked for are in the checkpoint; what follows is the same to the bit."""
     config = of(tmp_path, ahead)
