@@ -41,6 +41,9 @@ class LowRank:
     init: Init = "default"
     product: Product = "auto"
 
+    def __post_init__(self) -> None:
+        check_fields(self, "lora.form")
+
     def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
         """Return PEFT's settings of an adapter."""
         return _peft_lora(config, targets, self.init)
@@ -56,6 +59,9 @@ class Dora:
 
     kind: ClassVar[str] = "dora"
     init: Init = "default"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora.form")
 
     def peft(self, config: "LoraConfig", targets: Sequence[str]) -> Any:
         """Return PEFT's settings of the factors; `add_lora` adds the lengths."""

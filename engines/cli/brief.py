@@ -78,10 +78,9 @@ EVAL = Brief(
         *("micro_batch", "pipeline.height", "pipeline.width"),
     ),
     (
-        "eval handwriting",
-        "eval runs/grpo --suite ocr --json",
         "eval runs/grpo --base start --out comparison",
         "eval runs/grpo/checkpoints/000040 --seeds 4",
+        "eval runs/grpo --suite ocr --json",
     ),
 )
 EXPORT = Brief(

@@ -58,7 +58,7 @@ def listed() -> str:
     lines = table(("name", "algorithm", "paper", "GPUs", "to bring", "headline"), rows)
     lines += [
         "",
-        f"{len(runs)} runs. fluvial runs NAME prints one, fluvial plan NAME what it takes, fluvial train NAME trains it.",
+        f"{len(runs)} runs. fluvial runs|plan|train NAME prints, plans or trains one.",
     ]
     return "\n".join(lines)
 

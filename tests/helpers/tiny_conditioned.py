@@ -9,7 +9,7 @@ import numpy as np
 import stored
 import torch
 from PIL import Image
-from tiny_pipelines import flux, qwen_image, sd3, wan
+from tiny_pipelines import flux, qwen_image, wan
 from tiny_replayed import flux2
 
 from fluvial.models.pipelines.folder import entries
@@ -71,13 +71,6 @@ def image_to_image() -> Any:
     return FluxImg2ImgPipeline(**flux().components)
 
 
-def sd3_image_to_image() -> Any:
-    """Build SD3 image to image, whose samples are not packed."""
-    from diffusers import StableDiffusion3Img2ImgPipeline
-
-    return StableDiffusion3Img2ImgPipeline(**sd3().components)
-
-
 def processor() -> Any:
     """Build the processor of Qwen2.5-VL without torchvision's image processor."""
     from transformers import Qwen2VLImageProcessorPil
@@ -124,7 +117,6 @@ ROWS: dict[str, Row] = {
     "fill": Row(fill, ("image", "mask_image"), SHORT, 2.5),
     "control": Row(control, ("control_image",), SHORT, 2.5),
     "img2img": Row(image_to_image, ("image",), {**SHORT, "strength": 0.6}, 2.5),
-    "sd3-img2img": Row(sd3_image_to_image, ("image",), {**SHORT, "strength": 0.6}, 5.0),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
     "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),

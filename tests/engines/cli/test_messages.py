@@ -187,6 +187,7 @@ def test_a_model_that_does_not_exist_is_refused_before_its_prompts(
     assert len(shown) == 2
 
 
+@pytest.mark.long
 def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint it says that it begins again; files of weights are readable like all others."""
     flags = [*launch.SMALL, "--minibatches", "1", "--optimizer.schedule", "cosine", "--final-samples", "4"]

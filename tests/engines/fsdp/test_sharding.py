@@ -7,6 +7,7 @@ from typing import Any
 import launch
 import pytest
 import torch
+from marks import long
 from tiny_models import SHARDINGS, Net, data, squared
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
 
 UNITS = 3  # two blocks and the root
+ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of one process
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -56,7 +58,9 @@ def test_an_update_on_ranks_is_that_of_plain_torch(ranks: tuple[int, dict[str, A
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@pytest.mark.parametrize("name", [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]])
+@pytest.mark.parametrize(
+    "name", [long(name) if name == "compile" else name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]
+)
 def test_an_update_of_one_process_is_that_of_plain_torch(one: World, name: str) -> None:
     net, (items, weight) = Net(), data(7)
     sharding = EngineConfig(**SHARDINGS[name])

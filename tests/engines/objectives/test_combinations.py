@@ -99,6 +99,7 @@ def test_every_objective_is_in_the_product() -> None:
     assert {name_of(objective) for objective in OBJECTIVE_ROWS.values()} == set(OBJECTIVES)
 
 
+@pytest.mark.long
 def test_refusals_say_what_to_use(built: tuple[dict[Options, TrainConfig], set[str]]) -> None:
     """Each is one line that names a way out."""
     runs, refusals = built

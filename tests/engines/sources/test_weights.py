@@ -383,6 +383,7 @@ def test_weights_are_hashed_once_per_push(
         assert each == [(tensors + factors) * (1 + len(servers)), *[factors * (1 + len(servers))] * 2]
 
 
+@pytest.mark.long
 def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lora: Engine) -> None:
     """An adapter takes the place of the one before, in the server's memory and on the disk."""
     server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)

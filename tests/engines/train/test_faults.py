@@ -126,6 +126,7 @@ def expect_whole(out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_ranks(tmp_path: Path, straight: Path) -> None:
     """One kill -9 is answered by torchrun's restart and one by a person's: the same bits, and one line of the other rank."""
     out = tmp_path / "run"
@@ -294,6 +295,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
 
 
+@pytest.mark.long
 def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It names it, and continues from the one before, to the same bits."""
     out = tmp_path / "run"

@@ -8,6 +8,7 @@ from typing import Any
 import handwriting_jobs
 import pytest
 import torch
+from marks import long
 from safetensors.torch import load_file
 
 from fluvial.engines.cli.eval import EvalConfig
@@ -89,7 +90,7 @@ def test_servers_take_merged_weights_of_forms_that_are_not_lora(tmp_path: Path, 
     replace(config, rollout=replace(served, servers=ServersConfig(weights="disk")))
 
 
-@pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
+@pytest.mark.parametrize("form", [Dora(), long(Lokr())], ids=str)
 def test_an_adapter_of_a_run_is_continued_from_and_exported_again(tmp_path: Path, form: Any) -> None:
     """The file of a run begins another one, whose reference it is; the export of a checkpoint is that of the run."""
     config = handwriting_jobs.config(tmp_path / "first", train="lora", lora=LoraConfig(rank=4, form=form))

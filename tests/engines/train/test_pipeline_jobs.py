@@ -155,6 +155,7 @@ def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, capfd: p
 
 
 @pytest.mark.parametrize("name", ["sd3", *map(long, ("wan-experts", "sana"))])
+@pytest.mark.long
 def test_images_before_and_after(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A run's adapter, drawn below the model without it; the two differ once the adapter is made larger."""
     typed = flags(folder, name, "grpo")

@@ -335,6 +335,7 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
     assert pushed == [0, 1]
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
     """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
     flags = ["--updates", "5", "--async.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]

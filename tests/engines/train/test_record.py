@@ -58,6 +58,7 @@ def changed(config: Any, path: tuple[str, ...], value: Any) -> Any:
 
 @given(st.data(), st.sampled_from(sorted(RECIPES)), st.sampled_from([HANDWRITING, UNET, "someone/a-model"]))
 @settings(max_examples=150)
+@pytest.mark.long
 def test_every_run_is_read_back(data: st.DataObject, recipe: str, model: str) -> None:
     """Every recipe, with any of its fields changed, through JSON text."""
     config = RECIPES[recipe](model)

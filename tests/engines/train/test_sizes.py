@@ -94,6 +94,7 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
     assert all(len(set(sizes)) == 1 for _, sizes in measured.seen)
 
 
+@pytest.mark.long
 def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each update has one size on all ranks, and the FLOPs of its own; every image is seen, and encoded at its bucket."""
     given = ["--data", str(folder / "foxes"), "--noising.each", "2", *SIZES]
@@ -113,6 +114,7 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, cap
         assert (other["size"], other["loss"]) == (record["size"], pytest.approx(record["loss"], rel=1e-5))
 
 
+@pytest.mark.long
 def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
     given = ["--objective.preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]

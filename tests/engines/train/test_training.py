@@ -294,6 +294,7 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["folder", long("URL")])
+@pytest.mark.long
 def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str) -> None:
     """And behind a URL: they are resumed from to the bit, and a failure ends the run in one line."""
     trained(tmp_path / "straight", updates=4)

@@ -49,6 +49,7 @@ def train(folder: Path, recipe: str, model: str, out: Path, *more: str) -> int:
     return cli.run(["train", recipe, "--model", str(folder / model), "--out", str(out), *SMALL.split(), *SIZE, *more])
 
 
+@pytest.mark.long
 def test_reinforcement_goes_on_from_the_adapter_of_a_supervised_run(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

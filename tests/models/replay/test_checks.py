@@ -71,16 +71,6 @@ def test_inpainting_is_refused_at_the_first_blended_step(folder: Callable[[str],
     )
 
 
-@pytest.mark.parametrize("name", ["FluxImg2ImgPipeline", "StableDiffusion3Img2ImgPipeline"])
-def test_a_strength_below_one_is_refused(name: str, folder: Callable[[str], Path]) -> None:
-    """The pipeline leaves out the first steps and starts from a noised image."""
-    call = {"image": IMAGE.repeat(3, 1, 1, 1), "strength": 0.5, **SHORT}
-    model = AnyPipeline(folder(name), call=call, scale=2.5, **SIZE)
-    refused(
-        lambda: model.known, rf"^{name} cannot be trained without an adapter: it takes the steps 2, 3 of a schedule of 4"
-    )
-
-
 def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Callable[[str], Path]) -> None:
     """StableDiffusion3Img2ImgPipeline fails on one image for several samples; the message shows no pixels."""
     model = AnyPipeline(
@@ -142,8 +132,8 @@ def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], P
 
 
 EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
-    "encode_prompt": (NameError, "be called with height=32, .*: NameError: name 'ftfy' is not defined; and a second line$"),
-    "prepare_latents": (NotImplementedError, "be called with height=32, .*: NotImplementedError: name 'ftfy'"),
+    "encode_prompt": (NameError, "be called with .*height=32.*: NameError: name 'ftfy' is not defined; and a second line$"),
+    "prepare_latents": (NotImplementedError, "be called with .*height=32, .*: NotImplementedError: name 'ftfy'"),
 }
 
 

@@ -126,10 +126,10 @@ def test_an_image_without_an_effect_is_refused(folder: Callable[[str], Path], mo
         model.check(module, asked)
 
 
-def test_images_that_are_decoded_with_another_prompts_image_are_refused(
+def test_each_sample_is_decoded_with_its_own_prompts_image(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline whose images depend on more of their prompt's image than the transformer is given."""
+    """A pipeline whose images depend on more of their prompt's image than the transformer is given, e.g. LTX's."""
     name = "control"
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0])
@@ -143,6 +143,12 @@ def test_images_that_are_decoded_with_another_prompts_image_are_refused(
         return (made[0] + light if more["output_type"] == "pt" else made[0],)
 
     monkeypatch.setattr(kind, "__call__", brighter)
+    assert model.check(module, asked) < 1e-5
+    latents = torch.zeros(2, *model.known.shape)
+    first, second = model.decode(latents, asked)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(model.decode(latents, asked[::-1])[1], first)
+    monkeypatch.setattr(type(model), "_decoding_sees_images", lambda self: False)  # all with the example's
     with pytest.raises(ValueError, match="its last samples, decoded, differ from its own images"):
         model.check(module, asked)
 
