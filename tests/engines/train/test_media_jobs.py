@@ -127,7 +127,7 @@ def test_a_column_that_the_pipeline_takes_and_that_is_not_passed_is_refused(
     file = folder / "some.jsonl"
     file.write_text('{"prompt": "a fox", "image": "0.png"}\n{"prompt": "owls"}\n')
     assert train(pipeline, file, tmp_path / "run") == 2
-    assert "prompt 'owls' has no column image, which other prompts have" in launch.one_line(capfd.readouterr().err)
+    assert "prompt 'owls' has no column image, which" in launch.one_line(capfd.readouterr().err)
 
 
 def test_a_missing_image_file_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
