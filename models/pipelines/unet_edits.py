@@ -2,8 +2,8 @@
 
 Image to image starts from x = sqrt(A) z + sqrt(1 - A) e, with the image's latents z and the first level A of the schedule's
 tail. In u = x / sqrt(alpha_bar) a DDIM step is u' = u + (k' - k) epsilon, with k^2 = (1 - alpha_bar) / alpha_bar. Its noise
-depends on k alone, too, and has k's scale. So y = sqrt(l) (u - z) / UNIT is the same model at levels l of k / UNIT. The first
-is so noisy that sqrt(1 - l) is 1 in float32, so y starts as the noise e: rollouts and samplers need no change.
+depends on k alone, too, and has k's scale. So y = sqrt(l) (u - z) / UNIT is the same model at levels l of k / UNIT. The
+first is so noisy that sqrt(1 - l) is 1 in float32, so y starts as the noise e: rollouts and samplers need no change.
 """
 
 from collections.abc import Sequence
