@@ -104,6 +104,17 @@ def test_two_updates_with_images(
     assert opened.get_active_adapters()
 
 
+@pytest.mark.long
+def test_an_export_is_evaluated_with_the_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As the run evaluated it, not from the texts alone."""
+    pipeline = tiny_conditioned.save("kontext", folder / "kontext")
+    assert train(pipeline, columns("kontext", folder), tmp_path / "run", *called("kontext")) == 0
+    assert cli.run(["eval", str(tmp_path / "run"), "--out", str(tmp_path / "table")]) == 0, capfd.readouterr().err
+    rows = json.loads((tmp_path / "table" / "table.json").read_text())["rows"]
+    expected = json.loads((tmp_path / "run" / "summary.json").read_text())["jpeg_score_after"]
+    assert next(row["mean"] for row in rows if row["evaluator"] == "jpeg") == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_column_of_another_name(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is mapped by `argument=column`; without that, the pipeline lacks its image; another argument is refused."""
     pipeline = tiny_conditioned.save("control", folder / "control")

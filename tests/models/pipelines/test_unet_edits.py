@@ -177,6 +177,10 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
     )
     assert cli.run([*typed.split(), *call]) == 0, capfd.readouterr().err
     assert json.loads((out / "summary.json").read_text())["first_pass_max_abs_log_ratio"] == 0
+    assert cli.run(["eval", str(out), "--out", str(tmp_path / "table")]) == 0, capfd.readouterr().err
+    rows = json.loads((tmp_path / "table" / "table.json").read_text())["rows"]
+    expected = json.loads((out / "summary.json").read_text())["jpeg_score_after"]
+    assert next(row["mean"] for row in rows if row["evaluator"] == "jpeg") == pytest.approx(expected, rel=1e-5)
     file = next((out / "lora").glob("*.safetensors"))
     trained = {part: tensor + 0.1 for part, tensor in load_file(file).items()}
     save_file(trained, file)
