@@ -30,7 +30,7 @@ from fluvial.models.replay.capture import SCALES, Capture, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, media_of, open_image, text_of, use_modes
-from fluvial.models.replay.processors import read_processor
+from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     RecordedModel,
@@ -446,8 +446,7 @@ class AnyPipeline(Pipeline):
 
             network = stand_in(self.build(empty=True), self.device, self.compute)
             with quietly(), foreign(self.pipeline, "be loaded"):
-                own = {} if (processor := self._processor()) is None else {"processor": processor}
-                pipe = self._opened(transformer=None, **own)
+                pipe = self._opened(transformer=None, **read_processors(self.folder))
                 for part in pipe.components.values():
                     if isinstance(part, nn.Module):
                         part.requires_grad_(False).eval().to(self.device)
@@ -461,11 +460,6 @@ class AnyPipeline(Pipeline):
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
-
-    def _processor(self) -> Any:
-        """Return the pipeline's processor of text and images where transformers cannot read it, see `read_processor`."""
-        kind = entries(self.folder).get("processor")
-        return None if kind is None else read_processor(self.folder / "processor", kind)
 
     def _several(self, prompt: TextPrompt, number: int) -> list[dict[str, Any]]:
         """Return the forms of a call that may make several samples of a prompt, to be tried in order."""
@@ -539,8 +533,10 @@ class AnyPipeline(Pipeline):
         """Return the pipeline's images for its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        forms = self._several("" if isinstance(prompt, str) else prompt, len(latents))
-        steps = 1 if self._loaded().scheduler.config.get("shift_terminal") is None else 2  # which has no single step
+        forms = self._several(prompt, len(latents))
+        # One step, where the schedule can have one.
+        shifted = own.config.get("shift_terminal") is not None
+        steps = 3 if own.config.get("invert_sigmas") else 2 if shifted else 1
         once = {**forms[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
