@@ -19,6 +19,7 @@ OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model'
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
 NAMES = (*(name for name in RECIPES if name not in ("handwriting", "words")), OFFLINE)  # they are grpo with other numbers
 EVALUATIONS = 5  # per run, the last one included
+EVALUATED = 1000  # samples of the first and the last evaluation
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Case:
     def config(self) -> TrainConfig:
         """The run's settings; where time is the limit, with the recipe's own number of updates."""
         made = RECIPES[self.recipe.partition(",")[0]]()
-        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0)
+        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0, final_samples=EVALUATED)
         if self.rollouts:
             made = replace(made, updates=self.rollouts * made.updates_per_rollout)
         if self.recipe == "distill":

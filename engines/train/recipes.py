@@ -175,12 +175,19 @@ def ddpo(model: str = UNET) -> TrainConfig:
 
     The settings of large models are those of the published run ddpo/sd1.4/aesthetic, with a group of 16 samples per prompt
     in place of its statistics per prompt over past rollouts. On handwriting-unet it takes 10 steps, of which a random window
-    of 3 among the first 8 is stochastic, and 24 updates at a learning rate of 3e-3. `make train` runs that.
+    of 3 among the first 8 is stochastic, and 24 updates at a learning rate of 3e-3. `make train` runs that, and looks
+    at 500 samples before and after, so that the first minute is short.
     """
     config = of_published(
         "ddpo/sd1.4/aesthetic",
         model,
-        **{**ONE_UPDATE, "updates": 24, "micro_batch": 64, "lora": LoraConfig(form=LowRank(product="merged"))},
+        **{
+            **ONE_UPDATE,
+            "updates": 24,
+            "micro_batch": 64,
+            "final_samples": 500,
+            "lora": LoraConfig(form=LowRank(product="merged")),
+        },
         objective=objectives.Clipped(),
         rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
         advantage=BATCH,

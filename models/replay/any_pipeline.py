@@ -26,10 +26,11 @@ from fluvial.core.table import Record
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.replay.capture import SCALES, Capture, same_steps
+from fluvial.models.replay.arguments import arguments, exactly, forms, shown
+from fluvial.models.replay.capture import Capture, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, media_of, open_image, text_of, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
@@ -49,10 +50,8 @@ from fluvial.models.replay.start import start_of, taken_of, with_offset, without
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 SIZES, OFFSET = "sizes", "offset"  # names of the shapes of a prompt's inputs, and of what its samples start from
-FRAMES = ("num_frames", "frames")  # names of the number of frames
-SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
-UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
 
 class _Known(NamedTuple):
@@ -133,7 +132,10 @@ class AnyPipeline(Pipeline):
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
         super().__init__(local, **options)
-        self.asked = self._asked(height, width, frames, steps, scale, negative, call or {})
+        embedded = self.config.get("guidance_embeds", True)
+        self.asked = arguments(
+            self.pipeline, self.takes, (height, width, frames), steps, scale, negative, call or {}, embedded
+        )
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             self.asked["max_sequence_length"] = self.text_tokens
         if "strength" in self.takes:
@@ -180,11 +182,11 @@ class AnyPipeline(Pipeline):
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
-        from transformers import ProcessorMixin
+        from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        parts = [part for name, part in tokenizers.components.items() if name.startswith("tokenizer") and part is not None]
         # Some pipelines have a processor of text and images in the tokenizer's place.
-        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
+        parts = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in tokenizers.components.values()]
+        found = [part for part in parts if isinstance(part, PreTrainedTokenizerBase)]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
@@ -403,41 +405,13 @@ class AnyPipeline(Pipeline):
             self._once = found
         return self._once
 
-    def _asked(
-        self, height: int, width: int, frames: int, steps: int, scale: float, negative: str, call: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call apart from the prompt."""
-        asked: dict[str, Any] = {
-            "num_inference_steps": steps,
-            "output_type": "latent",
-            "return_dict": False,
-        }
-        # A pipeline that takes no size makes images of the size of those that it is given.
-        asked |= {name: size for name, size in (("height", height), ("width", width)) if name in self.takes}
-        if (counted := next((name for name in FRAMES if name in self.takes), None)) is not None:
-            asked[counted] = frames
-        elif frames != 1:
-            raise ValueError(f"frames is {frames}, expected 1: {self.pipeline} makes images")
-        embedded = self.config.get("guidance_embeds", True)
-        guidance = next((name for name in (SCALES if embedded else SCALES[::-1]) if name in self.takes), None)
-        if guidance is not None:
-            asked[guidance] = scale
-        elif scale != 1:
-            raise ValueError(f"the scale of guidance is {scale:g}, expected 1: {self.pipeline} has no guidance")
-        if scale != 1 and "negative_prompt" in self.takes:
-            asked["negative_prompt"] = negative
-        asked |= call
-        if unknown := [name for name in asked if name not in self.takes]:
-            raise ValueError(f"{self.pipeline} takes no {unknown[0]}, it takes {', '.join(list(self.takes)[1:])}")
-        return asked
-
     def _load(self, *wanted: str) -> Any:
         return self._loaded()
 
     def _encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
         images = self._fingerprint_of("", ("vae", "image_encoder", "processor", "image_processor", "feature_extractor"))
-        return f"{super()._encoders()} {images} {self.compute} {_exactly(self.asked)}{padding}"
+        return f"{super()._encoders()} {images} {self.compute} {exactly(self.asked)}{padding}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
@@ -461,26 +435,16 @@ class AnyPipeline(Pipeline):
             self._pipe = pipe
         return self._pipe
 
-    def _several(self, prompt: TextPrompt, number: int) -> list[dict[str, Any]]:
-        """Return the forms of a call that may make several samples of a prompt, to be tried in order."""
-        text, media = text_of(prompt), media_of(prompt)
-        several = next((name for name in SEVERAL if name in self.takes), None)
-        if not media:
-            return [{"prompt": text, several: number} if several else {"prompt": [text] * number}]
-        lists = {name: [image] * number for name, image in media.items()}
-        once = [{"prompt": text, several: number, **media}] if several else []
-        return [*once, {"prompt": [text] * number, **media}, {"prompt": [text] * number, **lists}]
-
     @torch.no_grad()
     def _dry(self, pipe: Any, prompt: TextPrompt) -> _Dry:
         """Run the pipeline with the stand-in on one prompt.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
-        forms, errors = self._several(prompt, COPIES), list[ValueError]()
-        for number in range(self._form, len(forms)):
+        tried, errors = forms(self.takes, prompt, COPIES), list[ValueError]()
+        for number in range(self._form, len(tried)):
             try:
-                found = self._dry_run(pipe, forms[number])
+                found = self._dry_run(pipe, tried[number])
             except ValueError as error:
                 errors.append(error)
             else:
@@ -503,7 +467,7 @@ class AnyPipeline(Pipeline):
             capture.watching(pipe, scheduler),
             scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
         ):
-            with foreign(self.pipeline, f"be called with {_shown(self.asked)}"):
+            with foreign(self.pipeline, f"be called with {shown(self.asked)}"):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
@@ -533,11 +497,9 @@ class AnyPipeline(Pipeline):
         """Return the pipeline's images for its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        forms = self._several(prompt, len(latents))
-        # One step, where the schedule can have one.
-        shifted = own.config.get("shift_terminal") is not None
-        steps = 3 if own.config.get("invert_sigmas") else 2 if shifted else 1
-        once = {**forms[self._form], "num_inference_steps": steps, "output_type": "pt"}
+        tried = forms(self.takes, prompt, len(latents))
+        steps = next((least for name, least in LEAST_STEPS.items() if own.config.get(name)), 1)
+        once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
                 pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
@@ -551,29 +513,6 @@ def _attention_layers(network: nn.Module) -> tuple[str, ...]:
     attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
     named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
     return tuple(dict.fromkeys(named))
-
-
-def _shown(asked: Mapping[str, Any]) -> str:
-    """Return the arguments of a pipeline's call in one line, for messages."""
-
-    def short(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"tensor{list(value.shape)}"
-        text = " ".join(repr(value).split())
-        return text if len(text) <= 60 else f"{text[:60]}..."
-
-    return ", ".join(f"{name}={short(value)}" for name, value in asked.items() if name not in UNSHOWN)
-
-
-def _exactly(asked: Mapping[str, Any]) -> str:
-    """Return the arguments of a pipeline's call with all values of tensors and images, for a fingerprint."""
-
-    def whole(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{value.dtype} {value.tolist()}"
-        return f"{value.size} {value.tobytes()!r}" if isinstance(value, Image.Image) else repr(value)
-
-    return ", ".join(f"{name}={whole(value)}" for name, value in asked.items() if name not in UNSHOWN)
 
 
 def _pixels(made: Tensor) -> Tensor:

@@ -209,9 +209,11 @@ def language_model(kind: type) -> Any:
         ValueError: the settings of the class have other names than most.
     """
     config: Any = _tiny_config(kind.config_class, kind.__name__)  # type: ignore[attr-defined]
-    if kind.__name__.endswith("Encoder") and hasattr(config, "encoder"):  # a module that is given the encoder's settings
-        config = config.encoder
     inner = getattr(config, "encoder", config)
+    if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings where those of both are
+        for name, value in inner.to_dict().items():
+            if name != "model_type":
+                setattr(config, name, value)
     if (most := getattr(inner, "text_config", inner).hidden_size) != 16:
         raise ValueError(f"the settings of {kind.__name__} give {most} features, expected 16")
     return kind(config)

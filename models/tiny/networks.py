@@ -134,6 +134,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "num_layers": 2,
     },
     "Lumina2Transformer2DModel": {"axes_dim_rope": (4, 2, 2), "axes_lens": (64, 32, 32)},
+    "MotifVideoTransformer3DModel": {"in_channels": 2 * LATENT + 1, "image_embed_dim": WIDTH, "num_decoder_layers": 0},
     "MochiTransformer3DModel": {"in_channels": 12, "out_channels": None},
     "OmniGenTransformer2DModel": {
         "num_key_value_heads": 2,
@@ -143,7 +144,10 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     },
     "PRXTransformer2DModel": {"axes_dim": [4, 4]},
     "QwenImageTransformer2DModel": {"out_channels": LATENT},
-    "SD3Transformer2DModel": {},
+    **dict.fromkeys(
+        ("SD3Transformer2DModel", "SD3ControlNetModel"),
+        {"joint_attention_dim": 2 * WIDTH, "pooled_projection_dim": 2 * WIDTH, "num_layers": 2, "pos_embed_max_size": 32},
+    ),
     "SanaVideoTransformer3DModel": {"rope_max_seq_len": 32},
     "ZImageTransformer2DModel": {"axes_lens": [256, 32, 32]},
     "Krea2Transformer2DModel": {"num_text_layers": 2},

@@ -21,7 +21,11 @@ from fluvial.models.tiny import encoders
 from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
 from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
 
-CONDITIONED = ("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner")
+# Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
+CONDITIONED = (
+    *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
+    "Layered",
+)
 MOST = 20e6  # parameters of a part
 UNTRIED = ("ip_adapter_image", "last_image", "reference_image", "image_reference")
 
@@ -49,7 +53,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "FluxControlInpaintPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
     "CogView4ControlPipeline": {"in_channels": 2 * LATENT},
     "WanImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
-    "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
+    "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
     "ChronoEditPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
     "LucyEditPipeline": {"in_channels": 2 * LATENT},
     "Cosmos2TextToImagePipeline": {"in_channels": LATENT + 1},
@@ -77,6 +81,8 @@ INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
 # Parts that a pipeline can be built without, but not run.
 NEEDED: dict[str, tuple[str, ...]] = {
     "ChronoEditPipeline": ("image_encoder", "image_processor"),
+    "SkyReelsV2ImageToVideoPipeline": ("image_encoder", "image_processor"),
+    "MotifVideoImage2VideoPipeline": ("feature_extractor",),
     "HunyuanImagePipeline": ("guider", "ocr_guider"),
     "PRXPipeline": ("vae",),
 }
@@ -84,6 +90,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
 # Settings that a pipeline itself is built with.
 OWN: dict[str, dict[str, Any]] = {
     "Krea2Pipeline": {"text_encoder_select_layers": (1, 2)},
+    "StableDiffusion3PAGPipeline": {"pag_applied_layers": "blocks.0"},
+    "StableDiffusion3PAGImg2ImgPipeline": {"pag_applied_layers": "blocks.0"},
+    "SanaPAGPipeline": {"pag_applied_layers": "transformer_blocks.0"},
 }
 
 # Channels of the VAE's latents where a pipeline has their number built in.
@@ -281,6 +290,8 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     for kind in kinds:
         if part == "vae" and pipeline in VAE_CHANNELS:
             return encoders.vae(VAE_CHANNELS[pipeline])
+        if part == "text_encoder_3":
+            return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):

@@ -183,9 +183,9 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_built_in_models_are_evaluated_on_a_thousand_samples(name: str) -> None:
-    """What the README says of them; a large model is looked at less."""
-    assert RECIPES[name]().final_samples == 1000
+def test_the_built_in_models_are_evaluated_on_hundreds_of_samples(name: str) -> None:
+    """What bench/README.md says of them; a large model is looked at less."""
+    assert RECIPES[name]().final_samples == (500 if name == "ddpo" else 1000)
     assert RECIPES[name](OTHER).final_samples < 100
 
 
