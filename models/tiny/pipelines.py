@@ -64,6 +64,8 @@ WIDER: dict[str, dict[str, Any]] = {
     "Kandinsky5I2IPipeline": {"visual_cond": True},
     "HunyuanVideo15Pipeline": {"task_type": "t2v"},
     "PRXPixelPipeline": {"in_channels": 3},
+    "Kandinsky6TI2VAPipeline": {"visual_token_type_num_embeddings": 2},
+    "StableDiffusion3InpaintPipeline": {"in_channels": 16 + 16 + 1, "out_channels": 16},
     "LongCatImagePipeline": {"in_channels": 4 * 16},
     "LongCatImageEditPipeline": {"in_channels": 4 * 16},
     "BriaFiboPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
@@ -74,7 +76,12 @@ WIDER: dict[str, dict[str, Any]] = {
 
 # First letters of schedulers that are not a flow's.
 NO_FLOWS = ("KarrasDiffusionSchedulers", "Amused", "CogVideoX", "EDM", "DDPM", "VQDiffusion")
-EPSILON = ("PixArtAlphaPipeline",)  # whose scheduler could be a flow's
+# Pipelines with another scheduler than the type of their parameter.
+OTHERS = {
+    "PixArtAlphaPipeline": "DPMSolverMultistepScheduler of epsilon",
+    "SanaSprintPipeline": "SCMScheduler",
+    "SanaSprintImg2ImgPipeline": "SCMScheduler",
+}
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
 INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
 
@@ -96,7 +103,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 # Channels of the VAE's latents where a pipeline has their number built in.
-VAE_CHANNELS = {"LongCatImagePipeline": 16, "LongCatImageEditPipeline": 16}
+VAE_CHANNELS = {"LongCatImagePipeline": 16, "LongCatImageEditPipeline": 16, "StableDiffusion3InpaintPipeline": 16}
+
+# Layers of the text encoder where a pipeline takes the outputs of certain ones.
+DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipeline": 36}
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
@@ -107,7 +117,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "Flux2KleinKVPipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "Flux2Pipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "ErnieImagePipeline": {"use_pe": False},
-    "Ideogram4Pipeline": {"guidance_schedule": None},
+    "Ideogram4Pipeline": {"guidance_schedule": None, "max_sequence_length": 128},
     "Kandinsky6TI2VAPipeline": {"sample_audio": False},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
     "Lumina2Pipeline": {"system_prompt": ""},
@@ -115,7 +125,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
-LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios")
+# First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
+LARGE = (
+    *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
+    *("BriaFibo", "Motif"),
+)
 
 
 def pipelines() -> list[str]:
@@ -146,8 +160,8 @@ def scheduler_of_no_flow(name: str) -> str:
 
     kind = getattr(diffusers, name)
     names = [one.__name__ for one in _classes(_hints(kind).get("scheduler"))]
-    other = all(one.startswith(NO_FLOWS) for one in names) or name in EPSILON
-    return " or ".join(names) or "it takes none" if other else ""
+    other = " or ".join(names) or "it takes none"
+    return OTHERS.get(name, other if all(one.startswith(NO_FLOWS) for one in names) else "")
 
 
 def prompt_of(name: str, text: str) -> str:
@@ -196,7 +210,7 @@ def build(name: str) -> Any:
         if part in OWN.get(name, {}):
             parts[part] = OWN[name][part]
             continue
-        needed = part == "transformer" or part in NEEDED.get(name, ())
+        needed = part in ("transformer", "scheduler") or part in NEEDED.get(name, ())
         if not needed and (not missing or part in kind._optional_components):
             if missing:
                 parts[part] = None
@@ -290,14 +304,14 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     for kind in kinds:
         if part == "vae" and pipeline in VAE_CHANNELS:
             return encoders.vae(VAE_CHANNELS[pipeline])
-        if part == "text_encoder_3":
+        if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
             return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):
             return _sized(kind, autoencoder_settings(kind))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
-            return encoders.language_model(kind)
+            return encoders.language_model(kind, layers=DEPTHS.get(pipeline, 2))
         if part.endswith("guider"):
             return diffusers.ClassifierFreeGuidance() if kind.__name__ == "BaseGuidance" else kind()
         if issubclass(kind, diffusers.ModelMixin):

@@ -1,0 +1,153 @@
+"""The command that tries every pipeline of diffusers: its rows, what it counts, and a class that a new diffusers brings."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+from marks import long
+
+from fluvial.engines.trial.pipelines import COLUMNS, Row, measured_table
+from fluvial.models.tiny import pipelines as tiny
+
+TRAINS = Row(
+    "APipeline",
+    "recorded",
+    ("image",),
+    error=2e-7,
+    ratio=1.0,
+    opens="yes",
+    ranks="yes",
+    served="yes",
+    layers=3,
+    parameters=99,
+)
+
+
+def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
+    rows = [
+        Row("CPipeline", flow=False, reason="its scheduler is not a flow's (DDPMScheduler)"),
+        Row("BPipeline", reason="it does this | or that"),
+        TRAINS,
+        TRAINS._replace(pipeline="DPipeline", ratio=1.5),
+    ]
+    lines = measured_table(rows).splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:6]] == [
+        "APipeline",
+        "BPipeline",
+        "DPipeline",
+        "CPipeline",
+    ]
+    assert all(line.count(" | ") == len(COLUMNS) - 1 for line in lines[:6])
+    assert lines[2].endswith("| image | 2e-07 | 1 | yes | yes | yes | trains |")
+    assert lines[3].endswith("refused because it does this or or that |")
+    assert lines[4].endswith("is off policy |")
+    assert lines[-1] == "1 of 3 flow pipelines train; 1 others are not flows."
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [
+        ("FluxPipeline", ""),
+        ("WanPipeline", ""),
+        ("SanaPipeline", ""),
+        ("DiTPipeline", "KarrasDiffusionSchedulers"),
+        ("PixArtAlphaPipeline", "DPMSolverMultistepScheduler of epsilon"),
+        ("SanaSprintPipeline", "SCMScheduler"),
+        ("CogVideoXPipeline", "CogVideoXDDIMScheduler or CogVideoXDPMScheduler"),
+        ("HunyuanDiTPipeline", "DDPMScheduler"),
+        ("StableAudioPipeline", "EDMDPMSolverMultistepScheduler"),
+    ],
+)
+def test_a_pipeline_whose_scheduler_is_not_a_flows_is_told_by_its_type(name: str, scheduler: str) -> None:
+    assert tiny.scheduler_of_no_flow(name) == scheduler
+
+
+def test_a_pipeline_without_a_transformer_is_none_of_them() -> None:
+    assert tiny.has_transformer("FluxPipeline")
+    assert not any(map(tiny.has_transformer, ("StableDiffusionPipeline", "NoSuchPipeline", "FluxTransformer2DModel")))
+
+
+def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
+    from torch import nn
+
+    class Wide(nn.Module):
+        def __init__(self, width: int = 2**20) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+    with pytest.raises(tiny.UnknownPart, match=r"Wide has 1099513 million parameters"):
+        tiny._sized(Wide, {})
+
+
+@long
+def test_most_flow_pipelines_of_diffusers_are_built() -> None:
+    unknown = {}
+    for name in tiny.pipelines():
+        if not tiny.scheduler_of_no_flow(name):
+            try:
+                with tiny.surroundings(name, 16):
+                    tiny.build(name)
+            except Exception as error:
+                unknown[name] = str(error)
+    assert len(unknown) <= 4, unknown
+
+
+MADE_UP = """
+import diffusers
+from fluvial.engines.cli import main
+
+class MadeUpPipeline(diffusers.FluxKontextPipeline):
+    "A pipeline that a new diffusers brings."
+
+class MadeUpInpaintPipeline(diffusers.FluxInpaintPipeline):
+    "One that changes the samples between its steps."
+
+for kind in (MadeUpPipeline, MadeUpInpaintPipeline):
+    kind.__module__ = kind.__mro__[1].__module__
+    setattr(diffusers, kind.__name__, kind)
+raise SystemExit(main.run(["models", "--measured", "MadeUpPipeline", "MadeUpInpaintPipeline", "--json"]))
+"""
+
+
+@long
+def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_path: Path) -> None:
+    script = tmp_path / "new.py"
+    script.write_text(MADE_UP)
+    done = subprocess.run(
+        [sys.executable, "-P", str(script)],
+        env={**os.environ, **launch.environment(), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    made_up, inpaint = json.loads(done.stdout)
+    assert made_up["trains"], made_up
+    assert made_up["how"] == "recorded"
+    assert made_up["conditions"] == ["image"]
+    assert made_up["error"] <= 1e-5
+    assert (made_up["ratio"], made_up["opens"], made_up["ranks"], made_up["served"]) == (1.0, "yes", "yes", "yes")
+    assert (made_up["layers"], made_up["parameters"]) == adapted_by_hand()
+    assert not inpaint["trains"]
+    assert "the pipeline changes samples between steps" in inpaint["reason"]
+
+
+def adapted_by_hand() -> tuple[int, int]:
+    """Return the layers and parameters that a LoRA of rank 16 adapts in the tiny FLUX, counted without PEFT."""
+    from torch import nn
+
+    from fluvial.models.replay.any_pipeline import TARGETS
+
+    network = tiny.build("FluxKontextPipeline").transformer
+    layers = [
+        layer
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Linear) and any(name.endswith(f".{target}") for target in TARGETS)
+    ]
+    return len(layers), sum(32 * (layer.in_features + layer.out_features) for layer in layers)
