@@ -236,7 +236,9 @@ def surroundings(name: str, size: int) -> Iterator[None]:
     import diffusers
 
     module = sys.modules[getattr(diffusers, name).__module__]
-    own = {one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)}
+    own: dict[str, Any] = {
+        one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
+    }
     if (scaled := own.get("calculate_dimensions")) is not None:
         rest = scaled(1024 * 1024, 1.0)[2:]
         module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
@@ -322,7 +324,7 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
 def _sized(kind: type, settings: Mapping[str, Any]) -> Any:
     """Return a network of diffusers; UnknownPart if it has more than `MOST` parameters, which are counted without memory."""
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in kind(**settings).parameters())  # type: ignore[attr-defined]
+        count = sum(parameter.numel() for parameter in kind(**settings).parameters())
     if count > MOST:
         raise UnknownPart(
             f"its {kind.__name__} has {count / 1e6:.0f} million parameters, and which settings make it tiny is unknown"
