@@ -162,6 +162,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "in_channels": PACKED,
         "cap_feat_dim": 3 * WIDTH,
         "injection_layer_ids": (0,),
+        "axes_dims": (4, 6, 6),
         "perceiver_num_layers": 1,
     },
     "CosmosControlNetModel": {"model_channels": 2 * WIDTH, "n_controlnet_blocks": 1, "attention_head_dim": 16},

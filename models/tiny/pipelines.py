@@ -105,6 +105,8 @@ OWN: dict[str, dict[str, Any]] = {
 # Channels of the VAE's latents where a pipeline has their number built in.
 VAE_CHANNELS = {"LongCatImagePipeline": 16, "LongCatImageEditPipeline": 16, "StableDiffusion3InpaintPipeline": 16}
 
+TEXT_ENCODERS = {"Ideogram4Pipeline": "Qwen3VLModel"}  # where the type of the part is a base class
+
 # Layers of the text encoder where a pipeline takes the outputs of certain ones.
 DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipeline": 36}
 
@@ -284,6 +286,7 @@ def save(name: str, folder: Path) -> Path:
 def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     """Return a tiny part of a pipeline, given the type of its parameter."""
     import diffusers
+    import transformers
 
     names = [one.__name__ for one in _classes(hint)]
     if part == "scheduler":
@@ -300,6 +303,8 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
         return _part("transformer", hints["transformer"], pipeline, hints)
+    if part == "text_encoder" and pipeline in TEXT_ENCODERS:
+        return encoders.language_model(getattr(transformers, TEXT_ENCODERS[pipeline]), layers=DEPTHS[pipeline])
     kinds = _classes(hint)
     if pipeline in ("SanaVideoPipeline", "SanaImageToVideoPipeline"):
         kinds = [kind for kind in kinds if kind.__name__ == "AutoencoderKLWan"] or kinds

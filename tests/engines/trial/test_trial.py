@@ -10,6 +10,7 @@ import launch
 import pytest
 from marks import long
 
+from fluvial.engines.cli import main as cli
 from fluvial.engines.trial.pipelines import COLUMNS, Row, measured_table
 from fluvial.models.tiny import pipelines as tiny
 
@@ -66,9 +67,26 @@ def test_a_pipeline_whose_scheduler_is_not_a_flows_is_told_by_its_type(name: str
     assert tiny.scheduler_of_no_flow(name) == scheduler
 
 
-def test_a_pipeline_without_a_transformer_is_none_of_them() -> None:
+def test_pipelines_that_edit_images_are_given_some() -> None:
+    assert tiny.asked_of("FluxKontextPipeline").media == ("image",)
+    assert tiny.asked_of("FluxFillPipeline").media == ("image", "mask_image")
+    assert tiny.asked_of("FluxPipeline").media == ()
+
+
+def test_a_pipeline_without_a_transformer_is_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert tiny.has_transformer("FluxPipeline")
     assert not any(map(tiny.has_transformer, ("StableDiffusionPipeline", "NoSuchPipeline", "FluxTransformer2DModel")))
+    assert cli.run(["models", "--measured", "NoSuchPipeline"]) == 2
+    assert "the installed diffusers has no NoSuchPipeline" in capsys.readouterr().err
+
+
+def test_one_that_is_no_flow_is_a_row_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["models", "--measured", "VQDiffusionPipeline"]) == 0
+    told = capsys.readouterr()
+    assert "| VQDiffusionPipeline |" in told.out
+    assert "refused because its scheduler is not a flow's (VQDiffusionScheduler)" in told.out
+    assert told.out.endswith("0 of 0 flow pipelines train; 1 others are not flows.\n")
+    assert told.err.startswith("VQDiffusionPipeline |")
 
 
 def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
