@@ -63,6 +63,7 @@ def run(args: list[str]) -> None:
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
+    from fluvial.engines.cli.main import run as command
     from fluvial.engines.trial.pipelines import measure, measured_table
     from fluvial.models.tiny.pipelines import has_transformer, pipelines
 
@@ -71,7 +72,7 @@ def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     rows = []
     for name in names or pipelines():
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(measure(name, Path(folder)))
+            rows.append(measure(name, Path(folder), command))
         print(" | ".join(rows[-1].cells()), file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps([{**row._asdict(), "trains": row.trains} for row in rows], indent=1))
