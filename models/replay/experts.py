@@ -25,7 +25,8 @@ class Through(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("experts")[self.part], name)
+            experts: Any = super().__getattr__("experts")
+            return getattr(experts[self.part], name)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
         """Return what the network returns; ReplayError if the timesteps are the other one's."""

@@ -110,10 +110,10 @@ class RecordedModel:
                 positions = to_device(torch.tensor(recipe.positions), x.device)
                 mine = torch.nonzero(torch.isin(position, positions)).flatten()
                 if len(mine) > 0:
-                    # Batches of another size round differently, and the rollout's are whole: repeat the last pair.
-                    whole = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
-                    place = torch.searchsorted(positions, position[whole])
-                    parts.append(recipe.predict(module, x[whole], [row[whole] for row in rows], place)[: len(mine)])
+                    # Batches of another size round differently, and the rollout's are filled: repeat the last pair.
+                    filled = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
+                    place = torch.searchsorted(positions, position[filled])
+                    parts.append(recipe.predict(module, x[filled], [row[filled] for row in rows], place)[: len(mine)])
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
