@@ -30,6 +30,7 @@ BUILT_IN = (
     ("handwriting", "codes", "velocity", "0.6 million parameters, built in"),
     ("handwriting-unet", "codes", "epsilon", "0.7 million parameters, built in"),
     ("words", "words", "velocity", "1.3 million parameters, built in; needs fluvial[words]"),
+    ("edit-words", "edits of words", "velocity", "1.3 million parameters, built in; needs fluvial[words]"),
 )
 FOOT = """
 A model is named by its id on the Hub or by its folder. Other models of the same pipelines work as well. Models that predict
