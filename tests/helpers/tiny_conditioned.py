@@ -161,8 +161,9 @@ def _make(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipeline = ROWS[name].make()
-        for part in ("transformer", "transformer_2", "vae"):
-            for parameter in getattr(pipeline, part, None).parameters() if getattr(pipeline, part, None) else ():
+        parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae"))
+        for part in (part for part in parts if part is not None):
+            for parameter in part.parameters():
                 parameter.data += 0.2 * torch.randn_like(parameter)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
