@@ -248,9 +248,17 @@ def _said(ended: Ended) -> str:
 
 
 def _reason(said: str, name: str, folder: Path) -> str:
-    """Return why a pipeline is refused, without the names of the pipeline and of its folder."""
-    short = said.replace(str(folder / "model"), "the folder").removeprefix("model the folder: ")
-    return _line(short.removeprefix(f"{name} cannot be trained without an adapter: ").removeprefix(f"{name} "))
+    """Return why a pipeline is refused, without its name, its folder, and the arguments of its call."""
+    short = said.replace(str(folder / "model"), "its folder")
+    for start in (
+        r"model its folder: ",
+        r"prompts file \S+, line \d+: ",
+        f"{name} cannot be trained without an adapter: ",
+        f"{name} ",
+    ):
+        short = re.sub(f"^{start}", "", short)
+    short = re.sub(r"^cannot be called with .*?: (?=[A-Z]\w+: )", "cannot be called: ", short)
+    return _line(short.removeprefix("its folder/").replace(str(folder), ""))
 
 
 def _line(error: object) -> str:

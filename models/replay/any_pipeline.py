@@ -427,18 +427,18 @@ class AnyPipeline(WithExperts):
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-            empty = {part: self.build_part(part, empty=True) for part in self._networks}
+            stand_ins = {
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
+            }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                pipe = self._opened(**dict.fromkeys(self._networks), **read_processors(self.folder))
-                for part in pipe.components.values():
-                    if isinstance(part, nn.Module):
+                pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                for name, part in pipe.components.items():
+                    if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
                 settings = pipe.scheduler.config
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                for part, network in empty.items():
-                    setattr(pipe, part, stand_in(network, self.device, self.compute))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
                     use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)

@@ -21,6 +21,7 @@ from fluvial.models.tiny import encoders
 from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
 from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
 
+TEXT_ALONE = ("Kandinsky6TI2VAPipeline",)  # whose image would overwrite a frame at every step
 # Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
 CONDITIONED = (
     *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
@@ -176,7 +177,7 @@ def asked_of(name: str) -> Asked:
     import diffusers
 
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
-    conditioned = any(word in name for word in CONDITIONED)
+    conditioned = any(word in name for word in CONDITIONED) and name not in TEXT_ALONE
     could = [one for one in IMAGES if one in takes and one not in UNTRIED]
     media = tuple(one for one in could if conditioned or takes[one].default is inspect.Parameter.empty)
     call = {

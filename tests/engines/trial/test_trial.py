@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import launch
 import pytest
+import wheels
 from marks import long
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.trial.pipelines import COLUMNS, Row, measured_table
+from fluvial.engines.trial.pipelines import COLUMNS, Row, _reason, measured_table
 from fluvial.models.tiny import pipelines as tiny
 
 TRAINS = Row(
@@ -47,6 +51,22 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     assert lines[3].endswith("refused because it does this or or that |")
     assert lines[4].endswith("is off policy |")
     assert lines[-1] == "1 of 3 flow pipelines train; 1 others are not flows."
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("model FOLDER/model: APipeline cannot be trained without an adapter: it mixes samples", "it mixes samples"),
+        ("prompts file FOLDER/prompts.jsonl, line 1: APipeline has no tokenizer", "has no tokenizer"),
+        (
+            "model FOLDER/model: APipeline cannot be called with height=16, text='a: b': ValueError: other: words",
+            "cannot be called: ValueError: other: words",
+        ),
+        ("FOLDER/model/model_index.json names no vae", "model_index.json names no vae"),
+    ],
+)
+def test_a_reason_names_neither_pipeline_nor_folder(said: str, reason: str, tmp_path: Path) -> None:
+    assert _reason(said.replace("FOLDER", str(tmp_path)), "APipeline", tmp_path) == reason
 
 
 @pytest.mark.parametrize(
@@ -133,19 +153,7 @@ raise SystemExit(main.run(["models", "--measured", "MadeUpPipeline", "MadeUpInpa
 
 @long
 def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_path: Path) -> None:
-    script = tmp_path / "new.py"
-    script.write_text(MADE_UP)
-    done = subprocess.run(
-        [sys.executable, "-P", str(script)],
-        env={**os.environ, **launch.environment(), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    made_up, inpaint = json.loads(done.stdout)
+    made_up, inpaint = measured((), tmp_path, MADE_UP)
     assert made_up["trains"], made_up
     assert made_up["how"] == "recorded"
     assert made_up["conditions"] == ["image"]
@@ -169,3 +177,37 @@ def adapted_by_hand() -> tuple[int, int]:
         if isinstance(layer, nn.Linear) and any(name.endswith(f".{target}") for target in TARGETS)
     ]
     return len(layers), sum(32 * (layer.in_features + layer.out_features) for layer in layers)
+
+
+ROOT = Path(__file__).parents[3]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+OLDEST = re.search(r'"diffusers>=([\d.]+)', PROJECT)[1] + ".0"  # type: ignore[index]
+ADAPTED = ("StableDiffusion3Pipeline", "FluxPipeline", "QwenImagePipeline", "WanPipeline", "ZImagePipeline")
+REPLAYED = ("SanaPipeline", "FluxKontextPipeline")
+
+
+@long
+def test_the_oldest_diffusers_that_is_allowed_trains_the_same_pipelines(tmp_path: Path) -> None:
+    folder = wheels.install("diffusers", OLDEST)
+    rows = measured([*ADAPTED, *REPLAYED], tmp_path, PYTHONPATH=str(folder))
+    assert [row["pipeline"] for row in rows if not row["trains"]] == []
+    assert {row["opens"] for row in rows} == {"yes"}
+    assert all(row["error"] < 1e-5 for row in rows if row["how"] == "recorded")
+    assert [row["how"] for row in rows] == ["adapter"] * len(ADAPTED) + ["recorded"] * len(REPLAYED)
+
+
+def measured(names: Sequence[str], folder: Path, program: str = "", **variables: str) -> list[dict[str, Any]]:
+    """Return the rows that the command prints in a process of its own."""
+    command = ["-m", "fluvial.engines", "models", "--measured", *names, "--json"] if not program else ["-c", program]
+    done = subprocess.run(
+        [sys.executable, "-P", *command],
+        env={**os.environ, **launch.environment(), "OMP_NUM_THREADS": "1", **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
