@@ -132,14 +132,14 @@ def t5_encoder(*, width: int = 16) -> Any:
     return T5EncoderModel(config)
 
 
-def vae(channels: int = 4) -> Any:
-    """Build an image VAE that halves height and width once."""
+def vae(channels: int = 4, blocks: int = 2) -> Any:
+    """Build an image VAE that halves height and width between its blocks: once, by default."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(4, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, *[8] * (blocks - 1)),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
         latent_channels=channels,
         norm_num_groups=2,
         layers_per_block=1,

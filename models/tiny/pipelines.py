@@ -103,8 +103,13 @@ OWN: dict[str, dict[str, Any]] = {
     "SanaPAGPipeline": {"pag_applied_layers": "transformer_blocks.0"},
 }
 
-# Channels of the VAE's latents where a pipeline has their number built in.
-VAE_CHANNELS = {"LongCatImagePipeline": 16, "LongCatImageEditPipeline": 16, "StableDiffusion3InpaintPipeline": 16}
+# Channels of the VAE's latents, and its blocks, where a pipeline has their number built in.
+IMAGE_VAES: dict[str, dict[str, int]] = {
+    "LongCatImagePipeline": {"channels": 16},
+    "LongCatImageEditPipeline": {"channels": 16},
+    "StableDiffusion3InpaintPipeline": {"channels": 16},
+    "Lumina2Pipeline": {"blocks": 4},
+}
 
 TEXT_ENCODERS = {"Ideogram4Pipeline": "Qwen3VLModel"}  # where the type of the part is a base class
 
@@ -310,8 +315,8 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     if pipeline in ("SanaVideoPipeline", "SanaImageToVideoPipeline"):
         kinds = [kind for kind in kinds if kind.__name__ == "AutoencoderKLWan"] or kinds
     for kind in kinds:
-        if part == "vae" and pipeline in VAE_CHANNELS:
-            return encoders.vae(VAE_CHANNELS[pipeline])
+        if part == "vae" and pipeline in IMAGE_VAES:
+            return encoders.vae(**IMAGE_VAES[pipeline])
         if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
             return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
         if kind.__name__ in PARTS:
