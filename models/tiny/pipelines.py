@@ -133,6 +133,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
+FRAMES = {"MochiPipeline": 7}  # of a video, where 5 are not a whole number of the VAE's
 # First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
 LARGE = (
     *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
@@ -195,7 +196,7 @@ def asked_of(name: str) -> Asked:
         }.items()
         if key in takes
     }
-    frames = 5 if {"num_frames", "frames", "video_length"} & {*takes} else 1
+    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length"} & {*takes} else 1
     size = 32 if any(name.startswith(word) for word in LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
