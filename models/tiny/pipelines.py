@@ -305,7 +305,10 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _classes(beside))]
-        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+        tokenizer = next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+        if pipeline.startswith("CogView4"):
+            tokenizer.padding_side = "left"  # as the pipeline itself pads
+        return tokenizer
     if part == "controlnet":
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
