@@ -32,7 +32,7 @@ from fluvial.models.replay.checks import ReplayError, check_images, check_initia
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
-from fluvial.models.replay.processors import read_processor
+from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     RecordedModel,
@@ -52,6 +52,7 @@ from fluvial.models.replay.start import start_of, taken_of, with_offset, without
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 SIZES, OFFSET = "sizes", "offset"  # names of the shapes of a prompt's inputs, and of what its samples start from
 
 
@@ -183,11 +184,11 @@ class AnyPipeline(WithExperts):
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
-        from transformers import ProcessorMixin
+        from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        parts = [part for name, part in tokenizers.components.items() if name.startswith("tokenizer") and part is not None]
         # Some pipelines have a processor of text and images in the tokenizer's place.
-        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
+        parts = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in tokenizers.components.values()]
+        found = [part for part in parts if isinstance(part, PreTrainedTokenizerBase)]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
@@ -459,29 +460,23 @@ class AnyPipeline(WithExperts):
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-            empty = {part: self.build_part(part, empty=True) for part in self._networks}
+            stand_ins = {
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
+            }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                own = {} if (processor := self._processor()) is None else {"processor": processor}
-                pipe = self._opened(**dict.fromkeys(self._networks), **own)
-                for part in pipe.components.values():
-                    if isinstance(part, nn.Module):
+                pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                for name, part in pipe.components.items():
+                    if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
                 settings = pipe.scheduler.config
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                for part, network in empty.items():
-                    setattr(pipe, part, stand_in(network, self.device, self.compute))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
                     use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
-
-    def _processor(self) -> Any:
-        """Return the pipeline's processor of text and images where transformers cannot read it, see `read_processor`."""
-        kind = entries(self.folder).get("processor")
-        return None if kind is None else read_processor(self.folder / "processor", kind)
 
     @torch.no_grad()
     def _dry(self, pipe: Any, prompt: TextPrompt) -> _Dry:
@@ -547,8 +542,8 @@ class AnyPipeline(WithExperts):
         """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        tried = forms(self.takes, "" if isinstance(prompt, str) else prompt, len(latents))
-        steps = 1 if self._loaded().scheduler.config.get("shift_terminal") is None else 2  # which has no single step
+        tried = forms(self.takes, prompt, len(latents))
+        steps = next((least for name, least in LEAST_STEPS.items() if own.config.get(name)), 1)
         once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):

@@ -12,8 +12,7 @@ from PIL import Image
 from tiny_pipelines import flux, qwen_image, wan
 from tiny_replayed import flux2
 
-from fluvial.models.pipelines.folder import entries
-from fluvial.models.replay.processors import processor_without_video, read_processor
+from fluvial.models.replay.processors import processor_without_video, read_processors
 
 
 class Row(NamedTuple):
@@ -145,9 +144,7 @@ def load(folder: Path) -> Any:
     """Return diffusers' pipeline of a folder."""
     from diffusers import DiffusionPipeline
 
-    kind = entries(folder).get("processor")
-    read = None if kind is None else read_processor(folder / "processor", kind)
-    return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **({} if read is None else {"processor": read}))
+    return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **read_processors(folder))
 
 
 def save(name: str, folder: Path) -> Path:
