@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 ALONE = RLock()  # rewards decode sounds on threads of their own, and a pipeline's run changes its scheduler
 HEIGHT, WIDTH = 64, 256  # of the drawing of a sound, in pixels
 RATES = (("vocoder", "output_sampling_rate"), ("vae", "sampling_rate"))  # parts and settings that say the rate
