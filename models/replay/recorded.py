@@ -15,8 +15,8 @@ after a recording with the whole transformer trainable the first ratio would be 
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -33,8 +33,9 @@ from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
 from fluvial.core.types import Ids, PerSample, Samples, to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
-from fluvial.models.replay.capture import Capture, StepRecipe
+from fluvial.models.replay.capture import Capture
 from fluvial.models.replay.checks import foreign, refusal
+from fluvial.models.replay.recipe import StepRecipe
 from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.start import with_offset
 
@@ -57,6 +58,7 @@ class RecordedModel:
     recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
     ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # control networks, by part of the pipeline
     scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
 
     def predict(
@@ -102,7 +104,7 @@ class RecordedModel:
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
             )
         if len(self.recipes) == 1:
-            v = self.recipes[0].predict(module, x, cond[0], position)
+            v = self.recipes[0].predict(module, x, cond[0], position, self.frozen)
         else:
             order, parts = [], []
             for recipe, rows in zip(self.recipes, cond, strict=True):
@@ -110,7 +112,7 @@ class RecordedModel:
                 mine = torch.nonzero(torch.isin(position, positions)).flatten()
                 if len(mine) > 0:
                     place = torch.searchsorted(positions, position[mine])
-                    parts.append(recipe.predict(module, x[mine], [row[mine] for row in rows], place))
+                    parts.append(recipe.predict(module, x[mine], [row[mine] for row in rows], place, self.frozen))
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
@@ -205,7 +207,7 @@ def record(
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.scheduled.sigmas, scheduler.timesteps)
     recipes, cond = capture.recipes()
-    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes)
+    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes, frozen=capture.frozen)
     recording = Recording(
         trajectory, schedule, recorder.scheduled.transition, images, model, cond, capture.initial, tuple(capture.taken)
     )
