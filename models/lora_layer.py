@@ -52,6 +52,8 @@ def _light(kind: Any, product: Product) -> type:
     class LightLinear(kind):
         """PEFT's adapted linear layer with the light pass."""
 
+        light_product = product
+
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Return x W^T + bias + scale x A^T B^T."""
             if (lengths := _active(self, MAGNITUDE)) is not None:
@@ -59,7 +61,7 @@ def _light(kind: Any, product: Product) -> type:
                 a, b = (_active(self, part).weight for part in ("lora_A", "lora_B"))
                 return dora_linear(x, base, a, b, lengths.weight, scale)
             quantised = type(self._modules["base_layer"]) is not nn.Linear
-            if args or kwargs or _is_transformed(x) or (quantised and product != "merged"):
+            if args or kwargs or is_transformed(x) or (quantised and product != "merged"):
                 result: Tensor = super().forward(x, *args, **kwargs)
                 return result
             if quantised and torch.is_grad_enabled():  # the merged weight is made again rather than kept
@@ -69,7 +71,7 @@ def _light(kind: Any, product: Product) -> type:
 
         def _light(self, x: Tensor) -> Tensor:
             """Return what `forward` does, by the light pass where it applies."""
-            factors = _factors(self, x)
+            factors = light_factors(self, x)
             merges = factors is not None and is_merged(product, x, factors[0])
             if torch.compiler.is_compiling():
                 if (
@@ -84,7 +86,7 @@ def _light(kind: Any, product: Product) -> type:
                 return merged_linear(x, *factors) if merges else adapted_linear(x, *factors)
             if _is_bare(self, x):
                 base = self._modules["base_layer"]
-                return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+                return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
             result: Tensor = super().forward(x)
             return result
 
@@ -121,7 +123,7 @@ def _frozen(base: Any, x: Tensor) -> Tensor:
     if type(base) is not nn.Linear:
         result: Tensor = base(x)
         return result
-    return _linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
+    return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
 
 
 def row_norms(weight: Tensor) -> Tensor:
@@ -268,7 +270,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ == "FakeTensor"
 
 
-def _is_transformed(x: Tensor) -> bool:
+def is_transformed(x: Tensor) -> bool:
     """Return whether autocast or a transform of torch.func takes part, which see PEFT's own code."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         return True
@@ -277,17 +279,17 @@ def _is_transformed(x: Tensor) -> bool:
     )
 
 
-def _factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
+def light_factors(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
     """Return (W, bias, A, B, scale) of the active adapter, None where the light pass does not apply.
 
-    It applies to one adapter without dropout over a frozen layer of plain tensors with one dtype.
+    It applies to one adapter without dropout and trained lengths, over a frozen layer of plain tensors with one dtype.
     """
     active = layer._active_adapter
     if layer._disable_adapters or layer.merged_adapters or len(active) != 1 or isinstance(active, str):
         return None
     name, base = active[0], layer._modules["base_layer"]
     modules = layer._modules["lora_A"]._modules, layer._modules["lora_B"]._modules
-    if name not in modules[0] or name in layer.lora_variant:
+    if name not in modules[0] or name in layer.lora_variant or _active(layer, MAGNITUDE) is not None:
         return None
     down, up = (factors[name] for factors in modules)
     dropout = layer._modules["lora_dropout"]._modules[name]
@@ -327,13 +329,13 @@ def _forward(
     `reuse`: add to the layer's output in place. Selective checkpointing keeps that output, so training does not.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = _linear(rows, weight, bias)
+    out = rows_linear(rows, weight, bias)
     inner = rows.mm(a.t()) * scale
     out = out.addmm_(inner, b.t()) if reuse else torch.addmm(out, inner, b.t())
     return out.view(*x.shape[:-1], out.shape[-1]), rows, inner
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def rows_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return rows W^T + bias of a matrix, in one rounding."""
     return rows.mm(weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 
@@ -381,7 +383,7 @@ def merged_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: 
     if torch.is_grad_enabled() and (x.requires_grad or a.requires_grad or b.requires_grad):
         result: Tensor = _Merged.apply(x, weight, bias, a, b, scale)
         return result
-    out = _linear(x.reshape(-1, x.shape[-1]), torch.addmm(weight, b, a, alpha=scale), bias)
+    out = rows_linear(x.reshape(-1, x.shape[-1]), torch.addmm(weight, b, a, alpha=scale), bias)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -392,7 +394,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Return the output."""
         rows = x.reshape(-1, x.shape[-1])
-        out = _linear(rows, torch.addmm(weight, b, a, alpha=scale), bias)
+        out = rows_linear(rows, torch.addmm(weight, b, a, alpha=scale), bias)
         ctx.save_for_backward(rows, weight, a, b)
         ctx.scale, ctx.shape = scale, x.shape
         return out.view(*x.shape[:-1], out.shape[-1])

@@ -84,7 +84,7 @@ def replaced_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[.
                 layer.__dict__["forward"] = before
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """A layer, and where it is registered."""
 
     parent: nn.Module
@@ -92,25 +92,30 @@ class _Place(NamedTuple):
     layer: nn.Module
 
 
+def is_current(places: Sequence[Place]) -> bool:
+    """Return whether every layer is still registered at its place."""
+    return all(place.parent._modules.get(place.name) is place.layer for place in places)
+
+
 # The layers of a network by (patterns, whether within blocks): every chunk of a rollout asks for them, and a walk over the
 # modules takes as long as a step of a small network.
-_places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[_Place]]] = WeakKeyDictionary()
+_places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[Place]]] = WeakKeyDictionary()
 
 
 def _found(model: DiffusionModel, module: nn.Module, patterns: tuple[str, ...], *, in_blocks: bool) -> list[nn.Module]:
     """Return the layers of a network whose names match a pattern, looked up again if one has been replaced by another."""
     known = _places.setdefault(module, {})
     places = known.get((patterns, in_blocks))
-    if places is None or any(place.parent._modules.get(place.name) is not place.layer for place in places):
+    if places is None or not is_current(places):
         left_out = set() if in_blocks else set(model.blocks(module))
         places = known[patterns, in_blocks] = _matching(module, patterns, left_out=left_out)
     return [place.layer for place in places]
 
 
-def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[_Place]:
+def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.Module]) -> list[Place]:
     """Return the modules whose names match a pattern, in order, without modules within them and within `left_out`."""
     matches = re.compile("|".join(translate(pattern) for pattern in patterns)).match
-    found, seen = list[_Place](), set(left_out)
+    found, seen = list[Place](), set(left_out)
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for name, part in parent._modules.items():
@@ -118,7 +123,7 @@ def _matching(module: nn.Module, patterns: tuple[str, ...], *, left_out: set[nn.
                 continue
             seen.add(part)
             if matches(prefix + name):
-                found.append(_Place(parent, name, part))
+                found.append(Place(parent, name, part))
             else:
                 visit(part, f"{prefix}{name}.")
 

@@ -17,8 +17,10 @@ from fluvial.engines.train.record import as_record
 
 OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
-NAMES = (*(name for name in RECIPES if name not in ("handwriting", "words")), OFFLINE)  # they are grpo with other numbers
+JOBS = "handwriting", "words", "edit-words"  # recipes that are grpo with other numbers
+NAMES = (*(name for name in RECIPES if name not in JOBS), OFFLINE)
 EVALUATIONS = 5  # per run, the last one included
+EVALUATED = 1000  # samples of the first and the last evaluation
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Case:
     def config(self) -> TrainConfig:
         """The run's settings; where time is the limit, with the recipe's own number of updates."""
         made = RECIPES[self.recipe.partition(",")[0]]()
-        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0)
+        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0, final_samples=EVALUATED)
         if self.rollouts:
             made = replace(made, updates=self.rollouts * made.updates_per_rollout)
         if self.recipe == "distill":

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fluvial.bench import harness
 from fluvial.bench.peers.flow_factory import FlowFactory
-from fluvial.bench.peers.flow_grpo import FlowGrpo
+from fluvial.bench.peers.flow_grpo import FlowGrpo, halves
 from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.unirl import UniRL
 from fluvial.bench.peers.verl_omni import VerlOmni
-from fluvial.bench.peers.work import Work
+from fluvial.bench.peers.work import Halves, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.core.checks import check_choice, check_number
 
@@ -20,19 +20,24 @@ TRANSFORMER = "transformer"  # the forward and backward passes alone, which both
 WINDOW_START = 1  # first step of a window
 
 
+def both(folder: Path) -> Halves:
+    """Return that an update differentiates both halves of guidance."""
+    return "both"
+
+
 class Project(NamedTuple):
     """A project that fluvial is timed beside."""
 
     folder: str  # name of its clone
     build: Callable[[Path, Work], Peer]
-    gradient: Literal["both", "conditional"] = "both"  # halves of guidance that its update differentiates
+    gradient: Callable[[Path], Halves] = both  # halves of guidance that the update of a clone differentiates
     samples: bool = True  # whether its rollout runs here
     ranks: bool = False  # whether it runs on several processes here
     recomputes: bool = False  # whether its update ignores the stored log-probabilities
 
 
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", FlowGrpo, ranks=True),
+    "flow_grpo": Project("flow_grpo", FlowGrpo, halves, ranks=True),
     "flow_factory": Project("Flow-Factory", FlowFactory, ranks=True),
     "unirl": Project("UniRL", UniRL),
     "verl_omni": Project("verl-omni", VerlOmni, samples=False),
@@ -101,7 +106,7 @@ class Case(NamedTuple):
     ranks: int
     window: int  # stochastic steps; 0 is all
 
-    def of(self, config: PeersConfig, *, rank: int = 0, gradient: Literal["both", "conditional"] = "both") -> Work:
+    def of(self, config: PeersConfig, *, rank: int = 0, gradient: Halves = "both") -> Work:
         """Return the work of a rank."""
         return Work(
             SIZES[self.size],

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.work import Halves, Sampled, Stored, Work
+
+
+def halves(folder: Path) -> Halves:
+    """Return the halves of guidance that the clone's update differentiates: commits of 2025 detach the unconditional one."""
+    detached = "noise_pred_uncond.detach()" in (folder / "scripts" / "train_sd3.py").read_text()
+    return "conditional" if detached else "both"
 
 
 class FlowGrpo(Peer):

@@ -175,7 +175,7 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     Raises:
         RunError: the two sides disagree, or the clone does not have the code that runs here.
     """
-    work = case.of(config, rank=world.rank, gradient=project.gradient)
+    work = case.of(config, rank=world.rank, gradient=project.gradient(folder))
     start = live_bytes()
     ours = Ours(work, world)
     built = live_bytes()

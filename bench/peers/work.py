@@ -19,6 +19,8 @@ from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.model import CodeCond
 from fluvial.models.pipelines.sd3 import SD3
 
+Halves = Literal["both", "conditional"]  # of guidance: those that the gradient flows through
+
 # Streams of the drawn inputs, folded into `ROOT`.
 ROOT = key(13)
 TOKENS, POOLED, LORA, ADVANTAGE, SHIFT = range(5)
@@ -104,7 +106,7 @@ class Work:
     window: range | None = None
     rank: int = 0
     ranks: int = 1
-    gradient: Literal["both", "conditional"] = "both"
+    gradient: Halves = "both"
     scale: float = 4.5
     eta: float = 0.7
     clip: float = 1e-3

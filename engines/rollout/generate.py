@@ -36,6 +36,7 @@ from fluvial.engines.streams import Stream
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, is_recorded
+from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.padding import trimmed
 from fluvial.models.prompt_layers import PromptLayers
@@ -178,7 +179,8 @@ class Sampling:
         text_tokens: length that prompts are padded to; by default the model's own.
         after: how the deterministic steps after the window are taken, if there is one window for all samples.
         reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
-            those outside of the repeated blocks, or none.
+            those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
+            `models.fixed_adapters`.
         step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
         observe: function that is called with every Euler step, except for shared ones and those after the window.
         final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
@@ -346,6 +348,7 @@ def prediction_of(
     of_step, on_host = timesteps.unbind(0), host_values.known(timesteps)
     both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
     known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
+    fixed = FixedAdapters(module) if sampling.reuse == "all" else None
     cache = StepCache(model, module, sampling.step_cache) if sampling.step_cache else None
     whole = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
 
@@ -358,6 +361,7 @@ def prediction_of(
         switched = autocast or torch.is_autocast_enabled(kind)
         with (
             torch.autocast(kind, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
+            nullcontext() if fixed is None else fixed.prediction(),
             nullcontext() if known is None else known.prediction(),
             nullcontext() if cache is None else cache.prediction(exact=step in whole),
         ):

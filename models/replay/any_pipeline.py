@@ -23,15 +23,16 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.table import Record
-from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
+from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.arguments import arguments, exactly, forms, shown
 from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
+from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
-from fluvial.models.replay.processors import read_processor
+from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     RecordedModel,
@@ -50,6 +51,7 @@ from fluvial.models.replay.start import start_of, taken_of, with_offset, without
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 SIZES, OFFSET = "sizes", "offset"  # names of the shapes of a prompt's inputs, and of what its samples start from
 
 
@@ -72,7 +74,7 @@ class _Dry(NamedTuple):
     offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
 
 
-class AnyPipeline(Pipeline):
+class AnyPipeline(WithExperts):
     """The model protocol over a flow pipeline without an adapter, for one size, number of steps and guidance.
 
     The conditioning includes the guidance, with the negative prompt, and is known only at the noise levels of the schedule.
@@ -157,10 +159,10 @@ class AnyPipeline(Pipeline):
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
         return usual or _attention_layers(self._loaded().transformer)
 
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
-        layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
-        named = {*(getattr(module, "_no_split_modules", None) or ()), *(getattr(module, "_repeated_blocks", None) or ())}
+        layers = [layer for child in network.children() if isinstance(child, nn.ModuleList) for layer in child]
+        named = {*(getattr(network, "_no_split_modules", None) or ()), *(getattr(network, "_repeated_blocks", None) or ())}
         return [layer for layer in layers if type(layer).__name__ in named] or layers
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -182,11 +184,11 @@ class AnyPipeline(Pipeline):
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
-        from transformers import ProcessorMixin
+        from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        parts = [part for name, part in tokenizers.components.items() if name.startswith("tokenizer") and part is not None]
         # Some pipelines have a processor of text and images in the tokenizer's place.
-        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
+        parts = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in tokenizers.components.values()]
+        found = [part for part in parts if isinstance(part, PreTrainedTokenizerBase)]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
@@ -356,22 +358,24 @@ class AnyPipeline(Pipeline):
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
         pipe = self._loaded()
-        stand_ins = {COMPONENT: pipe.transformer, **control_networks(pipe)}
+        own = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
         if isinstance(prompts[0], MediaPrompt):
             asked |= {**prompts[0].opened(), "prompt": prompts[0].text}
         start, texts = key(number), [text_of(prompt) for prompt in prompts]
-        for name, real in {COMPONENT: module, **self._frozen}.items():
-            setattr(pipe, name, real)
+        for part in self._networks:
+            setattr(pipe, part, placed(module, part))
+        for part, real in self._frozen.items():
+            setattr(pipe, part, real)
         try:
             with quietly(), torch.no_grad():
                 return record(
                     pipe, texts, key=start, steps=self.asked["num_inference_steps"], sampler="ode", form="unscaled", **asked
                 )
         finally:
-            for name, network in stand_ins.items():
-                setattr(pipe, name, network)
+            for part, network in own.items():
+                setattr(pipe, part, network)
 
     def _from_noise(self, run: Recording, prompts: Sequence[TextPrompt]) -> Recording:
         """Return a run in the coordinates in which samples start as noise, see `replay.start`."""
@@ -414,6 +418,11 @@ class AnyPipeline(Pipeline):
             self._once = found
         return self._once
 
+    @property
+    def _networks(self) -> tuple[str, ...]:
+        """Names of the pipeline's parts that are trained."""
+        return (COMPONENT,) if self.boundary_ratio is None else EXPERTS
+
     def _load(self, *wanted: str) -> Any:
         return self._loaded()
 
@@ -427,18 +436,19 @@ class AnyPipeline(Pipeline):
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-            network = stand_in(self.build(empty=True), self.device, self.compute, guess=True)
+            stand_ins = {
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute, guess=True)
+                for part in self._networks
+            }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                own = {} if (processor := self._processor()) is None else {"processor": processor}
-                pipe = self._opened(transformer=None, **own)
-                for part in pipe.components.values():
-                    if isinstance(part, nn.Module):
+                pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                for name, part in pipe.components.items():
+                    if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
                 settings = pipe.scheduler.config
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                pipe.transformer = network
                 self._frozen = control_networks(pipe)
                 for name, real in self._frozen.items():
                     setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
@@ -447,11 +457,6 @@ class AnyPipeline(Pipeline):
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
-
-    def _processor(self) -> Any:
-        """Return the pipeline's processor of text and images where transformers cannot read it, see `read_processor`."""
-        kind = entries(self.folder).get("processor")
-        return None if kind is None else read_processor(self.folder / "processor", kind)
 
     @torch.no_grad()
     def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES) -> _Dry:
@@ -517,8 +522,8 @@ class AnyPipeline(Pipeline):
         """Return the pipeline's images for its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        tried = forms(self.takes, "" if isinstance(prompt, str) else prompt, len(latents))
-        steps = 1 if self._loaded().scheduler.config.get("shift_terminal") is None else 2  # which has no single step
+        tried = forms(self.takes, prompt, len(latents))
+        steps = next((least for name, least in LEAST_STEPS.items() if own.config.get(name)), 1)
         once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):

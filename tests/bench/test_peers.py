@@ -18,7 +18,7 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.bench.__main__ import main
 from fluvial.bench.peers import clone, measure, ours, report, verl_omni
-from fluvial.bench.peers.config import Case, PeerRow, PeersConfig, Project
+from fluvial.bench.peers.config import PROJECTS, Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import Agreement, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn, timed
 from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, adapter_of
@@ -211,7 +211,7 @@ def test_a_project_that_disagrees_is_not_timed(
 @pytest.mark.usefixtures("few_objects")
 def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
     """A project that differentiates both halves of guidance does not agree with an update of the conditional half."""
-    table = {"flow_grpo": projects(tmp_path)["flow_grpo"]._replace(gradient="conditional")}
+    table = {"flow_grpo": projects(tmp_path)["flow_grpo"]._replace(gradient=lambda clone: "conditional")}
     with pytest.raises(RunError, match="gradient"):
         run(config(tmp_path, peers=("flow_grpo",)), table)
 
@@ -508,3 +508,12 @@ def test_the_commit_of_a_folder(tmp_path: Path) -> None:
     """A folder that is not the top of a checkout has none, even inside another checkout."""
     root = Path(report.__file__).resolve().parents[2]
     assert clone.commit(tmp_path) == clone.commit(root / "bench") == "unknown"
+
+
+@pytest.mark.parametrize(("line", "expected"), [("uncond = noise_pred_uncond.detach()", "conditional"), ("pass", "both")])
+def test_the_gradient_of_guidance_follows_the_clone(tmp_path: Path, line: str, expected: str) -> None:
+    """Flow-GRPO's commits differ in it; fluvial does as the clone does, else gradients would not agree."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train_sd3.py").write_text(line)
+    assert PROJECTS["flow_grpo"].gradient(tmp_path) == expected
+    assert PROJECTS["unirl"].gradient(tmp_path) == "both"

@@ -1,0 +1,94 @@
+"""Adapted layers while weights stay as they are, as in a rollout: what depends on the weights alone is computed once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.models.lora_layer import adapted_linear, is_merged, is_transformed, light_factors, rows_linear
+from fluvial.models.prompt_layers import Place, is_current, replaced_forwards
+
+# Bytes of a merged weight that is kept. Merging larger ones takes a small share of the time of a product with them.
+LARGEST = 2**20
+
+
+class FixedAdapters:
+    """The layers of a network with low-rank adapters, whose weights do not change as long as the object lives.
+
+    A layer that multiplies by W + (alpha / rank) B A keeps that sum, up to 1 MiB of it; any other keeps what it has found
+    out about its adapter. The results have the same bits as without. Compiled blocks do not see it, so they need none.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = _found(module)
+        self._forwards = [_Fixed(layer) for layer in self._layers]
+
+    @contextmanager
+    def prediction(self) -> Iterator[None]:
+        """Make the layers use what they have kept; with gradients enabled they compute as always."""
+        with replaced_forwards(self._layers, self._forwards):
+            yield
+
+
+class _Fixed:
+    """The forward pass of an adapted layer whose weights do not change.
+
+    What is kept holds for inputs of one number of tokens, and for one active adapter; other calls go to the layer itself.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._own = layer, layer.forward
+        self._known: tuple[Any, ...] | None = None  # what a call must have in common with the first one
+        self._product: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return x (W + scale B A)^T + bias, `[..., out]`."""
+        layer = self._layer
+        seen = (x.shape[1:-1], x.dtype, layer._active_adapter, layer._disable_adapters)
+        if self._known is None and not (args or kwargs or torch.is_grad_enabled()):
+            self._known, self._product = seen, _product(layer, x)
+        if self._product is None or seen != self._known or args or kwargs or torch.is_grad_enabled():
+            own: Tensor = self._own(x, *args, **kwargs)
+            return own
+        return self._product(x)
+
+
+def _product(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return the product of an adapted layer for inputs like x, None where the layer has no light pass for them."""
+    factors = None if is_transformed(x) else light_factors(layer, x)
+    if factors is None:
+        return None
+    weight, _, a, b, scale = factors
+    base, name = layer._modules["base_layer"], layer._active_adapter[0]
+    down, up = (layer._modules[part]._modules[name] for part in ("lora_A", "lora_B"))
+    # Parameters are looked up at each call: sharded weights are other tensors after each gathering.
+    if not is_merged(layer.light_product, x, weight):
+        return lambda x: adapted_linear(x, base.weight, base.bias, down.weight, up.weight, scale)
+    if weight.numel() * weight.element_size() > LARGEST:
+        return None
+    return partial(_times, torch.addmm(weight, b, a, alpha=scale), base)
+
+
+def _times(weight: Tensor, base: Any, x: Tensor) -> Tensor:
+    return rows_linear(x.reshape(-1, x.shape[-1]), weight, base.bias).view(*x.shape[:-1], -1)
+
+
+# The adapted layers of a network: every chunk of a rollout asks for them, and a walk over the modules takes a while.
+_places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+
+
+def _found(module: nn.Module) -> list[nn.Module]:
+    """Return the layers with the light pass, looked up again if one has been replaced by another."""
+    places = _places.get(module)
+    if not places or not is_current(places):
+        places = _places[module] = [
+            Place(parent, name, part)
+            for parent in module.modules()
+            for name, part in parent._modules.items()
+            if part is not None and hasattr(type(part), "light_product")
+        ]
+    return [place.layer for place in places]

@@ -1,0 +1,112 @@
+"""Adapters while weights stay: merged once per chunk, counted, with the bits of a rollout and of its update."""
+
+from typing import Any
+
+import pytest
+import torch
+from lora_model import perturb
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fluvial.core.random import key
+from fluvial.engines.data.records import as_prompts
+from fluvial.engines.rollout.generate import Requests, Sampling, generate
+from fluvial.models import fixed_adapters
+from fluvial.models.fixed_adapters import FixedAdapters
+from fluvial.models.handwriting import Handwriting
+from fluvial.models.handwriting.unet import HandwritingUNet
+from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank, add_lora, use_adapter
+
+
+class Merges(TorchFunctionMode):
+    """Counts the sums W + scale B A."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.addmm and "alpha" in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+FORMS: dict[str, Any] = {
+    "merged": LowRank(product="merged"),
+    "auto": LowRank(),
+    "factors": LowRank(product="factors"),
+    "lokr": Lokr(),
+    "dora": Dora(),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Handwriting, HandwritingUNet])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rollout_merges_once_per_chunk(kind: Any, form: str) -> None:
+    """3 steps of 2 chunks: a third of the sums, and the same bits."""
+    model = kind()
+    module = model.build().eval()
+    add_lora(module, LoraConfig(rank=2, alpha=3.0, form=FORMS[form]), model.lora_targets)
+    perturb(module)
+    shape, prompts = model.latent_shape(), ("0427", "1234", "0427", "9999")
+    requests, counts, found = Requests(as_prompts(prompts), range(4), key(3)), list[int](), list[Tensor]()
+    for reuse in ("outside_blocks", "all"):
+        sampling = Sampling(shape, model.schedule(3, shape), reuse=reuse)
+        with Merges() as merges:
+            chunks = [chunk.trajectory.final for chunk in generate(model, module, requests, sampling, micro_batch=2)]
+        found.append(torch.cat(chunks))
+        counts.append(merges.count)
+    assert torch.equal(*found)
+    assert (counts[0] > 0) == (form in ("merged", "auto"))
+    # Layers that see the prompt alone are computed once already.
+    assert counts[1] < counts[0] <= 3 * counts[1] or counts == [0, 0]
+    assert not any("forward" in part.__dict__ for part in module.modules())
+
+
+def adapted(width: int = 8) -> tuple[nn.Module, Tensor]:
+    """Return a network of one merged layer with two adapters, and an input of 5 tokens."""
+    module = nn.Sequential(nn.Linear(width, width))
+    add_lora(module, LoraConfig(rank=2, form=LowRank(product="merged")), ["0"], adapters=("default", "old"))
+    perturb(module)
+    return module.eval(), torch.randn(2, 5, width, generator=torch.Generator().manual_seed(1))
+
+
+def test_only_calls_like_the_first_take_what_is_kept() -> None:
+    """Another number of tokens, another adapter, no adapter, gradients: the layer computes by itself."""
+    module, x = adapted()
+    fixed = FixedAdapters(module)
+    with torch.no_grad(), fixed.prediction():
+        module(x)
+        with Merges() as merges:
+            module(x)
+        assert merges.count == 0
+        with Merges() as merges:
+            module(x[:, :3])
+        assert merges.count == 1
+    perturb(module)  # what is kept is old now, so that whoever takes it is found out
+    with torch.no_grad():
+        expected = module(x[:, :3])
+        with use_adapter(module, None):
+            without = module(x)
+    with fixed.prediction():
+        with torch.no_grad():
+            assert torch.equal(module(x[:, :3]), expected)
+            with use_adapter(module, None):
+                assert torch.equal(module(x), without)
+            with use_adapter(module, "old"), Merges() as merges:
+                module(x)
+            assert merges.count == 1
+        assert module(x).requires_grad
+
+
+def test_large_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take memory, and merging them is a small part of a pass."""
+    module, x = adapted()
+    for most, merged in ((8 * 8 * 4, 0), (8 * 8 * 4 - 1, 1)):
+        monkeypatch.setattr(fixed_adapters, "LARGEST", most)
+        fixed = FixedAdapters(module)
+        with torch.no_grad(), fixed.prediction():
+            expected = module(x)
+            with Merges() as merges:
+                assert torch.equal(module(x), expected)
+            assert merges.count == merged
