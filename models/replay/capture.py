@@ -297,7 +297,7 @@ def _sources(given: Any, x: Tensor, made: list[list[Tensor]]) -> tuple[list[Leaf
     return kinds, rows, tree
 
 
-def control_networks(pipe: Any) -> dict[str, nn.Module]:
+def control_networks(pipe: Any) -> dict[str, Any]:
     """Return the frozen networks of a pipeline whose outputs its transformer is given, by part."""
     return {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
 
