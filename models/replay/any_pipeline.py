@@ -187,9 +187,14 @@ class AnyPipeline(WithExperts):
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
         from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        # Some pipelines have a processor of text and images in the tokenizer's place.
-        parts = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in tokenizers.components.values()]
-        found = [part for part in parts if isinstance(part, PreTrainedTokenizerBase)]
+        # Some pipelines have a processor of text and images in the tokenizer's place, under any name.
+        parts = [
+            part
+            for name, part in tokenizers.components.items()
+            if part is not None
+            and (name.startswith("tokenizer") or isinstance(part, ProcessorMixin | PreTrainedTokenizerBase))
+        ]
+        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
