@@ -188,13 +188,9 @@ class AnyPipeline(WithExperts):
         from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
         # Some pipelines have a processor of text and images in the tokenizer's place, under any name.
-        parts = [
-            part
-            for name, part in tokenizers.components.items()
-            if part is not None
-            and (name.startswith("tokenizer") or isinstance(part, ProcessorMixin | PreTrainedTokenizerBase))
-        ]
-        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
+        kinds, parts = (ProcessorMixin, PreTrainedTokenizerBase), tokenizers.components.items()
+        named = [part for name, part in parts if name.startswith("tokenizer") or isinstance(part, kinds)]
+        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in named if part is not None]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
