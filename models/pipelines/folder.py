@@ -92,8 +92,9 @@ def load_network(kind: Any, folder: Path) -> Any:
 
 def entries(folder: Path) -> dict[str, str | None]:
     """Return the class of each part of a pipeline by name; None for a part that it was saved without."""
-    # The other entries of the index are settings.
-    return {name: entry[1] for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
+    # The other entries of the index are settings, some of which are lists of numbers.
+    pairs = {name: entry for name, entry in read_index(folder).items() if isinstance(entry, list) and len(entry) == 2}
+    return {name: entry[1] for name, entry in pairs.items() if all(isinstance(one, str | None) for one in entry)}
 
 
 def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True) -> dict[str, str]:

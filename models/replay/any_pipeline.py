@@ -23,15 +23,16 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.table import Record
-from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
-from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.replay.arguments import arguments, exactly, forms, shown
-from fluvial.models.replay.capture import Capture, same_steps
+from fluvial.models.pipelines.wan import EXPERTS, WithExperts
+from fluvial.models.protocol import Cond, Schedule, Sounds
+from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, shown
+from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
+from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
-from fluvial.models.replay.processors import read_processor
+from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     RecordedModel,
@@ -43,13 +44,15 @@ from fluvial.models.replay.recorded import (
     rounding,
     within,
 )
-from fluvial.models.replay.stand_in import answering, stand_in
+from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
+from fluvial.models.replay.stand_in import answering, emptied, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
 # A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
 COPIES = 3
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 SIZES, OFFSET = "sizes", "offset"  # names of the shapes of a prompt's inputs, and of what its samples start from
 
 
@@ -72,7 +75,7 @@ class _Dry(NamedTuple):
     offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
 
 
-class AnyPipeline(Pipeline):
+class AnyPipeline(WithExperts):
     """The model protocol over a flow pipeline without an adapter, for one size, number of steps and guidance.
 
     The conditioning includes the guidance, with the negative prompt, and is known only at the noise levels of the schedule.
@@ -145,6 +148,7 @@ class AnyPipeline(Pipeline):
         self.shortest = example
         self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None
+        self._frozen: dict[str, Any] = {}  # control networks, in whose place the pipeline has stand-ins, too
         self._once: _Known | None = None
         self._latents: LatentLayout | None = None
         self._sees: bool | None = None  # see `_decoding_sees_images`
@@ -156,10 +160,10 @@ class AnyPipeline(Pipeline):
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
         return usual or _attention_layers(self._loaded().transformer)
 
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
-        layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
-        named = {*(getattr(module, "_no_split_modules", None) or ()), *(getattr(module, "_repeated_blocks", None) or ())}
+        layers = [layer for child in network.children() if isinstance(child, nn.ModuleList) for layer in child]
+        named = {*(getattr(network, "_no_split_modules", None) or ()), *(getattr(network, "_repeated_blocks", None) or ())}
         return [layer for layer in layers if type(layer).__name__ in named] or layers
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -181,11 +185,12 @@ class AnyPipeline(Pipeline):
 
     def longest(self, tokenizers: Any) -> tuple[Any, int]:
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
-        from transformers import ProcessorMixin
+        from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        parts = [part for name, part in tokenizers.components.items() if name.startswith("tokenizer") and part is not None]
-        # Some pipelines have a processor of text and images in the tokenizer's place.
-        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in parts]
+        # Some pipelines have a processor of text and images in the tokenizer's place, under any name.
+        kinds, parts = (ProcessorMixin, PreTrainedTokenizerBase), tokenizers.components.items()
+        named = [part for name, part in parts if name.startswith("tokenizer") or isinstance(part, kinds)]
+        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in named if part is not None]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
@@ -274,9 +279,32 @@ class AnyPipeline(Pipeline):
         images, first = list[Tensor](), 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
-            images += [self._decoded(chunk, prompt) for chunk in latents[first:last].split(self.decode_chunk)]
+            images += [self._made(chunk, prompt).shown for chunk in latents[first:last].split(self.decode_chunk)]
             first = last
         return torch.cat(images).to(latents.device)
+
+    @property
+    def sound_rate(self) -> int | None:
+        """Rate of the sounds that the pipeline makes, alone or beside a video; None if it makes none."""
+        return rate_of(self._loaded())
+
+    @property
+    def makes_images(self) -> bool:
+        """Whether the pipeline makes images or videos; those of one that makes sounds alone are drawings of them."""
+        return self.sound_rate is None or "height" in self.takes
+
+    @torch.no_grad()
+    def sounds(self, latents: Tensor) -> Sounds:
+        """Return the sounds of samples `[B, *event]`, which depend on no prompt.
+
+        Raises:
+            ValueError: the pipeline makes none.
+        """
+        made = [self._made(chunk, self.example).waves for chunk in latents.split(self.decode_chunk)]
+        waves, rate = [part for part in made if part is not None], self.sound_rate
+        if not waves or rate is None:
+            raise ValueError(f"{self.pipeline} makes no sounds")
+        return Sounds(torch.cat(waves).to(latents.device), rate)
 
     def _decoding_sees_images(self) -> bool:
         """Return whether the same sample is decoded to other images with another image in its prompt."""
@@ -286,7 +314,7 @@ class AnyPipeline(Pipeline):
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
             changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
-            one, other = (self._decoded(sample, prompt) for prompt in both)
+            one, other = (self._made(sample, prompt).shown for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -311,7 +339,7 @@ class AnyPipeline(Pipeline):
 
     def _vae_input(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives to its VAE to decode samples."""
-        return vae_input(self.vae, lambda: self._decoded(latents, self.example), self.pipeline)
+        return vae_input(self.vae, lambda: self._made(latents, self.example), self.pipeline)
 
     def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
@@ -332,16 +360,32 @@ class AnyPipeline(Pipeline):
         conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
         self._check_effects(conditioned[:1])
         alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
-        batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
-        runs, errors = [self._run(module, batch, number) for number, batch in enumerate(batches)], list[float]()
+        each, errors = [[prompt] for prompt in prompts], list[float]()
+        batches = each if alone else [list(prompts)]
+        try:
+            runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
+        except ReplayError:
+            raise
+        except ValueError:  # of the pipeline itself, some of which take no list of prompts
+            if batches == each:
+                raise
+            batches = each
+            runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
         for number, (run, batch) in enumerate(zip(runs, batches, strict=True)):
             if not torch.equal(run.schedule.levels, self.known.levels):
                 raise refusal(self.pipeline, "its schedule differs from run to run")
             check_tail(self.pipeline, list(run.taken), len(run.schedule.levels) - 1, self.steps)
             runs[number] = run = self._from_noise(run, batch)
             check_initial_noise(self.pipeline, run.initial)
-            decoded = self.decode(run.trajectory.final, batch)
-            errors.append(check_images(self.pipeline, decoded, _pixels(run.images), tolerance=TOLERANCES[self.dtype]))
+            final, theirs = run.trajectory.final, output_of(run.made)
+            if theirs.images is not None:
+                decoded = self.decode(final, batch)
+                errors.append(check_images(self.pipeline, decoded, theirs.images, tolerance=TOLERANCES[self.dtype]))
+            if theirs.waves is not None:
+                waves = self.sounds(final).waves
+                errors.append(
+                    check_images(self.pipeline, waves, theirs.waves, tolerance=TOLERANCES[self.dtype], what="sounds")
+                )
         final = torch.cat([run.trajectory.final for run in runs])
         cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
         trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
@@ -352,22 +396,29 @@ class AnyPipeline(Pipeline):
         error = check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
         return max(error, *errors)
 
+    @alone
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
-        pipe, network = self._loaded(), self._loaded().transformer
+        pipe = self._loaded()
+        own = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
         if isinstance(prompts[0], MediaPrompt):
             asked |= {**prompts[0].opened(), "prompt": prompts[0].text}
         start, texts = key(number), [text_of(prompt) for prompt in prompts]
-        pipe.transformer = module
+        asked |= {name: value for name, value in called(self.takes, {**asked, "prompt": texts}).items() if name == LYRICS}
+        for part in self._networks:
+            setattr(pipe, part, placed(module, part))
+        for part, real in self._frozen.items():
+            setattr(pipe, part, real)
         try:
             with quietly(), torch.no_grad():
                 return record(
                     pipe, texts, key=start, steps=self.asked["num_inference_steps"], sampler="ode", form="unscaled", **asked
                 )
         finally:
-            pipe.transformer = network
+            for part, network in own.items():
+                setattr(pipe, part, network)
 
     def _from_noise(self, run: Recording, prompts: Sequence[TextPrompt]) -> Recording:
         """Return a run in the coordinates in which samples start as noise, see `replay.start`."""
@@ -397,12 +448,23 @@ class AnyPipeline(Pipeline):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found = self._dry(self._loaded(), self.example).known
+            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, COPIES - 1))
+            if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
+                raise refusal(
+                    self.pipeline,
+                    f"its {COMPONENT} is given inputs that look like one row per sample of {COPIES} samples, "
+                    f"and not of {COPIES - 1}",
+                )
             if self.shortest != self.example:
                 shortest = self._dry(self._loaded(), self.shortest).known
                 found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
             self._once = found
         return self._once
+
+    @property
+    def _networks(self) -> tuple[str, ...]:
+        """Names of the pipeline's parts that are trained."""
+        return (COMPONENT,) if self.boundary_ratio is None else EXPERTS
 
     def _load(self, *wanted: str) -> Any:
         return self._loaded()
@@ -417,39 +479,38 @@ class AnyPipeline(Pipeline):
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-            network = stand_in(self.build(empty=True), self.device, self.compute)
+            stand_ins = {
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute, guess=True)
+                for part in self._networks
+            }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                own = {} if (processor := self._processor()) is None else {"processor": processor}
-                pipe = self._opened(transformer=None, **own)
-                for part in pipe.components.values():
-                    if isinstance(part, nn.Module):
+                pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                for name, part in pipe.components.items():
+                    if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
                 settings = pipe.scheduler.config
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                pipe.transformer = network
+                self._frozen = control_networks(pipe)
+                for name, real in self._frozen.items():
+                    setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
                     use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)
             self._pipe = pipe
         return self._pipe
 
-    def _processor(self) -> Any:
-        """Return the pipeline's processor of text and images where transformers cannot read it, see `read_processor`."""
-        kind = entries(self.folder).get("processor")
-        return None if kind is None else read_processor(self.folder / "processor", kind)
-
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt) -> _Dry:
-        """Run the pipeline with the stand-in on one prompt.
+    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES) -> _Dry:
+        """Run the pipeline with the stand-in on several copies of one prompt.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
-        tried, errors = forms(self.takes, prompt, COPIES), list[ValueError]()
+        tried, errors = forms(self.takes, prompt, copies), list[ValueError]()
         for number in range(self._form, len(tried)):
             try:
-                found = self._dry_run(pipe, tried[number])
+                found = self._dry_run(pipe, tried[number], copies)
             except ValueError as error:
                 errors.append(error)
             else:
@@ -457,12 +518,13 @@ class AnyPipeline(Pipeline):
                 return found
         raise errors[0]
 
-    def _dry_run(self, pipe: Any, form: dict[str, Any]) -> _Dry:
+    @alone
+    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
-        seeds = generators(fold_in(key(0), torch.arange(COPIES)))
-        asked = {**self.asked, **form, "generator": seeds}
+        seeds = generators(fold_in(key(0), torch.arange(copies)))
+        asked = called(self.takes, {**self.asked, **form, "generator": seeds})
         capture = Capture(pipe, COMPONENT, asked)
         theirs = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
@@ -476,8 +538,8 @@ class AnyPipeline(Pipeline):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
-        if len(capture.initial) != COPIES:
-            raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {COPIES} as asked")
+        if len(capture.initial) != copies:
+            raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {copies} as asked")
         levels = recorder.scheduled.sigmas
         first = check_tail(self.pipeline, capture.taken, len(levels) - 1, self.steps)
         start = None
@@ -491,38 +553,41 @@ class AnyPipeline(Pipeline):
             raise refusal(self.pipeline, f"its {COMPONENT} is given something besides the sample that depends on it")
         shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
         own = levels if start is None else levels[first:] / levels[first]
-        model = RecordedModel(self.pipeline, own[:-1], recipes, scale=1.0 if start is None else start.scale)
+        model = RecordedModel(
+            self.pipeline, own[:-1], recipes, frozen=self._frozen, scale=1.0 if start is None else start.scale
+        )
         last = recorder.trajectory().x_next
         rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
         schedule = Schedule(own, scheduler.timesteps[-self.steps :])
         known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, levels)
         return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
-    def _decoded(self, latents: Tensor, prompt: TextPrompt) -> Tensor:
-        """Return the pipeline's images for its last latents, samples of one prompt."""
+    @alone
+    def _made(self, latents: Tensor, prompt: TextPrompt) -> Output:
+        """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        tried = forms(self.takes, "" if isinstance(prompt, str) else prompt, len(latents))
-        steps = 1 if self._loaded().scheduler.config.get("shift_terminal") is None else 2  # which has no single step
+        tried = forms(self.takes, prompt, len(latents))
+        steps = next((least for name, least in LEAST_STEPS.items() if own.config.get(name)), 1)
         once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
                 pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
-                return _pixels(pipe(**{**self.asked, **once})[0])
+                return output_of(pipe(**called(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own
 
 
 def _attention_layers(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linear layers inside attention, relative to it."""
-    attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
-    named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
+    """Return the names of the linear layers inside attention, from the attention's own name on."""
+    attention = [(name, part) for name, part in network.named_modules() if "attention" in type(part).__name__.lower()]
+    named = (
+        f"{outer.rpartition('.')[2]}.{name}".removeprefix(".")
+        for outer, part in attention
+        for name, layer in part.named_modules()
+        if isinstance(layer, nn.Linear)
+    )
     return tuple(dict.fromkeys(named))
-
-
-def _pixels(made: Tensor) -> Tensor:
-    """Return a pipeline's output as images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
-    return (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
 
 
 def _png(image: Image.Image) -> bytes:

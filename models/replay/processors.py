@@ -4,8 +4,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fluvial.models.pipelines.folder import entries
+
 # Processors that are the tokenizer, an image processor, and a processor of videos that no edit of images uses.
-WITHOUT_VIDEO = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor"})
+WITHOUT_VIDEO = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
 
 
 def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Qwen2VLProcessor") -> Any:
@@ -30,13 +32,17 @@ def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Q
     return WithoutVideo()
 
 
-def read_processor(folder: Path, kind: str) -> Any:
-    """Return the processor of a folder; None if transformers can read it itself, or it is of another kind.
+def read_processors(folder: Path) -> dict[str, Any]:
+    """Return the processors of a pipeline's folder that transformers cannot read without torchvision, by part.
 
     The images are scaled by PIL rather than torchvision, which rounds differently.
     """
-    if kind not in WITHOUT_VIDEO or find_spec("torchvision") is not None:
-        return None
+    if find_spec("torchvision") is not None:
+        return {}
+    return {part: _read(folder / part, kind) for part, kind in entries(folder).items() if kind in WITHOUT_VIDEO}
+
+
+def _read(folder: Path, kind: str) -> Any:
     from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
     options = {"local_files_only": True}

@@ -15,8 +15,8 @@ after a recording with the whole transformer trainable the first ratio would be 
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -33,8 +33,10 @@ from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
 from fluvial.core.types import Ids, PerSample, Samples, to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
-from fluvial.models.replay.capture import Capture, StepRecipe
+from fluvial.models.replay.capture import Capture
 from fluvial.models.replay.checks import foreign, refusal
+from fluvial.models.replay.experts import joined
+from fluvial.models.replay.recipe import StepRecipe
 from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.start import with_offset
 
@@ -57,6 +59,7 @@ class RecordedModel:
     recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
     ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # control networks, by part of the pipeline
     scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
 
     def predict(
@@ -65,7 +68,7 @@ class RecordedModel:
         """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
 
         If all recorded steps have the same recipe, all pairs share their forward passes. Otherwise each recipe has its own,
-        one after the other, and the host waits for the device.
+        one after the other and each of the size of the batch, and the host waits for the device.
 
         If samples have inputs of unlike sizes, those are padded, and a last tensor of cond holds the sizes: of each row of
         each recipe its shape without the batch, `[P, n]`. Each pair has its own forward pass then, which keeps its bits.
@@ -102,15 +105,17 @@ class RecordedModel:
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
             )
         if len(self.recipes) == 1:
-            v = self.recipes[0].predict(module, x, cond[0], position)
+            v = self.recipes[0].predict(module, x, cond[0], position, self.frozen)
         else:
             order, parts = [], []
             for recipe, rows in zip(self.recipes, cond, strict=True):
                 positions = to_device(torch.tensor(recipe.positions), x.device)
                 mine = torch.nonzero(torch.isin(position, positions)).flatten()
                 if len(mine) > 0:
-                    place = torch.searchsorted(positions, position[mine])
-                    parts.append(recipe.predict(module, x[mine], [row[mine] for row in rows], place))
+                    # Batches of another size round differently, and the rollout's are filled: repeat the last pair.
+                    filled = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
+                    place, mine_of = torch.searchsorted(positions, position[filled]), [row[filled] for row in rows]
+                    parts.append(recipe.predict(module, x[filled], mine_of, place, self.frozen)[: len(mine)])
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
@@ -123,11 +128,16 @@ class Recording:
     trajectory: Trajectory  # with the velocities
     schedule: Schedule
     transition: Sampler  # sampler of the steps in the window
-    images: Any  # the pipeline's output, by default images [B, C, H, W] in [0, 1]
+    made: tuple[Any, ...]  # what the pipeline returned
     model: RecordedModel
     cond: Cond  # pytree of tensors [B, ...]; an input that is the same at every step is stored once
     initial: Tensor  # [B, *event] samples before the first step
     taken: tuple[int, ...]  # steps of the schedule in the order they were taken, recorded or not
+
+    @property
+    def images(self) -> Any:
+        """The pipeline's first output, by default images `[B, C, H, W]` in [0, 1]."""
+        return self.made[0]
 
 
 def record(
@@ -172,6 +182,7 @@ def record(
     if not isinstance(module, nn.Module):
         modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
         raise ValueError(f"{name} has no {component} to train, expected one of {', '.join(modules)}")
+    module = joined(pipe, component)
     batch = len(prompts) * options.get("num_images_per_prompt", 1)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch))
     asked: dict[str, Any] = {
@@ -199,15 +210,15 @@ def record(
         ) as recorder,
     ):
         with foreign(name, "be run"):
-            images = pipe(**asked)[0]
+            made = pipe(**asked)
         if capture.initial is None:
             raise refusal(name, "its scheduler takes no step")
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.scheduled.sigmas, scheduler.timesteps)
     recipes, cond = capture.recipes()
-    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes)
+    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes, frozen=capture.frozen)
     recording = Recording(
-        trajectory, schedule, recorder.scheduled.transition, images, model, cond, capture.initial, tuple(capture.taken)
+        trajectory, schedule, recorder.scheduled.transition, made, model, cond, capture.initial, tuple(capture.taken)
     )
     if recipes:
         check_replay(module, recording, micro_batch=len(trajectory.final), chunks=1, tolerance=tolerance)

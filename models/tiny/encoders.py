@@ -35,13 +35,13 @@ def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return model["vocab"], [(left, right) for left, right in model["merges"]]
 
 
-def qwen_tokenizer() -> Any:
+def qwen_tokenizer(**options: Any) -> Any:
     """Build a tokenizer that splits the template like the real one, because the pipeline drops a fixed number of tokens."""
     from transformers import Qwen2Tokenizer
 
     vocabulary, merges = pairs()
     special = ["<|im_start|>", "<|im_end|>"]
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special, chat_template=CHAT)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special, chat_template=CHAT, **options)
 
 
 def settings(width: int) -> dict[str, Any]:
@@ -132,14 +132,14 @@ def t5_encoder(*, width: int = 16) -> Any:
     return T5EncoderModel(config)
 
 
-def vae(channels: int = 4) -> Any:
-    """Build an image VAE that halves height and width once."""
+def vae(channels: int = 4, blocks: int = 2) -> Any:
+    """Build an image VAE that halves height and width between its blocks: once, by default."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(4, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, *[8] * (blocks - 1)),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
         latent_channels=channels,
         norm_num_groups=2,
         layers_per_block=1,
@@ -202,32 +202,60 @@ def byt5_encoder() -> Any:
     return T5EncoderModel(T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2))
 
 
-def language_model(kind: type) -> Any:
-    """Build a language model of transformers of two layers, with one layer of vision where it sees images.
+def language_model(kind: type, *, layers: int = 2) -> Any:
+    """Build a language model of transformers of a few layers, with one layer of vision where it sees images.
 
     Raises:
         ValueError: the settings of the class have other names than most.
     """
-    config: Any = kind.config_class  # type: ignore[attr-defined]
-    text = {**settings(16), "head_dim": 8}
-    if kind.__name__.startswith("SmolLM3"):
-        text["vocab_size"] = 128256  # BRIA FIBO knows the number of a token
-    if "text_config" not in config.sub_configs:
-        made = config(**text)
-    else:
-        turns = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-        sees = {"depth": 1, "out_hidden_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-        sees |= {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
-        }
-        made = config(text_config={**text, "rope_parameters": turns}, vision_config=sees)
-    if (most := getattr(made, "text_config", made).hidden_size) != 16:
+    config: Any = _tiny_config(kind.config_class, kind.__name__, layers)  # type: ignore[attr-defined]
+    inner = getattr(config, "encoder", config)
+    if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings where those of both are
+        for name, value in inner.to_dict().items():
+            if name != "model_type":
+                setattr(config, name, value)
+    if (most := getattr(inner, "text_config", inner).hidden_size) != 16:
         raise ValueError(f"the settings of {kind.__name__} give {most} features, expected 16")
-    return kind(made)
+    return kind(config)
+
+
+SEES = {
+    "depth": 1,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "embed_dim": 16,
+}
+
+
+def _tiny_config(config: Any, model: str, layers: int) -> Any:
+    """Return the settings of a model of transformers, and of the models of text and of images in it."""
+    text = {**settings(16), "head_dim": 8, "num_hidden_layers": layers}
+    if model.startswith("SmolLM3"):
+        text["vocab_size"] = 128256  # BRIA FIBO knows the number of a token
+    subs = {name: sub for name, sub in config.sub_configs.items() if name not in ("vision_config", "vq_config")}
+    if not subs:
+        return config(**text)
+    sees = dict(SEES)
+    if any("gemma" in sub.__name__.lower() for sub in subs.values()):
+        text |= {"vocab_size": 512, "dropout_rate": 0.0}
+        sees |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+    if "text_config" not in subs:
+        both = {name: {**text, "cross_attention_hidden_size": 16} for name in subs}
+        return config(**both, vocab_size=512, is_encoder_decoder=False)
+    if "Auto" in subs["text_config"].__name__:
+        text["model_type"] = "mistral" if "istral" in model else "qwen3"
+        sees |= {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+    else:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        if "gemma" in subs["text_config"].__name__.lower():
+            text.pop("rope_parameters")
+    return config(text_config=text, vision_config=sees)
 
 
 def vision_settings(width: int = 16) -> dict[str, Any]:

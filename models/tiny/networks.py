@@ -1,4 +1,4 @@
-"""Settings that make diffusers' transformers and VAEs tiny: rules for the names that most share, and a table of the rest.
+"""Settings that make diffusers' transformers and the networks beside them tiny: rules for shared names, a table of the rest.
 
 All widths are 16 (two heads of 8), latents have 4 channels, and 16 where a pipeline packs 2 x 2 of them into a token.
 """
@@ -86,6 +86,8 @@ RULES: dict[str, Any] = {
 AXES = ("axes_dims_rope", "axes_dim_rope", "axes_dims", "rope_axes_dim", "rope_dim_list")
 CHANNELS = ("in_channels", "out_channels", "in_visual_dim", "out_visual_dim")
 
+SD3 = {"joint_attention_dim": 2 * WIDTH, "pooled_projection_dim": 2 * WIDTH, "num_layers": 2, "pos_embed_max_size": 32}
+
 # Further settings by class, which come before the rules.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "AuraFlowTransformer2DModel": {},
@@ -106,7 +108,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "out_channels": LATENT,
         "caption_channels": [WIDTH, WIDTH],
         "text_emb_dim": 2 * WIDTH,
-        "axes_dims_rope": (4, 4),
+        "axes_dims_rope": (2, 2, 4),
         "llama_layers": [0, 1],
         "max_resolution": (32, 32),
     },
@@ -134,6 +136,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "num_layers": 2,
     },
     "Lumina2Transformer2DModel": {"axes_dim_rope": (4, 2, 2), "axes_lens": (64, 32, 32)},
+    "MotifVideoTransformer3DModel": {"in_channels": 2 * LATENT + 1, "image_embed_dim": WIDTH, "num_decoder_layers": 0},
     "MochiTransformer3DModel": {"in_channels": 12, "out_channels": None},
     "OmniGenTransformer2DModel": {
         "num_key_value_heads": 2,
@@ -143,134 +146,98 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     },
     "PRXTransformer2DModel": {"axes_dim": [4, 4]},
     "QwenImageTransformer2DModel": {"out_channels": LATENT},
-    "SD3Transformer2DModel": {},
+    **{f"SD3{name}": SD3 for name in ("Transformer2DModel", "ControlNetModel")},
     "SanaVideoTransformer3DModel": {"rope_max_seq_len": 32},
     "ZImageTransformer2DModel": {"axes_lens": [256, 32, 32]},
+    "Ideogram4Transformer2DModel": {"llm_features_dim": 13 * WIDTH, "mrope_section": (2, 1, 1)},
     "Krea2Transformer2DModel": {"num_text_layers": 2},
-}
-
-VAES: dict[str, dict[str, Any]] = {
-    "AutoencoderKLWan": {
-        "base_dim": 4,
-        "z_dim": 4,
-        "dim_mult": [1, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [True],
-        "latents_mean": [-0.7, 0.1, 0.4, -0.2],
-        "latents_std": [2.8, 1.4, 0.8, 2.0],
-        "scale_factor_temporal": 2,
-        "scale_factor_spatial": 2,
+    "AceStepTransformer1DModel": {"in_channels": 3 * LATENT, "audio_acoustic_hidden_dim": LATENT},
+    "AceStepConditionEncoder": {
+        "timbre_hidden_dim": LATENT,
+        "num_lyric_encoder_hidden_layers": 1,
+        "num_timbre_encoder_hidden_layers": 1,
     },
-    "AutoencoderKLQwenImage": {
-        "base_dim": 4,
-        "z_dim": 4,
-        "dim_mult": [1, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False],
-        "latents_mean": [-0.7, 0.1, 0.4, 0.9],
-        "latents_std": [2.8, 1.4, 0.6, 1.9],
+    "BriaFibo2Transformer2DModel": {
+        "dim": 2 * WIDTH,
+        "in_channels": PACKED,
+        "cap_feat_dim": 3 * WIDTH,
+        "injection_layer_ids": (0,),
+        "axes_dims": (4, 6, 6),
+        "perceiver_num_layers": 1,
     },
-    "AutoencoderKLFlux2": {
-        "block_out_channels": (4, 8),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "latent_channels": 4,
-        "norm_num_groups": 2,
-        "layers_per_block": 1,
+    "CosmosControlNetModel": {"model_channels": 2 * WIDTH, "n_controlnet_blocks": 1, "attention_head_dim": 16},
+    "EasyAnimateTransformer3DModel": {
+        "in_channels": LATENT,
+        "out_channels": LATENT,
+        "patch_size": 2,
+        "attention_head_dim": 2 * HEAD,
+        "sample_width": 8,
+        "sample_height": 8,
     },
-    "AutoencoderKLLTXVideo": {
-        "latent_channels": 8,
-        "block_out_channels": (8,) * 4,
-        "decoder_block_out_channels": (8,) * 4,
-        "layers_per_block": (1,) * 5,
-        "decoder_layers_per_block": (1,) * 5,
-        "spatio_temporal_scaling": (True, True, False, False),
-        "decoder_spatio_temporal_scaling": (True, True, False, False),
-        "patch_size": 1,
+    "LTX2LatentUpsamplerModel": {"in_channels": LATENT, "mid_channels": 32, "num_blocks_per_stage": 1},
+    "LongCatAudioDiTTransformer": {
+        "dit_dim": WIDTH,
+        "dit_depth": 1,
+        "dit_heads": 2,
+        "dit_text_dim": WIDTH,
+        "latent_dim": LATENT,
     },
-    "AutoencoderKLLTX2Video": {
-        "latent_channels": 4,
-        "block_out_channels": (8,),
-        "decoder_block_out_channels": (8,),
-        "down_block_types": ("LTX2VideoDownBlock3D",),
-        "layers_per_block": (1,),
-        "decoder_layers_per_block": (1, 1),
-        "spatio_temporal_scaling": (True,),
-        "decoder_spatio_temporal_scaling": (True,),
-        "decoder_inject_noise": (False, False),
-        "downsample_type": ("spatial",),
-        "upsample_type": ("spatiotemporal",),
-        "upsample_residual": (False,),
-        "upsample_factor": (1,),
-        "patch_size": 1,
+    "LTX2TextConnectors": {
+        "text_proj_in_factor": 3,
+        "video_connector_num_attention_heads": 2,
+        "video_connector_attention_head_dim": HEAD,
+        "video_connector_num_layers": 1,
+        "video_connector_num_learnable_registers": 8,
+        "audio_connector_num_attention_heads": 2,
+        "audio_connector_attention_head_dim": HEAD,
+        "audio_connector_num_layers": 1,
+        "audio_connector_num_learnable_registers": 8,
     },
-    "AutoencoderKLLTX2Audio": {
-        "base_channels": 4,
-        "ch_mult": (1,),
-        "num_res_blocks": 1,
-        "resolution": 32,
-        "latent_channels": 2,
-        "mel_bins": 8,
+    "LuminaNextDiT2DModel": {"num_kv_heads": 1, "sample_size": 8},
+    "NucleusMoEImageTransformer2DModel": {
+        "num_layers": 2,
+        "num_experts": 2,
+        "moe_intermediate_dim": WIDTH,
+        "capacity_factors": 2.0,
+        "out_channels": LATENT,
+        "dense_moe_strategy": "leave_first_block_dense",
     },
-    "AutoencoderKLHunyuanVideo": {
-        "latent_channels": 4,
-        "block_out_channels": (8,) * 4,
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
+    "QwenImage21Transformer2DModel": {"axes_dims_rope": (2, 2, 4)},
+    "SanaWMTransformer3DModel": {
+        "linear_head_dim": HEAD,
+        "softmax_every_n": 1,
+        "image_size": 32,
+        "chunk_plucker_post_attn_blocks": 1,
+        "chunk_plucker_channels": 2 * LATENT,
     },
-    "AutoencoderKLHunyuanVideo15": {
-        "latent_channels": 4,
-        "block_out_channels": (16, 16),
-        "layers_per_block": 1,
-        "spatial_compression_ratio": 4,
-        "temporal_compression_ratio": 2,
-        "downsample_match_channel": False,
-        "upsample_match_channel": False,
+    "StableAudio3DiTModel": {
+        "io_channels": LATENT,
+        "embed_dim": WIDTH,
+        "cond_token_dim": WIDTH,
+        "global_cond_dim": WIDTH,
+        "local_add_cond_dim": LATENT + 1,
+        "timestep_features_dim": WIDTH,
+        "num_memory_tokens": 2,
     },
-    "AutoencoderKLHunyuanImage": {
-        "in_channels": 3,
-        "out_channels": 3,
-        "latent_channels": 4,
-        "block_out_channels": (32, 64, 64, 64),
-        "layers_per_block": 1,
-        "spatial_compression_ratio": 8,
-        "sample_size": 32,
-        "scaling_factor": 0.75,
-    },
-    "AutoencoderKLMochi": {
-        "encoder_block_out_channels": (32,) * 4,
-        "decoder_block_out_channels": (32,) * 4,
-        "layers_per_block": (1,) * 5,
-    },
-    "AutoencoderDC": {
-        "latent_channels": 4,
-        "attention_head_dim": 2,
-        "scaling_factor": 0.5,
-        **{
-            f"{side}_{name}": value
-            for side in ("encoder", "decoder")
-            for name, value in [
-                ("block_types", ("ResBlock", "ResBlock")),
-                ("block_out_channels", (4, 8)),
-                ("qkv_multiscales", ((), ())),
-                ("layers_per_block", (1, 1)),
-            ]
-        },
-    },
-    "LTX2Vocoder": {
-        "in_channels": 16,
-        "hidden_channels": 32,
-        "upsample_kernel_sizes": [4, 4],
-        "upsample_factors": [2, 2],
-        "resnet_kernel_sizes": [3],
-        "resnet_dilations": [[1, 3, 5]],
-        "output_sampling_rate": 16000,
+    "StableAudio3DurationEmbedder": {"output_dim": WIDTH, "fourier_dim": WIDTH},
+    "WanAnimateTransformer3DModel": {
+        "in_channels": 2 * LATENT + 4,
+        "latent_channels": LATENT,
+        "image_dim": WIDTH,
+        "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8, "32": 8},
+        "motion_encoder_size": 32,
+        "motion_style_dim": WIDTH,
+        "motion_dim": 2,
+        "motion_encoder_dim": WIDTH,
+        "face_encoder_hidden_dim": WIDTH,
+        "face_encoder_num_heads": 2,
+        "inject_face_latents_blocks": 1,
     },
 }
 
 
-def transformer_settings(kind: type, further: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a tiny transformer of a class: `further`, then the table's, then the rules'."""
+def network_settings(kind: type, further: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a tiny network of a class: `further`, then the table's, then the rules'."""
     defaults = {name: entry.default for name, entry in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
     known = {**TRANSFORMERS.get(kind.__name__, {}), **further}
     settings = {name: value for name, value in RULES.items() if name in defaults}

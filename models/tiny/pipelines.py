@@ -1,6 +1,7 @@
 """Tiny random pipelines of any class of diffusers, from the types of their parts, and how each is called."""
 
 import inspect
+import json
 import sys
 import typing
 import warnings
@@ -17,9 +18,16 @@ from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.media import IMAGES
 from fluvial.models.replay.processors import processor_without_video
 from fluvial.models.tiny import encoders
-from fluvial.models.tiny.networks import LATENT, PACKED, VAES, transformer_settings
+from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
+from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
 
-CONDITIONED = ("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner")
+TEXT_ALONE = ("Kandinsky6TI2VAPipeline",)  # whose image would overwrite a frame at every step
+# Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
+CONDITIONED = (
+    *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
+    "Layered",
+)
+MOST = 20e6  # parameters of a part
 UNTRIED = ("ip_adapter_image", "last_image", "reference_image", "image_reference")
 
 
@@ -46,7 +54,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "FluxControlInpaintPipeline": {"in_channels": 2 * PACKED, "out_channels": PACKED},
     "CogView4ControlPipeline": {"in_channels": 2 * LATENT},
     "WanImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
-    "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2},
+    "SkyReelsV2ImageToVideoPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
     "ChronoEditPipeline": {"in_channels": 2 * LATENT + 2, "image_dim": 16, "added_kv_proj_dim": 16},
     "LucyEditPipeline": {"in_channels": 2 * LATENT},
     "Cosmos2TextToImagePipeline": {"in_channels": LATENT + 1},
@@ -57,18 +65,56 @@ WIDER: dict[str, dict[str, Any]] = {
     "Kandinsky5I2IPipeline": {"visual_cond": True},
     "HunyuanVideo15Pipeline": {"task_type": "t2v"},
     "PRXPixelPipeline": {"in_channels": 3},
+    "Kandinsky6TI2VAPipeline": {"visual_token_type_num_embeddings": 2},
+    "StableDiffusion3InpaintPipeline": {"in_channels": 16 + 16 + 1, "out_channels": 16},
+    "LongCatImagePipeline": {"in_channels": 4 * 16},
+    "LongCatImageEditPipeline": {"in_channels": 4 * 16},
+    "BriaFiboPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
+    "BriaFiboEditPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
     "WanVACEPipeline": {"vace_layers": [0], "vace_in_channels": 2 * LATENT + 4},
     "SanaImageToVideoPipeline": {},
 }
 
+# First letters of schedulers that are not a flow's.
+NO_FLOWS = ("KarrasDiffusionSchedulers", "Amused", "CogVideoX", "EDM", "DDPM", "VQDiffusion")
+# Pipelines with another scheduler than the type of their parameter.
+OTHERS = {
+    "PixArtAlphaPipeline": "DPMSolverMultistepScheduler of epsilon",
+    "SanaSprintPipeline": "SCMScheduler",
+    "SanaSprintImg2ImgPipeline": "SCMScheduler",
+}
+NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
 INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
 
 # Parts that a pipeline can be built without, but not run.
 NEEDED: dict[str, tuple[str, ...]] = {
     "ChronoEditPipeline": ("image_encoder", "image_processor"),
+    "SkyReelsV2ImageToVideoPipeline": ("image_encoder", "image_processor"),
+    "MotifVideoImage2VideoPipeline": ("feature_extractor",),
     "HunyuanImagePipeline": ("guider", "ocr_guider"),
     "PRXPipeline": ("vae",),
 }
+
+# Settings that a pipeline itself is built with.
+OWN: dict[str, dict[str, Any]] = {
+    "Krea2Pipeline": {"text_encoder_select_layers": (1, 2)},
+    "StableDiffusion3PAGPipeline": {"pag_applied_layers": "blocks.0"},
+    "StableDiffusion3PAGImg2ImgPipeline": {"pag_applied_layers": "blocks.0"},
+    "SanaPAGPipeline": {"pag_applied_layers": "transformer_blocks.0"},
+}
+
+# Channels of the VAE's latents, and its blocks, where a pipeline has their number built in.
+IMAGE_VAES: dict[str, dict[str, int]] = {
+    "LongCatImagePipeline": {"channels": 16},
+    "LongCatImageEditPipeline": {"channels": 16},
+    "StableDiffusion3InpaintPipeline": {"channels": 16},
+    "Lumina2Pipeline": {"blocks": 4},
+}
+
+TEXT_ENCODERS = {"Ideogram4Pipeline": "Qwen3VLModel"}  # where the type of the part is a base class
+
+# Layers of the text encoder where a pipeline takes the outputs of certain ones.
+DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipeline": 36}
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
@@ -79,23 +125,30 @@ CALLS: dict[str, dict[str, Any]] = {
     "Flux2KleinKVPipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "Flux2Pipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "ErnieImagePipeline": {"use_pe": False},
+    "Ideogram4Pipeline": {"guidance_schedule": None, "max_sequence_length": 128},
+    "Kandinsky6TI2VAPipeline": {"sample_audio": False},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
     "Lumina2Pipeline": {"system_prompt": ""},
     "QwenImageEditPipeline": {"max_sequence_length": 128},
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
-LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios")
+FRAMES = {"MochiPipeline": 7}  # of a video, where 5 are not a whole number of the VAE's
+# First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
+LARGE = (
+    *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
+    *("BriaFibo", "Motif"),
+)
 
 
-def flow_pipelines() -> list[str]:
+def pipelines() -> list[str]:
     """Return the classes of diffusers' pipelines with a transformer that can be imported, by name."""
     import diffusers
 
-    return [name for name in sorted(dir(diffusers)) if is_flow_pipeline(name)]
+    return [name for name in sorted(dir(diffusers)) if has_transformer(name)]
 
 
-def is_flow_pipeline(name: str) -> bool:
+def has_transformer(name: str) -> bool:
     """Return whether diffusers has a pipeline of that name with a transformer, which can be imported."""
     import diffusers
 
@@ -110,13 +163,29 @@ def is_flow_pipeline(name: str) -> bool:
     return inspect.isclass(kind) and "transformer" in inspect.signature(kind.__init__).parameters
 
 
+def scheduler_of_no_flow(name: str) -> str:
+    """Return the scheduler of a pipeline that is not a flow's, by the type of its parameter; empty for a flow's."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    names = [one.__name__ for one in _classes(_hints(kind).get("scheduler"))]
+    other = " or ".join(names) or "it takes none"
+    return OTHERS.get(name, other if all(one.startswith(NO_FLOWS) for one in names) else "")
+
+
+def prompt_of(name: str, text: str) -> str:
+    """Return a prompt as a pipeline takes it: BRIA's edits take one in JSON."""
+    return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
+
+
 def asked_of(name: str) -> Asked:
     """Return how the tiny pipeline of a class is called."""
     import diffusers
 
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
-    conditioned = any(word in name for word in CONDITIONED)
-    media = tuple(one for one in IMAGES if one in takes and one not in UNTRIED) if conditioned else ()
+    conditioned = any(word in name for word in CONDITIONED) and name not in TEXT_ALONE
+    could = [one for one in IMAGES if one in takes and one not in UNTRIED]
+    media = tuple(one for one in could if conditioned or takes[one].default is inspect.Parameter.empty)
     call = {
         key: value
         for key, value in {
@@ -127,7 +196,7 @@ def asked_of(name: str) -> Asked:
         }.items()
         if key in takes
     }
-    frames = 5 if {"num_frames", "frames", "video_length"} & {*takes} else 1
+    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length"} & {*takes} else 1
     size = 32 if any(name.startswith(word) for word in LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
@@ -143,15 +212,14 @@ def build(name: str) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    parameters = inspect.signature(kind.__init__).parameters
-    try:
-        hints = typing.get_type_hints(kind.__init__)
-    except (NameError, TypeError):
-        hints = {key: entry.annotation for key, entry in parameters.items()}
+    parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
-        needed = part == "transformer" or part in NEEDED.get(name, ())
+        if part in OWN.get(name, {}):
+            parts[part] = OWN[name][part]
+            continue
+        needed = part in ("transformer", "scheduler") or part in NEEDED.get(name, ())
         if not needed and (not missing or part in kind._optional_components):
             if missing:
                 parts[part] = None
@@ -168,26 +236,45 @@ def build(name: str) -> Any:
 
 
 @contextmanager
-def unscaled_images(name: str, size: int) -> Iterator[None]:
-    """Make a pipeline that scales images to about a megapixel scale them to size x size instead."""
+def surroundings(name: str, size: int) -> Iterator[None]:
+    """Replace what the module of a pipeline does besides sampling that no tiny pipeline can.
+
+    Images keep their size, where it scales them to about a megapixel, and Cosmos' guardrail, a package with networks of its
+    own, accepts all prompts and videos.
+    """
     import diffusers
 
     module = sys.modules[getattr(diffusers, name).__module__]
-    own = getattr(module, "calculate_dimensions", None)
-    if own is None:
-        yield
-        return
-    rest = own(1024 * 1024, 1.0)[2:]
-    module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
+    own: dict[str, Any] = {
+        one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
+    }
+    if (scaled := own.get("calculate_dimensions")) is not None:
+        rest = scaled(1024 * 1024, 1.0)[2:]
+        module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
+    if "CosmosSafetyChecker" in own:
+        module.CosmosSafetyChecker = _Unchecked  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        module.calculate_dimensions = own  # type: ignore[attr-defined]
+        vars(module).update(own)
+
+
+class _Unchecked:
+    """Guardrail that accepts everything."""
+
+    def to(self, *_: Any) -> "_Unchecked":
+        return self
+
+    def check_text_safety(self, prompt: str) -> bool:
+        return True
+
+    def check_video_safety(self, video: Any) -> Any:
+        return video
 
 
 def save(name: str, folder: Path) -> Path:
     """Save a tiny random pipeline of a class of diffusers, and return the folder."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), surroundings(name, 0):
         torch.manual_seed(0)
         pipeline = build(name)
         # Weights that start at zero or one would hide errors.
@@ -195,6 +282,8 @@ def save(name: str, folder: Path) -> Path:
             if isinstance(part, nn.Module) and type(part).__module__.startswith("diffusers"):
                 for parameter in part.parameters():
                     parameter.data += 0.2 * torch.randn_like(parameter)
+    if isinstance(getattr(pipeline, "safety_checker", None), _Unchecked):
+        pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
@@ -204,35 +293,56 @@ def save(name: str, folder: Path) -> Path:
 def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     """Return a tiny part of a pipeline, given the type of its parameter."""
     import diffusers
+    import transformers
 
     names = [one.__name__ for one in _classes(hint)]
     if part == "scheduler":
         return _scheduler(names, inverted=pipeline in INVERTED)
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
-        return kind(**transformer_settings(kind, WIDER.get(pipeline, {})))
-    if part.startswith("tokenizer"):
+        return _sized(kind, network_settings(kind, WIDER.get(pipeline, {})))
+    if part.endswith(("tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4")) and part not in NO_TEXT:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _classes(beside))]
-        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as the pipeline itself pads
+        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer(**side))
     if part == "controlnet":
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
         return _part("transformer", hints["transformer"], pipeline, hints)
-    if "SanaVideo" in pipeline or pipeline == "SanaImageToVideoPipeline":
-        names = [name for name in names if name != "AutoencoderDC"]
-    for name in names:
-        if name in VAES:
-            return getattr(diffusers, name, None)(**VAES[name])  # type: ignore[misc]
-        if name in PARTS:
-            return PARTS[name]()
-    for kind in _classes(hint):
+    if part == "text_encoder" and pipeline in TEXT_ENCODERS:
+        return encoders.language_model(getattr(transformers, TEXT_ENCODERS[pipeline]), layers=DEPTHS[pipeline])
+    kinds = _classes(hint)
+    if pipeline in ("SanaVideoPipeline", "SanaImageToVideoPipeline"):
+        kinds = [kind for kind in kinds if kind.__name__ == "AutoencoderKLWan"] or kinds
+    for kind in kinds:
+        if part == "vae" and pipeline in IMAGE_VAES:
+            return encoders.vae(**IMAGE_VAES[pipeline])
+        if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
+            return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
+        if kind.__name__ in PARTS:
+            return PARTS[kind.__name__]()
+        if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):
+            return _sized(kind, autoencoder_settings(kind))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
-            return encoders.language_model(kind)
-        if part == "guider":
-            return kind() if not inspect.isabstract(kind) else diffusers.ClassifierFreeGuidance()
+            return encoders.language_model(kind, layers=DEPTHS.get(pipeline, 2))
+        if part.endswith("guider"):
+            return diffusers.ClassifierFreeGuidance() if kind.__name__ == "BaseGuidance" else kind()
+        if issubclass(kind, diffusers.ModelMixin):
+            return _sized(kind, network_settings(kind, {}))
     raise UnknownPart(f"no tiny {part} ({' or '.join(names) or hint}) is known")
+
+
+def _sized(kind: type, settings: Mapping[str, Any]) -> Any:
+    """Return a network of diffusers; UnknownPart if it has more than `MOST` parameters, which are counted without memory."""
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in kind(**settings).parameters())
+    if count > MOST:
+        raise UnknownPart(
+            f"its {kind.__name__} has {count / 1e6:.0f} million parameters, and which settings make it tiny is unknown"
+        )
+    return kind(**settings)
 
 
 def _controlnet(name: str, pipeline: str) -> Any:
@@ -240,10 +350,21 @@ def _controlnet(name: str, pipeline: str) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    further: dict[str, Any] = {"extra_conditioning_channels": 0} if "SD3" in name or "QwenImage" in name else {}
+    further = {"extra_conditioning_channels": 0, "control_layers_places": [0], "control_in_dim": LATENT}
     known = inspect.signature(kind.__init__).parameters
-    settings = transformer_settings(kind, {key: value for key, value in further.items() if key in known})
+    settings = network_settings(kind, {key: value for key, value in further.items() if key in known})
     return kind(**settings)
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the types of the parts of a pipeline; names of types are looked up in its module and in diffusers."""
+    import diffusers
+
+    try:
+        return typing.get_type_hints(kind.__init__, localns=vars(diffusers))
+    except (NameError, TypeError):
+        parameters = inspect.signature(kind.__init__).parameters
+        return {key: entry.annotation for key, entry in parameters.items()}
 
 
 def _classes(hint: Any) -> list[type]:
@@ -269,13 +390,19 @@ def _scheduler(names: list[str], *, inverted: bool) -> Any:
     )
 
 
-def _qwen_processor() -> Any:
-    """Return the processor of Qwen2.5-VL without torchvision's image processor."""
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def _qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
+    """Return a processor of Qwen's models of text and images without torchvision's image processor."""
     from transformers import Qwen2VLImageProcessorPil
 
     tokenizer = encoders.qwen_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]})
-    return processor_without_video(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION})
+    patch = {"patch_size": 16} if kind.startswith("Qwen3") else {}
+    return processor_without_video(
+        Qwen2VLImageProcessorPil(min_pixels=32 * 32, max_pixels=64 * 64, **patch), tokenizer, kind
+    )
 
 
 def _vision(config: str, model: str) -> Any:
@@ -289,6 +416,8 @@ def _images(name: str) -> Any:
     """Return an image processor of transformers for images of 32 x 32."""
     import transformers
 
+    if name.startswith("Siglip2"):
+        return getattr(transformers, name)(patch_size=16, max_num_patches=4)
     size = {"crop_size": 32} if "CLIP" in name else {}
     return getattr(transformers, name)(size={"height": 32, "width": 32} if not size else 32, **size)
 
@@ -321,6 +450,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "T5EncoderModel": encoders.t5_encoder,
     "UMT5EncoderModel": encoders.umt5_encoder,
     "Gemma2PreTrainedModel": encoders.gemma_encoder,
+    "GemmaPreTrainedModel": encoders.gemma_encoder,
     "PreTrainedModel": encoders.qwen3_encoder,
     "Qwen2_5_VLForConditionalGeneration": encoders.qwen_vl_encoder,
     "Qwen2_5_VLTextModel": _qwen_vl_text,
@@ -330,5 +460,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "CLIPImageProcessorPil": partial(_images, "CLIPImageProcessorPil"),
     "SiglipImageProcessorPil": partial(_images, "SiglipImageProcessorPil"),
     "Qwen2VLProcessor": _qwen_processor,
+    "Qwen3VLProcessor": partial(_qwen_processor, "Qwen3VLProcessor"),
+    "Siglip2VisionModel": partial(_vision, "Siglip2VisionConfig", "Siglip2VisionModel"),
+    "Siglip2ImageProcessorPil": partial(_images, "Siglip2ImageProcessorPil"),
     "CLIPProcessor": partial(_images, "CLIPImageProcessorPil"),
 }

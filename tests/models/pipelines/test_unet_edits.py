@@ -56,7 +56,7 @@ def prompt_of(name: str, text: str, seed: int) -> MediaPrompt:
 
 def opened(name: str, folder: Path) -> Any:
     """Return the adapter of a row's pipeline."""
-    size = {"height": SIZE[0], "width": SIZE[1]}
+    size: dict[str, Any] = {"height": SIZE[0], "width": SIZE[1]}
     return open_model(save(ROWS[name], folder), **size, text_tokens=TEXT, **ROWS[name].call)
 
 
