@@ -146,7 +146,7 @@ def test_edits_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixtu
     Image.new("L", (24, 24)).save(tmp_path / "small.png")
     Image.fromarray(draw("rover")).save(tmp_path / "rover.png")
     for record, says in (
-        ({"prompt": "bacon"}, "prompt 'bacon' has no image to correct"),
+        ({"prompt": "bacon"}, "prompt 'bacon' has no column image"),
         ({"prompt": "bacon", "image": "small.png"}, "has 24x24 pixels, expected 96x24"),
         ({"prompt": words("heldout")[0], "image": "rover.png"}, "held out"),
         ({"prompt": "bacon", "image": "none.png"}, "there is no such file"),
