@@ -18,11 +18,13 @@ from torch import Tensor
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.transitions import ddim
 from fluvial.engines.cli import main as cli
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.rollout.generate import Guidance
 from fluvial.models import decoded
+from fluvial.models.pipelines import unet_edits
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.replay.media import MediaPrompt, use_modes
 
-pytestmark = pytest.mark.long
 STEPS = 3
 PROMPTS = "a red fox", "two cats"
 
@@ -78,6 +80,7 @@ def theirs(name: str, noise: Tensor, scale: float, model: Any, monkeypatch: pyte
     return torch.cat(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 @pytest.mark.parametrize("name", ROWS)
 def test_images_are_the_pipelines_own(name: str, scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +114,7 @@ def sampled(model: Any, module: Any, noise: Tensor, prompts: list[MediaPrompt], 
     return decoded(model, x, prompts)
 
 
+@pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["sd-image", "xl-inpaint"])
 def test_the_noise_of_a_step_is_the_pipelines(name: str, tmp_path: Path) -> None:
@@ -124,6 +128,7 @@ def test_the_noise_of_a_step_is_the_pipelines(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(own * unit, ddim(powers[step], powers[step + 1], eta=1.0).std, rtol=1e-5, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -142,6 +147,7 @@ def test_prompts_without_an_image_are_refused(change: Any, says: str, tmp_path: 
         model.latent_shape(8, 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strength", [0.0, 1.0, 1.5])
 def test_a_strength_without_an_effect_is_refused(strength: float, tmp_path: Path) -> None:
     folder = save(ROWS["sd-image"], tmp_path)
@@ -149,12 +155,14 @@ def test_a_strength_without_an_effect_is_refused(strength: float, tmp_path: Path
         open_model(folder, strength=strength)
 
 
+@pytest.mark.long
 def test_inpainting_that_overwrites_between_steps_is_refused(tmp_path: Path) -> None:
     folder = save(ROWS["sd-inpaint"]._replace(channels=4), tmp_path)
     with pytest.raises(ValueError, match="4 input channels, expected 9: without the mask's, inpainting overwrites samples"):
         open_model(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sd-image", "xl-image", "sd-inpaint", "xl-inpaint"])
 def test_a_run_trains_an_adapter_that_the_pipeline_opens(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -187,3 +195,34 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
     pipeline = make(ROWS[name])
     pipeline.load_lora_weights(out / "lora")
     assert sum("lora" in part for part, _ in pipeline.unet.named_parameters()) == len(trained)
+
+
+def test_samples_that_start_as_noise_are_noise_mixed_with_the_image() -> None:
+    """x = sqrt(A) z + sqrt(1 - A) e at the first level A, and z with what is left of y at the last."""
+    noise, image = normal(fold_in(key(0), torch.arange(2)), (2, 4, 3, 2, 2)).unbind()
+    powers = torch.tensor([0.005, 0.3, 0.9, 0.9991])
+    levels = unet_edits._rescaled(powers.double(), 1 / unet_edits.UNIT).float()
+    mixed = unet_edits._with_image(noise, levels, image)
+    power = powers.reshape(-1, 1, 1, 1)
+    torch.testing.assert_close(mixed, torch.sqrt(power) * image + torch.sqrt(1 - power) * noise, rtol=1e-5, atol=1e-5)
+    whole = unet_edits._with_image(noise, torch.ones(4), image)
+    torch.testing.assert_close(whole, image + unet_edits.UNIT * noise)
+
+
+class Listening:
+    """A model that keeps what it is asked to encode."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def encode(self, prompts: list[Any]) -> Tensor:
+        """Return a number per prompt."""
+        self.asked.append(prompts)
+        return torch.zeros(len(prompts), 1)
+
+
+def test_a_negative_prompt_has_the_images_of_the_prompt() -> None:
+    """So that both halves of guidance see the same image; a prompt of text alone has a text."""
+    model: Any = Listening()
+    Guidance(2.0, "blurred").encode(model, [Prompt("a red fox", media={"image": b"1"}), Prompt("two cats", negative="dogs")])
+    assert model.asked[1] == [MediaPrompt("blurred", {"image": b"1"}), "dogs"]
