@@ -121,7 +121,6 @@ DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipel
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
     "LTX2Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0},
-    "LTX2ImageToVideoPipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0, "crf": 0},
     "AceStepPipeline": {"audio_duration": 0.32},
     "LongCatAudioDiTPipeline": {"audio_duration_s": 0.32},
     "StableAudio3Pipeline": {"duration": 0.32},
