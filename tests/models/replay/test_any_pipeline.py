@@ -247,7 +247,7 @@ def test_impossible_calls_are_refused(
             {"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]},
             "TomorrowsPipeline, which diffusers .* does",
         ),
-        ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no vae"),
+        ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no scheduler"),
     ],
 )
 def test_unsuitable_folders_are_refused(index: dict[str, Any], says: str, tmp_path: Path) -> None:
