@@ -359,8 +359,17 @@ class AnyPipeline(WithExperts):
         conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
         self._check_effects(conditioned[:1])
         alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
-        batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
-        runs, errors = [self._run(module, batch, number) for number, batch in enumerate(batches)], list[float]()
+        each, errors = [[prompt] for prompt in prompts], list[float]()
+        batches = each if alone else [list(prompts)]
+        try:
+            runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
+        except ReplayError:
+            raise
+        except ValueError:  # of the pipeline itself, some of which take no list of prompts
+            if batches == each:
+                raise
+            batches = each
+            runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
         for number, (run, batch) in enumerate(zip(runs, batches, strict=True)):
             if not torch.equal(run.schedule.levels, self.known.levels):
                 raise refusal(self.pipeline, "its schedule differs from run to run")
@@ -569,9 +578,14 @@ class AnyPipeline(WithExperts):
 
 
 def _attention_layers(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linear layers inside attention, relative to it."""
-    attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
-    named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
+    """Return the names of the linear layers inside attention, from the attention's own name on."""
+    attention = [(name, part) for name, part in network.named_modules() if "attention" in type(part).__name__.lower()]
+    named = (
+        f"{outer.rpartition('.')[2]}.{name}".removeprefix(".")
+        for outer, part in attention
+        for name, layer in part.named_modules()
+        if isinstance(layer, nn.Linear)
+    )
     return tuple(dict.fromkeys(named))
 
 
