@@ -187,9 +187,10 @@ class AnyPipeline(WithExperts):
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
         from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        # Some pipelines have a processor of text and images in the tokenizer's place.
-        parts = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in tokenizers.components.values()]
-        found = [part for part in parts if isinstance(part, PreTrainedTokenizerBase)]
+        # Some pipelines have a processor of text and images in the tokenizer's place, under any name.
+        kinds, parts = (ProcessorMixin, PreTrainedTokenizerBase), tokenizers.components.items()
+        named = [part for name, part in parts if name.startswith("tokenizer") or isinstance(part, kinds)]
+        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in named if part is not None]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):

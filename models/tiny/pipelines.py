@@ -305,10 +305,8 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _classes(beside))]
-        tokenizer = next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
-        if pipeline.startswith("CogView4"):
-            tokenizer.padding_side = "left"  # as the pipeline itself pads
-        return tokenizer
+        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as the pipeline itself pads
+        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer(**side))
     if part == "controlnet":
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":

@@ -50,6 +50,7 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     assert lines[2].endswith("| image | 2e-07 | 1 | yes | yes | yes | trains |")
     assert lines[3].endswith("refused because it does this or or that |")
     assert lines[4].endswith("is off policy |")
+    assert TRAINS._replace(guided=False).cells()[-1] == "trains without guidance"
     assert lines[-1] == "1 of 3 flow pipelines train; 1 others are not flows."
 
 
