@@ -152,7 +152,7 @@ class StepRecipe:
                     if isinstance(leaf, Holds):
                         sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
                         value = leaf.places.gather(torch.cat([sample, value], dim=-1))
-                    leaves.append(value.transpose(0, 1).flatten(0, 1) if row.repeats else value[0])
+                    leaves.append(value.transpose(0, 1).flatten(0, 1) if leaf.repeats else value[0])
                 elif isinstance(leaf, Made):
                     leaves.append(made[leaf.call][leaf.output].to(leaf.dtype))
                 else:
