@@ -318,7 +318,7 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
     """Bria FIBO's positions of text have no dimension of the batch, and are as many as the prompt's tokens."""
     asked = asked_of("BriaFiboPipeline")
     save("BriaFiboPipeline", tmp_path / "fibo")
-    settings = {"scale": asked.scale, "negative": asked.negative, "call": asked.call, "example": PROMPTS[0]}
+    settings: dict[str, Any] = {"scale": asked.scale, "negative": asked.negative, "call": asked.call, "example": PROMPTS[0]}
     model = AnyPipeline(tmp_path / "fibo", height=asked.size, width=asked.size, steps=STEPS, **settings).given(PROMPTS)
     assert model.check(model.build().eval(), PROMPTS) < 1e-5
     assert model.known.model.ragged
