@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     layers: int = 0  # linear layers that LoRA adapts
     parameters: int = 0  # of the adapter
     flow: bool = True  # whether its scheduler is a flow's
+    guided: bool = True  # False if it is refused with guidance, and trains at a scale of 1
     reason: str = ""  # why it is refused; empty if it trains
 
     @property
@@ -47,7 +49,8 @@ class Row(NamedTuple):
         """Return the row of the table."""
         error = "" if self.error is None else f"{self.error:.0e}" if self.error else "0"
         ratio = "" if self.ratio is None else f"{self.ratio:g}"
-        result = "trains" if self.trains else f"refused because {self.reason}" if self.reason else "is off policy"
+        trains = "trains" if self.guided else "trains without guidance"
+        result = trains if self.trains else f"refused because {self.reason}" if self.reason else "is off policy"
         name = (self.pipeline, self.how, ", ".join(self.conditions))
         return (*name, error, ratio, self.opens, self.ranks, self.served, result)
 
@@ -72,7 +75,6 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     if built.code:
         return row._replace(reason=f"no tiny one can be built to try it: {_line(built.last)}")
     asked = tiny.asked_of(name)
-    words = _command(name, folder, asked)
 
     def called(args: list[str]) -> int:
         import torch
@@ -81,8 +83,16 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         with tiny.surroundings(name, asked.size):
             return command(args)
 
-    trained = wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
+    def trained_with(words: list[str]) -> Ended:
+        return wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
+
+    trained = trained_with(words := _command(name, folder, asked))
     row = row._replace(conditions=asked.media)
+    if trained.code and asked.scale != 1:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        first, row = trained, row._replace(guided=False)
+        if (trained := trained_with(words := _command(name, folder, asked._replace(scale=1.0, negative="")))).code:
+            trained, row = first, row._replace(guided=True)
     if trained.code:
         return row._replace(reason=_reason(_said(trained), name, folder))
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)

@@ -139,6 +139,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
+FRAMES = {"MochiPipeline": 7}  # of a video, where 5 are not a whole number of the VAE's
 # First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
 LARGE = (
     *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
@@ -201,7 +202,7 @@ def asked_of(name: str) -> Asked:
         }.items()
         if key in takes
     }
-    frames = 5 if {"num_frames", "frames", "video_length"} & {*takes} else 1
+    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length"} & {*takes} else 1
     size = 32 if any(name.startswith(word) for word in LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
@@ -311,7 +312,8 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _classes(beside))]
-        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as the pipeline itself pads
+        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer(**side))
     if part == "controlnet":
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
@@ -355,7 +357,13 @@ def _controlnet(name: str, pipeline: str) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    further = {"extra_conditioning_channels": 0, "control_layers_places": [0], "control_in_dim": LATENT}
+    mask = (4 if "Qwen" in name else 1) if "Inpaint" in pipeline else 0  # channels, of which Qwen-Image packs 2 x 2
+    further = {
+        "extra_conditioning_channels": mask,
+        "extra_condition_channels": mask,
+        "control_layers_places": [0],
+        "control_in_dim": LATENT,
+    }
     known = inspect.signature(kind.__init__).parameters
     settings = network_settings(kind, {key: value for key, value in further.items() if key in known})
     return kind(**settings)
