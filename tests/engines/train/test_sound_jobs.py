@@ -19,8 +19,8 @@ SHORT = (
     "--final-samples 2 --eval-every 0 --checkpoint-every 2 --rollout.guidance.scale 1"
 )
 VIDEO = (
-    "--rollout.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 --rewards tiny_sounds:even jpeg "
-    "--pipeline.call max_sequence_length=32 guidance_rescale=0.0 audio_guidance_rescale=0.0"
+    "--rollout.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
+    "--rewards tiny_sounds:even jpeg --pipeline.call max_sequence_length=32 guidance_rescale=0.0 audio_guidance_rescale=0.0"
 )
 
 
