@@ -256,7 +256,7 @@ def _sizes(seen: Sequence[tuple[str, Any, Any]], x: Tensor) -> tuple[int, ...]:
 
 
 def _joined(parts: Sequence[Tensor], v: Tensor, x: Tensor, sizes: tuple[int, ...]) -> Joined | None:
-    """Return the weighted sums of the pieces of flat samples; None if one is none, see `_fitted`."""
+    """Return the weighted sums of the pieces of flat samples; None if a piece has no such sum, see `_fitted`."""
     if sum(sizes) != x.shape[1] or any(part.shape != x.shape for part in parts):
         return None
     pieces = zip(*(tensor.split(sizes, dim=1) for tensor in (*parts, v, x)), strict=True)
