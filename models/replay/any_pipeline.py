@@ -48,8 +48,8 @@ from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
 from fluvial.models.replay.stand_in import answering, emptied, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
-# A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
-COPIES = 3
+# A prompt is encoded as 3 samples, so that an input with one row per sample differs from one that all share, and once as 5.
+COPIES, OTHER_COPIES = 3, 5
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
@@ -222,7 +222,7 @@ class AnyPipeline(WithExperts):
         Raises:
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
-        found, cond, offset = self._dry(encoders, prompt)
+        found, cond, offset = self._dry(encoders, prompt, apart=self.known.model.ragged)
         start = {} if offset is None else {OFFSET: offset}
         ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
         fits = within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
@@ -433,11 +433,11 @@ class AnyPipeline(WithExperts):
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
         """Raise ValueError if an image changes nothing that the transformer is given."""
         for prompt in prompts:
-            _, *cond = self._dry(self._loaded(), prompt)
+            _, *cond = self._dry(self._loaded(), prompt, apart=True)
             for name in prompt.media:
                 other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
                 try:
-                    _, *changed = self._dry(self._loaded(), other)
+                    _, *changed = self._dry(self._loaded(), other, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
@@ -448,16 +448,18 @@ class AnyPipeline(WithExperts):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, COPIES - 1))
+            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, OTHER_COPIES))
             if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
                 raise refusal(
                     self.pipeline,
                     f"its {COMPONENT} is given inputs that look like one row per sample of {COPIES} samples, "
-                    f"and not of {COPIES - 1}",
+                    f"and not of {OTHER_COPIES}",
                 )
             if self.shortest != self.example:
                 shortest = self._dry(self._loaded(), self.shortest).known
-                found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
+                if shortest.rows != found.rows or not same_steps(shortest.model.recipes, found.model.recipes):
+                    found = self._dry(self._loaded(), self.example, apart=True).known
+                    found = found._replace(model=dataclasses.replace(found.model, ragged=True))
             self._once = found
         return self._once
 
@@ -485,6 +487,7 @@ class AnyPipeline(WithExperts):
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                self._frozen = control_networks(pipe)
                 for name, part in pipe.components.items():
                     if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
@@ -492,7 +495,6 @@ class AnyPipeline(WithExperts):
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                self._frozen = control_networks(pipe)
                 for name, real in self._frozen.items():
                     setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
@@ -502,15 +504,15 @@ class AnyPipeline(WithExperts):
         return self._pipe
 
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES) -> _Dry:
-        """Run the pipeline with the stand-in on several copies of one prompt.
+    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES, *, apart: bool = False) -> _Dry:
+        """Run the pipeline with the stand-in on several copies of one prompt; for `apart` see `Capture`.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
         tried, errors = forms(self.takes, prompt, copies), list[ValueError]()
         for number in range(self._form, len(tried)):
             try:
-                found = self._dry_run(pipe, tried[number], copies)
+                found = self._dry_run(pipe, tried[number], copies, apart)
             except ValueError as error:
                 errors.append(error)
             else:
@@ -519,13 +521,13 @@ class AnyPipeline(WithExperts):
         raise errors[0]
 
     @alone
-    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int) -> _Dry:
+    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int, apart: bool) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(copies)))
         asked = called(self.takes, {**self.asked, **form, "generator": seeds})
-        capture = Capture(pipe, COMPONENT, asked)
+        capture = Capture(pipe, COMPONENT, asked, apart=apart)
         theirs = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
             scheduler = RecordingScheduler.from_config({**theirs.config, "_class_name": type(theirs).__name__})

@@ -54,13 +54,15 @@ class _Group(NamedTuple):
 class Capture:
     """Record the inputs and outputs of a part within each step until the scheduler receives the velocity.
 
-    `asked` are the arguments of the pipeline's call.
+    `asked` are the arguments of the pipeline's call. With `apart`, each sample will have a pass of its own, and tensors
+    that all samples share are those of their prompt.
 
     Raises:
         ValueError: the pipeline does not take those arguments.
     """
 
-    def __init__(self, pipe: Any, component: str, asked: dict[str, Any]) -> None:
+    def __init__(self, pipe: Any, component: str, asked: dict[str, Any], *, apart: bool = False) -> None:
+        self.apart = apart
         self.pipeline, self.component, self.scales = type(pipe).__name__, component, _scales(pipe, asked)
         self.frozen = control_networks(pipe)
         self.taken: list[int] = []  # steps of the schedule, in the order they were taken
@@ -114,7 +116,7 @@ class Capture:
             returned = parts_of(output, len(x)) if component == self.component else tensors_of(output)
             if not returned:
                 raise self._refusal(step, f"the {component} does not return one output per sample")
-            kinds, others, tree = _sources(given, x, made)
+            kinds, others, tree = _sources(given, x, made, self.apart)
             if not any(isinstance(kind, Latent | Holds) for kind in kinds):
                 if component != self.component:
                     continue  # what it returns depends on the prompt alone
@@ -262,13 +264,14 @@ def _copies(leaf: Any, x: Tensor) -> int:
     return count if torch.equal(leaf, x.to(leaf.dtype).repeat(count, *[1] * (x.ndim - 1))) else 0
 
 
-def _sources(given: Any, x: Tensor, made: list[list[Tensor]]) -> tuple[list[Leaf], list[Tensor], Any]:
+def _sources(given: Any, x: Tensor, made: list[list[Tensor]], apart: bool) -> tuple[list[Leaf], list[Tensor], Any]:
     """Return the source of each input of a call, the inputs with one row per sample, and the pytree.
 
     Args:
         given: (args, kwargs) of the call.
         x: samples `[B, *event]`.
         made: tensors that each earlier call of the step returned, if it is a control network's.
+        apart: see `Capture`.
     """
     leaves, tree = optree.tree_flatten(given)
     copies, held = zip(*(_sought(leaf, x) for leaf in leaves), strict=True)
@@ -292,14 +295,25 @@ def _sources(given: Any, x: Tensor, made: list[list[Tensor]]) -> tuple[list[Leaf
         elif isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) in (repeats * len(x), len(x)):
             kinds.append(Row(len(leaf) // len(x), False))
             rows.append(leaf.detach().unflatten(0, (-1, len(x))).transpose(0, 1))
+        elif apart and isinstance(leaf, Tensor) and leaf.ndim > 0:
+            kinds.append(Row(0, False))
+            rows.append(leaf.detach().expand(len(x), *leaf.shape))
         else:
             kinds.append(Fixed(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf))
     return kinds, rows, tree
 
 
 def control_networks(pipe: Any) -> dict[str, Any]:
-    """Return the frozen networks of a pipeline whose outputs its transformer is given, by part."""
-    return {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
+    """Return the frozen networks of a pipeline whose outputs its transformer is given, by part.
+
+    Raises:
+        ReplayError: one shares layers with the transformer, as Z-Image's, and so would change as that is trained.
+    """
+    found = {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
+    trained = {id(each) for each in getattr(pipe, "transformer", nn.Identity()).parameters()}
+    if any(id(each) in trained for network in found.values() for each in network.parameters()):
+        raise refusal(type(pipe).__name__, "its control network shares layers with the transformer, which is trained")
+    return found
 
 
 def _maker(leaf: Tensor, made: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:

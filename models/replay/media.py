@@ -17,6 +17,7 @@ IMAGES = (
     "image",
     "mask_image",
     "control_image",
+    "control_mask",
     "last_image",
     "reference_image",
     "image_reference",

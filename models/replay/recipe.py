@@ -29,7 +29,10 @@ class Holds(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An input with one row per sample, repeated along the batch for guidance."""
+    """An input with one row per sample, repeated along the batch for guidance.
+
+    With 0 repeats it has no dimension of the batch, and belongs to the prompt of the one sample that a pass has.
+    """
 
     repeats: int
     each_step: bool  # whether it differs from step to step
@@ -149,7 +152,7 @@ class StepRecipe:
                     if isinstance(leaf, Holds):
                         sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
                         value = leaf.places.gather(torch.cat([sample, value], dim=-1))
-                    leaves.append(value.transpose(0, 1).flatten(0, 1))
+                    leaves.append(value.transpose(0, 1).flatten(0, 1) if leaf.repeats else value[0])
                 elif isinstance(leaf, Made):
                     leaves.append(made[leaf.call][leaf.output].to(leaf.dtype))
                 else:

@@ -351,7 +351,13 @@ def _controlnet(name: str, pipeline: str) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    further = {"extra_conditioning_channels": 0, "control_layers_places": [0], "control_in_dim": LATENT}
+    mask = (4 if "Qwen" in name else 1) if "Inpaint" in pipeline else 0  # channels, of which Qwen-Image packs 2 x 2
+    further = {
+        "extra_conditioning_channels": mask,
+        "extra_condition_channels": mask,
+        "control_layers_places": [0],
+        "control_in_dim": LATENT,
+    }
     known = inspect.signature(kind.__init__).parameters
     settings = network_settings(kind, {key: value for key, value in further.items() if key in known})
     return kind(**settings)
