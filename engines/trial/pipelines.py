@@ -109,6 +109,12 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     )
 
 
+def rising(audios: Any, prompts: Sequence[str]) -> Any:
+    """Return how much louder the second half of each sound is than the first, `[B]`: a reward of pipelines of sounds."""
+    first, second = audios.square().flatten(1).chunk(2, dim=1)
+    return second.sum(1) / (first.sum(1) + second.sum(1))
+
+
 def measured_table(rows: Sequence[Row]) -> str:
     """Return rows as a table in Markdown, those that train first, with a sentence that counts them."""
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
@@ -152,6 +158,8 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
     words = [*files, *RUN.split(), *size, "--rollout.guidance.scale", f"{asked.scale:g}"]
     if adapter is None and asked.call:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
+    if asked.sounds:
+        words += ["--rewards", f"{__name__}:rising"]
     if asked.negative:
         words += ["--rollout.guidance.negative", asked.negative]
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]

@@ -45,7 +45,7 @@ from fluvial.models.replay.recorded import (
     within,
 )
 from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
-from fluvial.models.replay.stand_in import answering, emptied, stand_in
+from fluvial.models.replay.stand_in import answering, emptied, pieces_of, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
 # A prompt is encoded as 3 samples, so that an input with one row per sample differs from one that all share, and once as 5.
@@ -64,6 +64,7 @@ class _Known(NamedTuple):
     schedule: Schedule
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
+    pieces: tuple[torch.Size, ...]  # shapes of the pieces of a flat sample; empty for a sample of one piece
     levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
 
 
@@ -561,7 +562,7 @@ class AnyPipeline(WithExperts):
         last = recorder.trajectory().x_next
         rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
         schedule = Schedule(own, scheduler.timesteps[-self.steps :])
-        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, levels)
+        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
         return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
     @alone
@@ -574,7 +575,7 @@ class AnyPipeline(WithExperts):
         once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
-                pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
+                pipe.scheduler = answering(own, *pieces_of(latents.to(self.device, self.known.dtype), self.known.pieces))
                 return output_of(pipe(**called(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own

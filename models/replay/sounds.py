@@ -12,7 +12,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ALONE = RLock()  # rewards decode sounds on threads of their own, and a pipeline's run changes its scheduler
 HEIGHT, WIDTH = 64, 256  # of the drawing of a sound, in pixels
-RATES = (("vocoder", "output_sampling_rate"), ("vae", "sampling_rate"))  # parts and settings that say the rate
+RATES = (
+    ("vocoder", "output_sampling_rate"),
+    ("vae", "sampling_rate"),
+    ("vae", "sample_rate"),
+)  # parts and settings that say the rate
 
 
 class Output(NamedTuple):
