@@ -110,6 +110,7 @@ IMAGE_VAES: dict[str, dict[str, int]] = {
     "LongCatImagePipeline": {"channels": 16},
     "LongCatImageEditPipeline": {"channels": 16},
     "StableDiffusion3InpaintPipeline": {"channels": 16},
+    "LuminaPipeline": {"blocks": 4},
     "Lumina2Pipeline": {"blocks": 4},
 }
 
