@@ -21,7 +21,7 @@ UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not c
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
     """Return the parameters of the call of a pipeline's class that are of use here."""
     left_out = SEVERAL if kind.__name__ in ONE_OF_EACH else ()
-    takes = inspect.signature(kind.__call__).parameters  # type: ignore[operator]
+    takes = inspect.signature(kind.__call__).parameters
     return {name: parameter for name, parameter in takes.items() if name not in left_out}
 
 
