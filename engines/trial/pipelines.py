@@ -73,7 +73,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     row = Row(name)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
-        return row._replace(reason=f"no tiny one can be built to try it: {_line(built.last)}")
+        return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
     asked = tiny.asked_of(name)
 
     def called(args: list[str]) -> int:
@@ -276,6 +276,9 @@ def _reason(said: str, name: str, folder: Path) -> str:
     ):
         short = re.sub(f"^{start}", "", short)
     short = re.sub(r"^cannot be called with .*?: (?=[A-Z]\w+: )", "cannot be called: ", short)
+    scheduler = r"ValueError: RecordingScheduler: the config is of (\w+), expected \w+'s"
+    short = re.sub(scheduler, r"its scheduler is a \1, whose steps are not Euler's of a flow", short)
+    short = re.sub(r"NameError: name '(\w+)' is not defined", r"a package with `\1` is not installed", short)
     return _line(short.removeprefix("its folder/").replace(str(folder), ""))
 
 

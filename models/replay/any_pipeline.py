@@ -9,7 +9,6 @@ pipeline with its real transformer.
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -25,7 +24,7 @@ from fluvial.models.lora import attention_layers
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
-from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, shown
+from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, parameters, shown
 from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
@@ -129,7 +128,7 @@ class AnyPipeline(WithExperts):
                 f"a {COMPONENT} can be trained (fluvial models)"
             )
         self.network = str(parts[COMPONENT])
-        self.takes = inspect.signature(kind.__call__).parameters
+        self.takes = parameters(kind)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)

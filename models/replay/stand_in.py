@@ -92,9 +92,6 @@ def _output_of(empty: Any, args: Any, kwargs: Any, guess: bool) -> Any:
     except (RuntimeError, NotImplementedError):
         if not guess:
             raise
-        import traceback
-
-        traceback.print_exc()
         sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if isinstance(sample, list):
             return ([torch.empty(one.shape, device="meta") for one in sample],)

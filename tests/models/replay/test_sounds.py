@@ -12,6 +12,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from fluvial.core.random import key
+from fluvial.core.table import Record
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.checks import ReplayError
 from fluvial.models.replay.scheduler import RecordingScheduler
@@ -148,7 +149,7 @@ def test_pieces_of_a_recording_step_together() -> None:
     x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     sound, change = torch.randn(2, 5), torch.randn(2, 5)
     scheduler = RecordingScheduler(shift=3.0)
-    with scheduler.recording(key=key(0)) as recorder:
+    with scheduler.recording(key=key(0), record=Record(form="unscaled")) as recorder:
         other = copy.deepcopy(scheduler)
         for one in (scheduler, other):
             one.set_timesteps(STEPS)
