@@ -107,8 +107,9 @@ def test_two_updates_with_images(
         opened.load_lora_weights(adapter / "transformer_2", adapter_name="low", load_into_transformer_2=True)
         assert (set(opened.transformer.peft_config), set(opened.transformer_2.peft_config)) == ({"high"}, {"low"})
         return
-    opened.load_lora_weights(adapter)
-    assert opened.get_active_adapters()
+    if name != "longcat":  # which has no loader
+        opened.load_lora_weights(adapter)
+        assert opened.get_active_adapters()
 
 
 def test_a_column_of_another_name(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
