@@ -280,7 +280,7 @@ class AnyPipeline(WithExperts):
         images, first = list[Tensor](), 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
-            images += [self._made(chunk, prompt).shown for chunk in latents[first:last].split(self.decode_chunk)]
+            images += [self._made(chunk, prompt).shown(self.size) for chunk in latents[first:last].split(self.decode_chunk)]
             first = last
         return torch.cat(images).to(latents.device)
 
@@ -315,7 +315,7 @@ class AnyPipeline(WithExperts):
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
             changed = {name: as_png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
-            one, other = (self._made(sample, prompt).shown for prompt in both)
+            one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 

@@ -55,7 +55,17 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     assert sounds.rate == tiny_sounds.RATE
     torch.testing.assert_close(sounds.waves, torch.cat(theirs).float(), rtol=0, atol=1e-5)
     assert (sounds.waves[0] - sounds.waves[1]).abs().max() > 1e-3
-    assert model.decode(x).shape == (2, 1, 64, 256)
+    assert model.decode(x).shape == (2, 1, 16, 16)
+
+
+@pytest.mark.long
+def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check before the first update compares sounds as it does images."""
+    model = opened(tmp_path)
+    module, own = model.build().eval(), model.sounds
+    monkeypatch.setattr(model, "sounds", lambda latents: own(latents + 0.1))
+    with pytest.raises(ReplayError, match="its last samples, decoded, differ from its own sounds by"):
+        model.check(module, ["rain"])
 
 
 @pytest.mark.long
@@ -69,7 +79,7 @@ def test_a_drawing_shows_the_wave() -> None:
     """Silence is a line in the middle; a loud half fills its columns."""
     wave = torch.zeros(1, 1, 512)
     wave[..., 256:] = torch.tensor([1.0, -1.0]).repeat(128)
-    (drawing,) = drawings(wave)
+    (drawing,) = drawings(wave, 64, 256)
     assert drawing.shape == (1, 64, 256)
     assert drawing[0, :, :120].eq(0).sum(0).max() <= 2
     assert drawing[0, :, 136:].eq(0).all()
@@ -85,7 +95,7 @@ def test_outputs_are_told_apart() -> None:
     assert torch.equal(both.waves, sound)
     alone = output_of((sound[:, 0],))
     assert alone == Output(None, alone.waves)
-    assert alone.shown.shape == (1, 1, 64, 256)
+    assert alone.shown((64, 256)).shape == (1, 1, 64, 256)
 
 
 RESCALED = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
