@@ -73,7 +73,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     row = Row(name)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
-        return row._replace(reason=f"no tiny one can be built to try it: {_line(built.last)}")
+        return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
     asked = tiny.asked_of(name)
 
     def called(args: list[str]) -> int:
@@ -107,6 +107,12 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         ranks=_two_ranks(words, folder, called),
         served=_served(words, folder, called, recorded=name not in built_in()),
     )
+
+
+def rising(audios: Any, prompts: Sequence[str]) -> Any:
+    """Return how much louder the second half of each sound is than the first, `[B]`: a reward of pipelines of sounds."""
+    first, second = audios.square().flatten(1).chunk(2, dim=1)
+    return second.sum(1) / (first.sum(1) + second.sum(1))
 
 
 def measured_table(rows: Sequence[Row]) -> str:
@@ -152,6 +158,8 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
     words = [*files, *RUN.split(), *size, "--rollout.guidance.scale", f"{asked.scale:g}"]
     if adapter is None and asked.call:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
+    if asked.sounds:
+        words += ["--rewards", f"{__name__}:rising"]
     if asked.negative:
         words += ["--rollout.guidance.negative", asked.negative]
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
@@ -268,6 +276,9 @@ def _reason(said: str, name: str, folder: Path) -> str:
     ):
         short = re.sub(f"^{start}", "", short)
     short = re.sub(r"^cannot be called with .*?: (?=[A-Z]\w+: )", "cannot be called: ", short)
+    scheduler = r"ValueError: RecordingScheduler: the config is of (\w+), expected \w+'s"
+    short = re.sub(scheduler, r"its scheduler is a \1, whose steps are not Euler's of a flow", short)
+    short = re.sub(r"NameError: name '(\w+)' is not defined", r"a package with `\1` is not installed", short)
     return _line(short.removeprefix("its folder/").replace(str(folder), ""))
 
 

@@ -9,29 +9,27 @@ pipeline with its real transformer.
 
 import copy
 import dataclasses
-import inspect
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.table import Record
+from fluvial.models.lora import attention_layers
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
-from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, shown
+from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, parameters, shown
 from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, as_png, inverted, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
@@ -45,11 +43,11 @@ from fluvial.models.replay.recorded import (
     within,
 )
 from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
-from fluvial.models.replay.stand_in import answering, emptied, stand_in
+from fluvial.models.replay.stand_in import answering, emptied, pieces_of, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
-# A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
-COPIES = 3
+# A prompt is encoded as several samples, so that an input with one row per sample differs from one that all share.
+COPIES = (3, 5, 7)
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
@@ -64,6 +62,7 @@ class _Known(NamedTuple):
     schedule: Schedule
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
+    pieces: tuple[torch.Size, ...]  # shapes of the pieces of a flat sample; empty for a sample of one piece
     levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
 
 
@@ -129,7 +128,7 @@ class AnyPipeline(WithExperts):
                 f"a {COMPONENT} can be trained (fluvial models)"
             )
         self.network = str(parts[COMPONENT])
-        self.takes = inspect.signature(kind.__call__).parameters
+        self.takes = parameters(kind)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
@@ -158,7 +157,7 @@ class AnyPipeline(WithExperts):
         """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
         layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
-        return usual or _attention_layers(self._loaded().transformer)
+        return usual or attention_layers(self._loaded().transformer)
 
     def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
@@ -222,25 +221,27 @@ class AnyPipeline(WithExperts):
         Raises:
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
-        found, cond, offset = self._dry(encoders, prompt)
-        start = {} if offset is None else {OFFSET: offset}
-        ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
-        fits = within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
-        if not same_steps(found.model.recipes, self.known.model.recipes) or not fits:
+        ragged = self.known.model.ragged
+        for _, run in self._runs(encoders, prompt, apart=ragged):
+            fits = within(run.known.rows, self.known.rows) if ragged else run.known.rows == self.known.rows
+            if fits and same_steps(run.known.model.recipes, self.known.model.recipes):
+                break
+        else:
             raise refusal(
                 self.pipeline,
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
             )
-        if not ragged:
-            found_rows = {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
-            return found_rows | start
-        padded = {
+        found, cond, offset = run
+        start = {} if offset is None else {OFFSET: offset}
+        flat = [shape for rows in found.rows for shape in rows]
+        texts = start | {
             f"{recipe}.{row}": padded_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
             for row, tensor in enumerate(rows)
         }
-        return {**padded, **start, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
+        sizes = torch.tensor([[size for shape in flat for size in shape]], device=self.device)
+        return {**texts, SIZES: sizes} if ragged else texts
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
@@ -279,7 +280,7 @@ class AnyPipeline(WithExperts):
         images, first = list[Tensor](), 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
-            images += [self._made(chunk, prompt).shown for chunk in latents[first:last].split(self.decode_chunk)]
+            images += [self._made(chunk, prompt).shown(self.size) for chunk in latents[first:last].split(self.decode_chunk)]
             first = last
         return torch.cat(images).to(latents.device)
 
@@ -312,9 +313,9 @@ class AnyPipeline(WithExperts):
             return False
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
-            changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
+            changed = {name: as_png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
-            one, other = (self._made(sample, prompt).shown for prompt in both)
+            one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -433,11 +434,11 @@ class AnyPipeline(WithExperts):
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
         """Raise ValueError if an image changes nothing that the transformer is given."""
         for prompt in prompts:
-            _, *cond = self._dry(self._loaded(), prompt)
+            copies, (_, *cond) = next(self._runs(self._loaded(), prompt, apart=True))
             for name in prompt.media:
-                other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
+                other = MediaPrompt(prompt.text, {**prompt.media, name: as_png(inverted(open_image(prompt.media[name])))})
                 try:
-                    _, *changed = self._dry(self._loaded(), other)
+                    _, *changed = self._dry(self._loaded(), other, copies, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
@@ -448,16 +449,19 @@ class AnyPipeline(WithExperts):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, COPIES - 1))
-            if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
-                raise refusal(
-                    self.pipeline,
-                    f"its {COMPONENT} is given inputs that look like one row per sample of {COPIES} samples, "
-                    f"and not of {COPIES - 1}",
-                )
-            if self.shortest != self.example:
-                shortest = self._dry(self._loaded(), self.shortest).known
-                found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
+            pipe, runs, same = self._loaded(), dict[int, _Known](), None
+            for copies, run in self._runs(pipe, self.example):
+                if (same := next((number for number, other in runs.items() if _alike(other, run.known)), None)) is not None:
+                    break
+                runs[copies] = run.known
+            if same is None:
+                numbers = " and ".join(map(str, runs))
+                raise refusal(self.pipeline, f"its {COMPONENT} is given inputs of unlike kinds for {numbers} samples")
+            found = runs[same]
+            shortest = () if self.shortest == self.example else self._runs(pipe, self.shortest)
+            if shortest and not any(_alike(run.known, found) for _, run in shortest):
+                found = self._dry(pipe, self.example, same, apart=True).known
+                found = found._replace(model=dataclasses.replace(found.model, ragged=True))
             self._once = found
         return self._once
 
@@ -485,6 +489,7 @@ class AnyPipeline(WithExperts):
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                self._frozen = control_networks(pipe)
                 for name, part in pipe.components.items():
                     if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
@@ -492,7 +497,6 @@ class AnyPipeline(WithExperts):
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                self._frozen = control_networks(pipe)
                 for name, real in self._frozen.items():
                     setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
@@ -501,16 +505,29 @@ class AnyPipeline(WithExperts):
             self._pipe = pipe
         return self._pipe
 
+    def _runs(self, pipe: Any, prompt: TextPrompt, *, apart: bool = False) -> Iterator[tuple[int, _Dry]]:
+        """Yield runs on several numbers of copies, see `_dry`: an input may be as long as one of them by coincidence."""
+        errors = list[ReplayError]()
+        for copies in COPIES:
+            try:
+                found = self._dry(pipe, prompt, copies, apart=apart)
+            except ReplayError as error:
+                if errors:
+                    raise errors[0] from error
+                errors.append(error)
+            else:
+                yield copies, found
+
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES) -> _Dry:
-        """Run the pipeline with the stand-in on several copies of one prompt.
+    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES[0], *, apart: bool = False) -> _Dry:
+        """Run the pipeline with the stand-in on several copies of one prompt; for `apart` see `Capture`.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
         tried, errors = forms(self.takes, prompt, copies), list[ValueError]()
         for number in range(self._form, len(tried)):
             try:
-                found = self._dry_run(pipe, tried[number], copies)
+                found = self._dry_run(pipe, tried[number], copies, apart)
             except ValueError as error:
                 errors.append(error)
             else:
@@ -519,13 +536,13 @@ class AnyPipeline(WithExperts):
         raise errors[0]
 
     @alone
-    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int) -> _Dry:
+    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int, apart: bool) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(copies)))
         asked = called(self.takes, {**self.asked, **form, "generator": seeds})
-        capture = Capture(pipe, COMPONENT, asked)
+        capture = Capture(pipe, COMPONENT, asked, apart=apart)
         theirs = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
             scheduler = RecordingScheduler.from_config({**theirs.config, "_class_name": type(theirs).__name__})
@@ -559,7 +576,7 @@ class AnyPipeline(WithExperts):
         last = recorder.trajectory().x_next
         rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
         schedule = Schedule(own, scheduler.timesteps[-self.steps :])
-        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, levels)
+        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
         return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
     @alone
@@ -572,26 +589,12 @@ class AnyPipeline(WithExperts):
         once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
-                pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
+                pipe.scheduler = answering(own, *pieces_of(latents.to(self.device, self.known.dtype), self.known.pieces))
                 return output_of(pipe(**called(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own
 
 
-def _attention_layers(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linear layers inside attention, from the attention's own name on."""
-    attention = [(name, part) for name, part in network.named_modules() if "attention" in type(part).__name__.lower()]
-    named = (
-        f"{outer.rpartition('.')[2]}.{name}".removeprefix(".")
-        for outer, part in attention
-        for name, layer in part.named_modules()
-        if isinstance(layer, nn.Linear)
-    )
-    return tuple(dict.fromkeys(named))
-
-
-def _png(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    with io.BytesIO() as file:
-        image.save(file, "PNG")
-        return file.getvalue()
+def _alike(one: _Known, other: _Known) -> bool:
+    """Return whether two runs have the same recipes, with inputs of the same shapes."""
+    return one.rows == other.rows and same_steps(one.model.recipes, other.model.recipes)

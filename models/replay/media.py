@@ -17,6 +17,7 @@ IMAGES = (
     "image",
     "mask_image",
     "control_image",
+    "control_mask",
     "last_image",
     "reference_image",
     "image_reference",
@@ -101,6 +102,13 @@ def digest(source: Source) -> str:
 @lru_cache(maxsize=65536)
 def _digest_of_file(path: Path, changed: int, size: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def as_png(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()
 
 
 def inverted(image: Image.Image) -> Image.Image:
