@@ -24,7 +24,7 @@ from fluvial.models.lora import attention_layers
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
-from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, parameters, shown
+from fluvial.models.replay.arguments import LYRICS, ONE_OF_EACH, arguments, called, exactly, forms, parameters, shown
 from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
@@ -133,6 +133,7 @@ class AnyPipeline(WithExperts):
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
         super().__init__(local, **options)
+        self.decode_chunk = 1 if self.pipeline in ONE_OF_EACH else self.decode_chunk
         embedded = self.config.get("guidance_embeds", True)
         self.asked = arguments(
             self.pipeline, self.takes, (height, width, frames), steps, scale, negative, call or {}, embedded

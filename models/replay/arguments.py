@@ -13,7 +13,7 @@ from fluvial.models.replay.media import TextPrompt, media_of, text_of
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 LYRICS = "lyrics"  # argument with a text for each prompt
-# Pipelines that make inputs of one sample where they are asked for several of a prompt; they are given lists of prompts.
+# Pipelines that make inputs of one sample where they are asked for several of a prompt, and whose VAE takes one at a time.
 ONE_OF_EACH = ("HunyuanVideo15Pipeline",)
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
