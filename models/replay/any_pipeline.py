@@ -143,8 +143,7 @@ class AnyPipeline(WithExperts):
         if "strength" in self.takes:
             strength = self.asked.get("strength", self.takes["strength"].default)
             self.asked["num_inference_steps"] = taken_of(steps, float(strength))
-        self.steps, self.compute, self.example = steps, compute, example
-        self.size = (height, width, frames)
+        self.steps, self.compute, self.example, self.size = steps, compute, example, (height, width, frames)
         self.shortest = example
         self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None
