@@ -4,6 +4,7 @@ Sources: DINOv2, arXiv 2304.07193; DINO similarity, arXiv 2208.12242, section 4.
 weights of 1, which is `lpips=False` in its package.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -36,13 +37,13 @@ class EditPairs(ModelReward):
         self.preprocess = load_preprocess(place_of(self.weights), commit)
         return load_model(Dinov2Model, self.weights, commit)
 
+    @abstractmethod
     def features(self, images: Tensor) -> Tensor:
         """Return the features of images in [0, 1], `[N, ...]` in float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compared(self, before: Tensor, after: Tensor) -> Tensor:
         """Return the score of each pair of features, `[N]`."""
-        raise NotImplementedError
 
     def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images.

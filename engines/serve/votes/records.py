@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fluvial.engines.data.preferences import PREFERENCES
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.files import sync
 
 IMAGES = "images"
 LOCK = ".lock"
@@ -97,7 +98,7 @@ class VoteFolder:
                 stream.flush()
                 os.fsync(stream.fileno())
             if not before:
-                _sync_folder(self.folder)
+                sync(self.folder)
         except OSError as error:
             if self.file.exists():
                 os.truncate(self.file, before)
@@ -143,7 +144,7 @@ class VoteFolder:
                 stream.flush()
                 os.fsync(stream.fileno())
             partial.replace(path)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from error
 
@@ -164,11 +165,3 @@ def image_name(group: str, number: int) -> str:
 def _vote(line: dict[str, Any]) -> Vote:
     first, second = map(int, line["pair"])
     return Vote(str(line["group"]), int(line["size"]), (first, second), float(line["label_0"]), str(line["voter"]))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
