@@ -1,8 +1,10 @@
-"""Header image of the README: words that the base model misspells, and some that it spells, before and after training.
+"""Header images of pages: words that the base model misspells, and some that it spells, before and after training.
 
-The folder is one that `fluvial eval words --weights RUN/weights --base start --seeds 1 --out FOLDER` wrote:
+The folder is one that `fluvial eval RUN --base start --seeds 1 --out FOLDER` wrote, of a run of words or edit-words, whose
+images before the edit come first:
 
     python -P -m fluvial.bench.header FOLDER PNG
+    python -P -m fluvial.bench.header FOLDER PNG edit-words
 """
 
 import csv
@@ -14,27 +16,32 @@ from typing import NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from fluvial.engines.report.images import BAD, GOOD, INK, PAPER
+from fluvial.engines.train.job import named
+from fluvial.models.replay.media import open_image
 
 WRONG, RIGHT, COLUMNS, SCALE, SEED = 8, 4, 4, 2, 0
 EVALUATOR = "heldout"
 
 
 class Cell(NamedTuple):
-    """A word, and the files and scores of its samples before and after training."""
+    """A word, the files and scores of its samples before and after training, and the image that is edited."""
 
     word: str
     images: tuple[Path, Path]
     scores: tuple[float, float]
+    edited: Path | bytes | None
 
 
-def cells(folder: Path) -> list[Cell]:
+def cells(folder: Path, model: str) -> list[Cell]:
     """Return the samples of an evaluation with a base, in the order of their files."""
+    edited = {prompt.text: prompt.image for prompt in named(model).heldout}
     with (folder / "scores.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = []
     for row in rows:
         images = folder / "base" / f"{row['sample']}.png", folder / "images" / f"{row['sample']}.png"
-        found.append(Cell(row["prompt"], images, (float(row[f"base {EVALUATOR}"]), float(row[EVALUATOR]))))
+        scores = float(row[f"base {EVALUATOR}"]), float(row[EVALUATOR])
+        found.append(Cell(row["prompt"], images, scores, edited[row["prompt"]]))
     return found
 
 
@@ -48,26 +55,32 @@ def chosen(found: list[Cell]) -> list[Cell]:
 
 
 def sheet(picked: list[Cell]) -> Image.Image:
-    """Return the words in a grid: what was asked for, the base's image, and the trained model's."""
+    """Return the words in a grid: what was asked for, the image to edit, the base's image, and the trained model's."""
     font, gap, line = ImageFont.load_default(size=20), 12, 28
     first = Image.open(picked[0].images[0])
     width, height = first.width * SCALE, first.height * SCALE
-    cell_w, cell_h = width + gap, line + 2 * (height + 4) + gap
+    rows = 2 + (picked[0].edited is not None)
+    cell_w, cell_h = width + gap, line + rows * (height + 4) + gap
     page = Image.new("RGB", (COLUMNS * cell_w + gap, -(-len(picked) // COLUMNS) * cell_h + gap), PAPER)
     draw = ImageDraw.Draw(page)
     for i, cell in enumerate(picked):
         x, y = gap + i % COLUMNS * cell_w, gap + i // COLUMNS * cell_h
         draw.text((x, y), cell.word, INK, font=font)
-        for k, (path, score) in enumerate(zip(cell.images, cell.scores, strict=True)):
+        shown = [
+            (open_image(path), GOOD if score == 1 else BAD) for path, score in zip(cell.images, cell.scores, strict=True)
+        ]
+        if cell.edited is not None:
+            shown.insert(0, (open_image(cell.edited), INK))
+        for k, (image, colour) in enumerate(shown):
             top = y + line + k * (height + 4)
-            page.paste(Image.open(path).convert("RGB").resize((width, height), Image.Resampling.BICUBIC), (x, top))
-            draw.rectangle((x, top, x + width - 1, top + height - 1), outline=GOOD if score == 1 else BAD, width=2)
+            page.paste(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC), (x, top))
+            draw.rectangle((x, top, x + width - 1, top + height - 1), outline=colour, width=2)
     return page
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, model: str = "words") -> None:
     """Write the image, and print the shares of all samples that are right."""
-    found = cells(Path(folder))
+    found = cells(Path(folder), model)
     sheet(chosen(found)).save(out, optimize=True)
     shares = [sum(cell.scores[k] == 1 for cell in found) / len(found) for k in range(2)]
     print(f"{len(found)} held-out words, exactly right by {EVALUATOR}: before {shares[0]:.3f}, after {shares[1]:.3f}")

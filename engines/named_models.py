@@ -32,4 +32,10 @@ MODELS = {
         "fluvial.engines.train.pretrain:words_pretraining",
         ("apple", "house", "river", "stone"),
     ),
+    "edit-words": NamedModel(
+        "fluvial.models.words:EditWords",
+        "fluvial.engines.train.job:edit_words",
+        "fluvial.engines.train.pretrain:edit_words_pretraining",
+        ("apple", "house", "river", "stone"),
+    ),
 }

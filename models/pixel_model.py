@@ -114,9 +114,13 @@ class PixelTransformer(PixelModel):
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return the network's output, of the samples' shape: v, unless a subclass reads it in another way."""
         return module(
-            hidden_states=x,
+            hidden_states=self.network_input(x, cond),
             encoder_hidden_states=cond.tokens,
             pooled_projections=cond.pooled,
             timestep=sigma * 1000 if timestep is None else timestep,
             return_dict=False,
         )[0]
+
+    def network_input(self, x: Tensor, cond: Any) -> Tensor:
+        """Return what the network is given in place of noisy samples; a subclass adds channels of the conditioning."""
+        return x

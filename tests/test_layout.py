@@ -22,7 +22,7 @@ FLOORS = (
     ("engines.rewards", "engines.objectives", "engines.evaluation", "engines.export", "engines.sources"),
     ("engines.run",),
     ("engines.train",),
-    ("engines.serve", "engines.verl", "engines.dryrun"),
+    ("engines.serve", "engines.verl", "engines.dryrun", "engines.trial"),
     ("engines.cli", "engines"),
     ("bench",),
 )

@@ -145,10 +145,11 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench.objectives import report as objectives
     from fluvial.engines import train as training
     from fluvial.engines.cli import eval as evaluation
-    from fluvial.engines.cli import models, preferences, processes, sample, serve, serve_rewards
+    from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.dryrun import command as dry_runs
     from fluvial.engines.plan import check, fit, plan, simulate, trace
     from fluvial.engines.train import exports, pretrain
+    from fluvial.engines.trial import pipelines as trial
 
     reached: list[str] = []
 
@@ -176,7 +177,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (trace, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
-        (models, "measure", models.Row("", "", (), None, None, "", "it is not tried")),
+        (trial, "measure", trial.Row("", reason="it is not tried")),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
         (bench, "update", None),
     ]

@@ -17,7 +17,8 @@ from fluvial.engines.train.record import as_record
 
 OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation
-NAMES = (*(name for name in RECIPES if name not in ("handwriting", "words")), OFFLINE)  # they are grpo with other numbers
+JOBS = "handwriting", "words", "edit-words"  # recipes that are grpo with other numbers
+NAMES = (*(name for name in RECIPES if name not in JOBS), OFFLINE)
 EVALUATIONS = 5  # per run, the last one included
 EVALUATED = 1000  # samples of the first and the last evaluation
 

@@ -59,7 +59,7 @@ def _described(path: Path, name: str) -> dict[str, str]:
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     table = next(node for node in tree.body if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name)
-    named = {node.id: node.id for node in ast.walk(table) if isinstance(node, ast.Name)}
+    named = {node.id: node.id.replace("_", "-") for node in ast.walk(table) if isinstance(node, ast.Name)}
     if isinstance(table.value, ast.Dict):
         keys = [str(ast.literal_eval(key)) for key in table.value.keys if key is not None]
         named = {ast.unparse(function): key for key, function in zip(keys, table.value.values, strict=True)}

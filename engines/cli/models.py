@@ -25,6 +25,7 @@ BUILT_IN = (
     ("handwriting", "codes", "velocity", "0.6 million parameters, built in"),
     ("handwriting-unet", "codes", "epsilon", "0.7 million parameters, built in"),
     ("words", "words", "velocity", "1.3 million parameters, built in; needs fluvial[words]"),
+    ("edit-words", "edits of words", "velocity", "1.3 million parameters, built in; needs fluvial[words]"),
 )
 FOOT = """
 A model is named by its id on the Hub or by its folder. Other models of the same pipelines work as well. Models that predict
@@ -62,6 +63,7 @@ def run(args: list[str]) -> None:
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
+    from fluvial.engines.cli.main import run as command
     from fluvial.engines.trial.pipelines import measure, measured_table
     from fluvial.models.tiny.pipelines import has_transformer, pipelines
 
@@ -70,7 +72,7 @@ def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     rows = []
     for name in names or pipelines():
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(measure(name, Path(folder)))
+            rows.append(measure(name, Path(folder), command))
         print(" | ".join(rows[-1].cells()), file=sys.stderr, flush=True)
     if as_json:
         print(json.dumps([{**row._asdict(), "trains": row.trains} for row in rows], indent=1))

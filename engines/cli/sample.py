@@ -1,6 +1,7 @@
 """`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.prompts import checked
-from fluvial.engines.data.records import as_prompts, texts
+from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.report import images
@@ -25,6 +26,7 @@ from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.media import check_columns, media_columns
 from fluvial.engines.train.jobs.weights import add_adapter
 from fluvial.models.device import default_device
 
@@ -100,12 +102,15 @@ def sample(name: str, config: SampleConfig) -> Path:
 def _sample(name: str, drawn: Drawn, config: SampleConfig) -> Path:
     """Draw with a model that is open, and return the path of the image."""
     job = jobs.to_sample(drawn.model, config.pipeline, steps=config.steps, guidance=config.guidance, weights=drawn.weights)
-    checked((("`prompts`", prompt) for prompt in as_prompts(config.prompts)), check=job.model.check_prompt, heldout=())
+    known = {prompt.text: prompt for prompt in (*job.prompts, *job.heldout)}  # a job of edits brings their images
+    prompts = [known.get(text, Prompt(text)) for text in config.prompts]
+    checked((("`prompts`", prompt) for prompt in prompts), check=job.model.check_prompt, heldout=())
+    check_columns(job.model, [*job.prompts[:1], *prompts], media_columns(job.model, ()))
     module = jobs.build(job).to(default_device()).eval()
-    sheets = [_sheet(job, module, config, name)]
+    sheets = [_sheet(job, module, prompts, config, name)]
     if config.lora is not None:
         add_adapter(module, job, config.lora, field="lora")
-        sheets.append(_sheet(job, module.to(default_device()), config, f"with {config.lora}"))
+        sheets.append(_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         images.stacked(sheets).save(config.out)
@@ -114,9 +119,9 @@ def _sample(name: str, drawn: Drawn, config: SampleConfig) -> Path:
     return config.out
 
 
-def _sheet(job: Job, module: nn.Module, config: SampleConfig, title: str) -> images.Image.Image:
+def _sheet(job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str) -> images.Image.Image:
     """Return samples of each prompt side by side, with their scores where the model comes with an evaluator."""
-    model, prompts = job.model, as_prompts(prompt for prompt in config.prompts for _ in range(config.each))
+    model, prompts = job.model, [prompt for prompt in asked for _ in range(config.each)]
     schedule = on_device(model.schedule(config.steps, job.shape), default_device())
     tokens = TextLengths(model).of(config.guidance.texts(model, prompts))
     sampling = Sampling(job.shape, schedule, config.guidance, text_tokens=tokens)

@@ -107,7 +107,7 @@ def checked(
                 check(text)
             except ValueError as error:
                 raise UsageError(f"{where}: {error}") from error
-        if prompt.model_input in apart:
+        if apart & {prompt.text, prompt.model_input}:
             raise UsageError(f"{where}: {prompt.text!r} is held out for evaluation, never trained on")
         found.append(prompt)
     return tuple(found)

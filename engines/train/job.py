@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.data.prompts import with_recorded_sizes
-from fluvial.engines.data.records import Prompt, model_inputs, negatives, texts
+from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, negatives, texts
 from fluvial.engines.errors import RunError, UsageError, no_effect
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
@@ -39,6 +39,7 @@ from fluvial.models.lora import lora_layers
 __all__ = [
     "Job",
     "build",
+    "edit_words",
     "from_run",
     "handwriting",
     "named",
@@ -90,33 +91,70 @@ def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Seq
         UsageError: a package of the recognisers is not installed, or a file holds a line that is not a word.
     """
     from fluvial.models import words as built_in
+
+    rewards, evaluators = _read_by_ocr("words")
+    base = weights or built_in.BASE
+    return _built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
+
+
+def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return the job: correct a wrong letter of an image of a word; RapidOCR reads it, and the other letters have to stay.
+
+    The arguments are those of `named`. The records of a file of prompts have a column `image`.
+
+    Raises:
+        UsageError: a package of the recognisers is not installed, or a record is not a word with an image of 24x96 pixels.
+    """
+    from fluvial.models import words as built_in
+
+    def known(split: Literal["train", "heldout"]) -> list[Prompt]:
+        images = built_in.misspelt_images(split)
+        return [Prompt(word, image=image, media={"image": image}) for word, image in images.items()]
+
+    def write(key: Key, prompts: Sequence[Any]) -> Tensor:
+        return built_in.correct(prompts)
+
+    rewards, evaluators = _read_by_ocr("edit-words")
+    rewards["unchanged"] = built_in.unchanged
+    evaluators = {"unchanged": built_in.unchanged, **evaluators}
+    base = weights or built_in.EDIT_BASE
+    job = _built_in(built_in.EditWords, base, known, write, rewards, evaluators, prompts, data)
+    try:
+        job.model.encode(model_inputs(job.prompts))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return job
+
+
+def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
+    """Return the rewards and the evaluators of a job of words; UsageError if a package of theirs is not installed."""
+    from fluvial.models import words as built_in
     from fluvial.models.words.recognisers import INSTALL, missing
 
     if absent := missing():
-        raise UsageError(f"the words job needs {', '.join(absent)}, not installed: {INSTALL}")
+        raise UsageError(f"the {name} job needs {', '.join(absent)}, not installed: {INSTALL}")
     letters = built_in.reward_recogniser().letters
     rewards: dict[str, Reward] = {"letters": letters, "legibility": built_in.legibility}
-    evaluators = {"reward": letters, "heldout": built_in.heldout_recogniser().letters}
-    base = weights or built_in.BASE
-    return _built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
+    return rewards, {"reward": letters, "heldout": built_in.heldout_recogniser().letters}
 
 
 def _built_in(
     load: Callable[[Path], Any],
     weights: Path,
-    known: Callable[[Any], Sequence[str]],
-    write: Callable[[Key, Sequence[str]], Tensor],
+    known: Callable[[Any], Sequence[str | Prompt]],
+    write: Callable[[Key, Sequence[Any]], Tensor],
     rewards: Mapping[str, Reward],
     evaluators: Mapping[str, Reward],
     prompts: Sequence[str],
     data: Sequence[str],
 ) -> Job:
     """Return the job of a built-in model, whose prompts are `known("train")` unless there are files of them."""
-    model, heldout = load(weights), known("heldout")
-    train: Sequence[str | Prompt] = known("train")
-    source_weights = dict[str, float]()
+    model, heldout = load(weights), as_prompts(known("heldout"))
+    train, source_weights = as_prompts(known("train")), dict[str, float]()
     if prompts or data:
-        train, source_weights = read_training(prompts, data, check=model.check_prompt, heldout=heldout)
+        columns, apart = media_columns(model, ()), texts(heldout)
+        train, source_weights = read_training(prompts, data, check=model.check_prompt, heldout=apart, media=columns)
+        check_columns(model, train, columns)
     return Job(
         model,
         train,
@@ -124,7 +162,7 @@ def _built_in(
         heldout=heldout,
         evaluators=evaluators,
         load=load,
-        data=lambda key, prompts: write(key, texts(prompts)),
+        data=lambda key, prompts: write(key, model_inputs(prompts)),
         encode=lambda images: images * 2 - 1,
         source_weights=source_weights,
     )

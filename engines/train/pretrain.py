@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import Key, fold_in, key, normal, uniform
-from fluvial.engines.data.records import as_prompts, texts
+from fluvial.engines.data.records import model_inputs, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
 from fluvial.engines.fsdp.config import OptimizerConfig
@@ -42,8 +42,8 @@ class PretrainConfig:
 
     Args:
         out: Folder for the weights.
-        model: Model to train: handwriting or words (transformers, by flow matching) or handwriting-unet (a UNet, by
-            denoising).
+        model: Model to train: handwriting, words or edit-words (transformers, by flow matching; the last starts from the
+            weights of words) or handwriting-unet (a UNet, by denoising).
         seed: Seed of everything random.
         updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
         batch: Number of images per update.
@@ -56,7 +56,7 @@ class PretrainConfig:
     """
 
     out: Path
-    model: Literal["handwriting", "handwriting-unet", "words"] = "handwriting"
+    model: Literal["handwriting", "handwriting-unet", "words", "edit-words"] = "handwriting"
     seed: int = 0
     updates: int = 400
     batch: int = 64
@@ -90,6 +90,12 @@ def words_pretraining(out: Path = Path("runs/words-base")) -> PretrainConfig:
     )
 
 
+def edit_words_pretraining(out: Path = Path("runs/edit-words-base")) -> PretrainConfig:
+    """Train the words transformer to correct a wrong letter of an image, from its weights, as the shipped weights were."""
+    config = words_pretraining(out)
+    return replace(config, model="edit-words", updates=1000, optimizer=replace(config.optimizer, lr=2e-3))
+
+
 class Noised(NamedTuple):
     """Clean images, their noise and conditioning, each field `[P, ...]`."""
 
@@ -106,7 +112,7 @@ class ErrorInfo(NamedTuple):
 
 
 def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Train a built-in model from random weights and write it to a folder, with a record of how it was made.
+    """Train a built-in model without weights of its own and write it to a folder, with a record of how it was made.
 
     The loss is mean |v - target|^2, as in supervised fine-tuning, at the levels that `levels` draws.
 
@@ -116,9 +122,9 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
     keep_freed_memory()
     job = jobs.named(config.model)
     assert job.data is not None, "built-in models have data"
-    model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # with random weights
-    prompts, write, root = texts(job.prompts), job.data, key(config.seed)
-    letters = sorted(set("".join(prompts)))
+    model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # as it is before training
+    prompts, write, root = job.prompts, job.data, key(config.seed)
+    letters = sorted(set("".join(texts(prompts))))
     with init_world() as world:
         with world.agreed():
             if (config.out / "config.json").exists():
@@ -142,11 +148,13 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 keys = fold_in(root, update)
                 places = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
                 chosen = [prompts[place] for place in places]
-                drawn = misspelt(fold_in(keys, Stream.PRETRAIN_ERRORS), chosen, config.errors, letters)
-                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), as_prompts(drawn))
+                drawn = misspelt(fold_in(keys, Stream.PRETRAIN_ERRORS), texts(chosen), config.errors, letters)
+                shown = [replace(prompt, text=text) for prompt, text in zip(chosen, drawn, strict=True)]
+                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), shown)
                 u = uniform(fold_in(keys, Stream.PRETRAIN_LEVELS), (config.batch,))
                 samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
-                items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), model.encode(chosen))
+                cond = model.encode(model_inputs(chosen))
+                items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), cond)
                 ids, real = slots(config.batch, micro_batch=config.micro_batch, world=world)
                 mine = torch.tensor(ids)
                 info = engine.update(

@@ -26,7 +26,7 @@ from fluvial.engines.train.validate import fixed_micro_batch
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
 
-HANDWRITING, UNET, WORDS = MODELS
+HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
 ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
 # For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
@@ -397,10 +397,20 @@ def words(model: str = WORDS) -> TrainConfig:
     return replace(config, rewards=("legibility",), optimizer=optimizer, eval_samples=100, evaluation=evaluation, lora=lora)
 
 
+def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) on the network of words given an image with a wrong letter, which it is to correct.
+
+    The reward is that of words, plus the share of the other letters' ink that stays where it was (`unchanged`).
+    """
+    if model != EDIT_WORDS:
+        return words(model)
+    return replace(words(), model=model, updates=40, rewards=("legibility", "unchanged"))
+
+
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
-    recipe.__name__: recipe
+    recipe.__name__.replace("_", "-"): recipe
     for recipe in (
         *(grpo, dance, cps, guard, dppo, ddpo, nft, awm, dpo, dgpo, crd, tempflow, d3po, alignprop, raft, sft, distill),
-        *(handwriting, words),
+        *(handwriting, words, edit_words),
     )
 }

@@ -72,8 +72,9 @@ class Forked:
 
     def kill(self) -> None:
         """End the process and those that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for end in (os.killpg, os.kill):  # it may not have a group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                end(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 

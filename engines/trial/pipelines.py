@@ -52,7 +52,7 @@ class Row(NamedTuple):
         return (*name, error, ratio, self.opens, self.ranks, self.served, result)
 
 
-def measure(name: str, folder: Path) -> Row:
+def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row:
     """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update, see `Row`.
 
     Every step is a process of its own, with limits of memory and time.
@@ -60,6 +60,7 @@ def measure(name: str, folder: Path) -> Row:
     Args:
         name: class of diffusers' pipeline.
         folder: empty folder.
+        command: runs a command line of fluvial, and returns its exit code.
     """
     from fluvial.models.pipelines.open import built_in
     from fluvial.models.tiny import pipelines as tiny
@@ -72,8 +73,15 @@ def measure(name: str, folder: Path) -> Row:
         return row._replace(reason=f"no tiny one can be built to try it: {_line(built.last)}")
     asked = tiny.asked_of(name)
     words = _command(name, folder, asked)
-    size = lambda: tiny.surroundings(name, asked.size)  # noqa: E731
-    trained = wait([_run(["train", *words, "--out", str(folder / "run")], folder / "run.txt", size)])
+
+    def called(args: list[str]) -> int:
+        import torch
+
+        torch.set_num_threads(1)
+        with tiny.surroundings(name, asked.size):
+            return command(args)
+
+    trained = wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
     row = row._replace(conditions=asked.media)
     if trained.code:
         return row._replace(reason=_reason(_said(trained), name, folder))
@@ -85,9 +93,9 @@ def measure(name: str, folder: Path) -> Row:
         ratio=math.exp(_update(folder / "run")["first_pass_max_abs_log_ratio"]),
         layers=0 if adapted is None else int(adapted[1]),
         parameters=0 if adapted is None else int(adapted[2]),
-        opens=wait([Forked(lambda: print(_opens(folder, size)), folder / "opens.txt")]).last,
-        ranks=_two_ranks(words, folder, size),
-        served=_served(words, folder, size, recorded=name not in built_in()),
+        opens=wait([Forked(lambda: print(_opens(name, folder)), folder / "opens.txt")]).last,
+        ranks=_two_ranks(words, folder, called),
+        served=_served(words, folder, called, recorded=name not in built_in()),
     )
 
 
@@ -139,24 +147,9 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
 
 
-def _run(args: list[str], output: Path, size: Callable[[], Any]) -> Forked:
-    """Start a command line of fluvial in a process of its own."""
-    return Forked(lambda: _command_line(args, size), output)
-
-
-def _command_line(args: list[str], size: Callable[[], Any]) -> int:
-    import torch
-
-    from fluvial.engines.cli import main
-
-    torch.set_num_threads(1)
-    with size():
-        return main.run(args)
-
-
-def _two_ranks(words: list[str], folder: Path, size: Callable[[], Any]) -> str:
+def _two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], int]) -> str:
     """Return whether two ranks make the same samples as one, on policy, and find the same gradient."""
-    ended = ranks(lambda: _command_line(["train", *words, "--out", str(folder / "two")], size), folder, 2)
+    ended = ranks(lambda: command(["train", *words, "--out", str(folder / "two")]), folder, 2)
     if ended.code:
         return f"no: {_line(_said(ended))[:60]}"
     one, two = (_update(folder / run) for run in ("run", "two"))
@@ -165,7 +158,7 @@ def _two_ranks(words: list[str], folder: Path, size: Callable[[], Any]) -> str:
     return "no: other samples" if not same else "yes" if two["first_pass_max_abs_log_ratio"] == 0 else "no: off policy"
 
 
-def _served(words: list[str], folder: Path, size: Callable[[], Any], *, recorded: bool) -> str:
+def _served(words: list[str], folder: Path, command: Callable[[list[str]], int], *, recorded: bool) -> str:
     """Return whether a run from a server's samples trains an adapter of the same bits."""
     import torch
 
@@ -173,7 +166,7 @@ def _served(words: list[str], folder: Path, size: Callable[[], Any], *, recorded
     shared = _server_options(options, ("--pipeline", "--rollout.guidance", "--rollout.steps", *(["--prompts"] * recorded)))
     weights = str(folder / "weights")
     asked = ["serve", str(folder / "model"), "--port", "0", *MICRO_BATCH, *shared, "--weights-root", weights, str(folder)]
-    with running(lambda: _command_line(asked, size), folder / "serve.txt") as server:
+    with running(lambda: command(asked), folder / "serve.txt") as server:
         until = time.monotonic() + STARTING
         while (found := ADDRESS.search(server.printed())) is None and time.monotonic() < until:
             if server.poll() is not None:
@@ -183,7 +176,7 @@ def _served(words: list[str], folder: Path, size: Callable[[], Any], *, recorded
             return "no: the server does not start"
         source = ["--rollout.source", found[0], "--rollout.servers.weights-folder", weights]
         args = ["train", recipe, *options, *source, "--out", str(folder / "served")]
-        ended = wait([_run(args, folder / "served.txt", size)])
+        ended = wait([Forked(lambda: command(args), folder / "served.txt")])
     if ended.code:
         return f"no: {_line(_said(ended))[:60]}"
     one, other = (_adapter(folder / run) for run in ("run", "served"))
@@ -217,15 +210,16 @@ def _adapter(run: Path) -> dict[str, Any]:
     return {f"{number}.{key}": tensor for number, file in enumerate(files) for key, tensor in load_file(file).items()}
 
 
-def _opens(folder: Path, size: Callable[[], Any]) -> str:
+def _opens(name: str, folder: Path) -> str:
     """Return whether the exported adapter of a run opens with the pipeline's own loader."""
     from diffusers import DiffusionPipeline
 
     from fluvial.models.pipelines.folder import quietly
     from fluvial.models.replay.processors import read_processors
+    from fluvial.models.tiny.pipelines import surroundings
 
     try:
-        with quietly(), size():
+        with quietly(), surroundings(name, 0):
             own = read_processors(folder / "model")
             pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
             if not hasattr(pipe, "load_lora_weights"):
@@ -254,9 +248,17 @@ def _said(ended: Ended) -> str:
 
 
 def _reason(said: str, name: str, folder: Path) -> str:
-    """Return why a pipeline is refused, without the names of the pipeline and of its folder."""
-    short = said.replace(str(folder / "model"), "the folder").removeprefix("model the folder: ")
-    return _line(short.removeprefix(f"{name} cannot be trained without an adapter: ").removeprefix(f"{name} "))
+    """Return why a pipeline is refused, without its name, its folder, and the arguments of its call."""
+    short = said.replace(str(folder / "model"), "its folder")
+    for start in (
+        r"model its folder: ",
+        r"prompts file \S+, line \d+: ",
+        f"{name} cannot be trained without an adapter: ",
+        f"{name} ",
+    ):
+        short = re.sub(f"^{start}", "", short)
+    short = re.sub(r"^cannot be called with .*?: (?=[A-Z]\w+: )", "cannot be called: ", short)
+    return _line(short.removeprefix("its folder/").replace(str(folder), ""))
 
 
 def _line(error: object) -> str:

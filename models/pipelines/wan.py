@@ -39,25 +39,15 @@ class Experts(nn.ModuleDict, Routed):
         return (outputs[0] if len(outputs) == 1 else torch.where(per_sample(low, outputs[0]), outputs[1], outputs[0]),)
 
 
-class Wan(Pipeline):
-    """The model protocol over a WanPipeline (arXiv 2503.20314), whose samples are videos.
-
-    The folder's scheduler is UniPC on the levels of a flow; the rollout uses the levels of FlowMatchEulerDiscreteScheduler
-    with the same shift. UMT5 masks padding tokens, and the transformer is given zeros in their place.
+class WithExperts(Pipeline):
+    """A pipeline that may have two networks, one for high noise levels and one for low ones.
 
     Args:
         folder, options: see `Pipeline`.
-    """
 
-    pipeline = "WanPipeline"
-    network = "WanTransformer3DModel"
-    block_lists = ("blocks",)
-    text_lengths = (512, 512)
-    encoding: ClassVar[dict[str, Any]] = {"do_classifier_free_guidance": False}
-    encoded = ("tokens", "")
-    prompt_layers = ("*condition_embedder.text_embedder", "*.attn2.to_k", "*.attn2.to_v", "*.attn2.norm_k")
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
-    serving_solver = "unipc"  # that of the folder's scheduler
+    Raises:
+        ValueError: see `Pipeline`; or it has a second network without a boundary between them, or the other way round.
+    """
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, **options)
@@ -77,7 +67,32 @@ class Wan(Pipeline):
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks in the order they run."""
         networks = module.values() if isinstance(module, Experts) else [module]
-        return [*chain.from_iterable(map(super().blocks, networks))]
+        return [*chain.from_iterable(map(self.blocks_of, networks))]
+
+    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
+        """Return the repeated blocks of one network."""
+        return super().blocks(network)
+
+
+class Wan(WithExperts):
+    """The model protocol over a WanPipeline (arXiv 2503.20314), whose samples are videos.
+
+    The folder's scheduler is UniPC on the levels of a flow; the rollout uses the levels of FlowMatchEulerDiscreteScheduler
+    with the same shift. UMT5 masks padding tokens, and the transformer is given zeros in their place.
+
+    Args:
+        folder, options: see `Pipeline`.
+    """
+
+    pipeline = "WanPipeline"
+    network = "WanTransformer3DModel"
+    block_lists = ("blocks",)
+    text_lengths = (512, 512)
+    encoding: ClassVar[dict[str, Any]] = {"do_classifier_free_guidance": False}
+    encoded = ("tokens", "")
+    prompt_layers = ("*condition_embedder.text_embedder", "*.attn2.to_k", "*.attn2.to_v", "*.attn2.norm_k")
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
+    serving_solver = "unipc"  # that of the folder's scheduler
 
     @property
     def patch(self) -> int:

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.table import Record
-from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
+from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule
 from fluvial.models.replay.arguments import arguments, exactly, forms, shown
 from fluvial.models.replay.capture import Capture, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
+from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
@@ -73,7 +74,7 @@ class _Dry(NamedTuple):
     offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
 
 
-class AnyPipeline(Pipeline):
+class AnyPipeline(WithExperts):
     """The model protocol over a flow pipeline without an adapter, for one size, number of steps and guidance.
 
     The conditioning includes the guidance, with the negative prompt, and is known only at the noise levels of the schedule.
@@ -157,10 +158,10 @@ class AnyPipeline(Pipeline):
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
         return usual or _attention_layers(self._loaded().transformer)
 
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
-        layers = [layer for child in module.children() if isinstance(child, nn.ModuleList) for layer in child]
-        named = {*(getattr(module, "_no_split_modules", None) or ()), *(getattr(module, "_repeated_blocks", None) or ())}
+        layers = [layer for child in network.children() if isinstance(child, nn.ModuleList) for layer in child]
+        named = {*(getattr(network, "_no_split_modules", None) or ()), *(getattr(network, "_repeated_blocks", None) or ())}
         return [layer for layer in layers if type(layer).__name__ in named] or layers
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -355,20 +356,23 @@ class AnyPipeline(Pipeline):
 
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
-        pipe, network = self._loaded(), self._loaded().transformer
+        pipe = self._loaded()
+        own = {part: getattr(pipe, part) for part in self._networks}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
         if isinstance(prompts[0], MediaPrompt):
             asked |= {**prompts[0].opened(), "prompt": prompts[0].text}
         start, texts = key(number), [text_of(prompt) for prompt in prompts]
-        pipe.transformer = module
+        for part in self._networks:
+            setattr(pipe, part, placed(module, part))
         try:
             with quietly(), torch.no_grad():
                 return record(
                     pipe, texts, key=start, steps=self.asked["num_inference_steps"], sampler="ode", form="unscaled", **asked
                 )
         finally:
-            pipe.transformer = network
+            for part, network in own.items():
+                setattr(pipe, part, network)
 
     def _from_noise(self, run: Recording, prompts: Sequence[TextPrompt]) -> Recording:
         """Return a run in the coordinates in which samples start as noise, see `replay.start`."""
@@ -405,6 +409,11 @@ class AnyPipeline(Pipeline):
             self._once = found
         return self._once
 
+    @property
+    def _networks(self) -> tuple[str, ...]:
+        """Names of the pipeline's parts that are trained."""
+        return (COMPONENT,) if self.boundary_ratio is None else EXPERTS
+
     def _load(self, *wanted: str) -> Any:
         return self._loaded()
 
@@ -418,17 +427,18 @@ class AnyPipeline(Pipeline):
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
 
-            network = stand_in(self.build(empty=True), self.device, self.compute)
+            stand_ins = {
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
+            }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                pipe = self._opened(transformer=None, **read_processors(self.folder))
-                for part in pipe.components.values():
-                    if isinstance(part, nn.Module):
+                pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                for name, part in pipe.components.items():
+                    if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
                 settings = pipe.scheduler.config
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                pipe.transformer = network
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
                     use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)

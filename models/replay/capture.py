@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
+from fluvial.models.replay.experts import trained_parts
 from fluvial.models.replay.places import Places, places_in_input, places_in_output
 
 MOST_PARTS = 4  # outputs that a velocity may be a weighted sum of
 LEAST_WEIGHT = 1e-6  # weights below are rounding
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a weighted sum
 SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
+FURTHER_SCALES = ("guidance_scale_2",)  # of some of the steps, or of a part of the sample
 
 
 class Latent(NamedTuple):
@@ -182,11 +184,10 @@ class Capture:
     @contextmanager
     def watching(self, pipe: Any, scheduler: Any) -> Iterator[None]:
         """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
-        own, module = pipe.scheduler, pipe.components[self.component]
-        handles = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after),
-        ]
+        own = pipe.scheduler
+        networks = [pipe.components[name] for name in trained_parts(pipe, self.component)]
+        handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in networks]
+        handles += [module.register_forward_hook(self._after) for module in networks]
         scheduler.step = self._following(scheduler.step)
         pipe.scheduler = scheduler
         try:
@@ -420,5 +421,6 @@ def _scales(pipe: Any, asked: dict[str, Any]) -> list[float]:
         raise ValueError(f"{type(pipe).__name__} cannot be called so: {error}") from error
     bound.apply_defaults()
     # A part of the pipeline may guide instead of an argument.
-    given = (*(bound.arguments.get(name) for name in SCALES), getattr(getattr(pipe, "guider", None), "guidance_scale", None))
+    names = (*SCALES, *FURTHER_SCALES)
+    given = (*(bound.arguments.get(name) for name in names), getattr(getattr(pipe, "guider", None), "guidance_scale", None))
     return list(dict.fromkeys(float(scale) for scale in given if isinstance(scale, int | float)))

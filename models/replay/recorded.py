@@ -35,6 +35,7 @@ from fluvial.core.types import Ids, PerSample, Samples, to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture, StepRecipe
 from fluvial.models.replay.checks import foreign, refusal
+from fluvial.models.replay.experts import joined
 from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.start import with_offset
 
@@ -65,7 +66,7 @@ class RecordedModel:
         """Return the velocity `[P, *event]` that the pipeline would step with, differentiable.
 
         If all recorded steps have the same recipe, all pairs share their forward passes. Otherwise each recipe has its own,
-        one after the other, and the host waits for the device.
+        one after the other and each of the size of the batch, and the host waits for the device.
 
         If samples have inputs of unlike sizes, those are padded, and a last tensor of cond holds the sizes: of each row of
         each recipe its shape without the batch, `[P, n]`. Each pair has its own forward pass then, which keeps its bits.
@@ -109,8 +110,10 @@ class RecordedModel:
                 positions = to_device(torch.tensor(recipe.positions), x.device)
                 mine = torch.nonzero(torch.isin(position, positions)).flatten()
                 if len(mine) > 0:
-                    place = torch.searchsorted(positions, position[mine])
-                    parts.append(recipe.predict(module, x[mine], [row[mine] for row in rows], place))
+                    # Batches of another size round differently, and the rollout's are filled: repeat the last pair.
+                    filled = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
+                    place = torch.searchsorted(positions, position[filled])
+                    parts.append(recipe.predict(module, x[filled], [row[filled] for row in rows], place)[: len(mine)])
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
@@ -172,6 +175,7 @@ def record(
     if not isinstance(module, nn.Module):
         modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
         raise ValueError(f"{name} has no {component} to train, expected one of {', '.join(modules)}")
+    module = joined(pipe, component)
     batch = len(prompts) * options.get("num_images_per_prompt", 1)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch))
     asked: dict[str, Any] = {

@@ -132,14 +132,14 @@ def t5_encoder(*, width: int = 16) -> Any:
     return T5EncoderModel(config)
 
 
-def vae(channels: int = 4) -> Any:
-    """Build an image VAE that halves height and width once."""
+def vae(channels: int = 4, blocks: int = 2) -> Any:
+    """Build an image VAE that halves height and width between its blocks: once, by default."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(4, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, *[8] * (blocks - 1)),
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
         latent_channels=channels,
         norm_num_groups=2,
         layers_per_block=1,
@@ -202,13 +202,13 @@ def byt5_encoder() -> Any:
     return T5EncoderModel(T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2))
 
 
-def language_model(kind: type) -> Any:
-    """Build a language model of transformers of two layers, with one layer of vision where it sees images.
+def language_model(kind: type, *, layers: int = 2) -> Any:
+    """Build a language model of transformers of a few layers, with one layer of vision where it sees images.
 
     Raises:
         ValueError: the settings of the class have other names than most.
     """
-    config: Any = _tiny_config(kind.config_class, kind.__name__)  # type: ignore[attr-defined]
+    config: Any = _tiny_config(kind.config_class, kind.__name__, layers)  # type: ignore[attr-defined]
     inner = getattr(config, "encoder", config)
     if kind.__name__.endswith("Encoder") and inner is not config:  # reads the encoder's settings where those of both are
         for name, value in inner.to_dict().items():
@@ -233,9 +233,9 @@ SEES = {
 }
 
 
-def _tiny_config(config: Any, model: str) -> Any:
+def _tiny_config(config: Any, model: str, layers: int) -> Any:
     """Return the settings of a model of transformers, and of the models of text and of images in it."""
-    text = {**settings(16), "head_dim": 8}
+    text = {**settings(16), "head_dim": 8, "num_hidden_layers": layers}
     if model.startswith("SmolLM3"):
         text["vocab_size"] = 128256  # BRIA FIBO knows the number of a token
     subs = {name: sub for name, sub in config.sub_configs.items() if name not in ("vision_config", "vq_config")}

@@ -86,6 +86,8 @@ RULES: dict[str, Any] = {
 AXES = ("axes_dims_rope", "axes_dim_rope", "axes_dims", "rope_axes_dim", "rope_dim_list")
 CHANNELS = ("in_channels", "out_channels", "in_visual_dim", "out_visual_dim")
 
+SD3 = {"joint_attention_dim": 2 * WIDTH, "pooled_projection_dim": 2 * WIDTH, "num_layers": 2, "pos_embed_max_size": 32}
+
 # Further settings by class, which come before the rules.
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "AuraFlowTransformer2DModel": {},
@@ -144,12 +146,10 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     },
     "PRXTransformer2DModel": {"axes_dim": [4, 4]},
     "QwenImageTransformer2DModel": {"out_channels": LATENT},
-    **dict.fromkeys(
-        ("SD3Transformer2DModel", "SD3ControlNetModel"),
-        {"joint_attention_dim": 2 * WIDTH, "pooled_projection_dim": 2 * WIDTH, "num_layers": 2, "pos_embed_max_size": 32},
-    ),
+    **{f"SD3{name}": SD3 for name in ("Transformer2DModel", "ControlNetModel")},
     "SanaVideoTransformer3DModel": {"rope_max_seq_len": 32},
     "ZImageTransformer2DModel": {"axes_lens": [256, 32, 32]},
+    "Ideogram4Transformer2DModel": {"llm_features_dim": 13 * WIDTH, "mrope_section": (2, 1, 1)},
     "Krea2Transformer2DModel": {"num_text_layers": 2},
     "AceStepTransformer1DModel": {"in_channels": 3 * LATENT, "audio_acoustic_hidden_dim": LATENT},
     "AceStepConditionEncoder": {
@@ -162,6 +162,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "in_channels": PACKED,
         "cap_feat_dim": 3 * WIDTH,
         "injection_layer_ids": (0,),
+        "axes_dims": (4, 6, 6),
         "perceiver_num_layers": 1,
     },
     "CosmosControlNetModel": {"model_channels": 2 * WIDTH, "n_controlnet_blocks": 1, "attention_head_dim": 16},
@@ -169,6 +170,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "in_channels": LATENT,
         "out_channels": LATENT,
         "patch_size": 2,
+        "attention_head_dim": 2 * HEAD,
         "sample_width": 8,
         "sample_height": 8,
     },

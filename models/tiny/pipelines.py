@@ -21,6 +21,7 @@ from fluvial.models.tiny import encoders
 from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
 from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
 
+TEXT_ALONE = ("Kandinsky6TI2VAPipeline",)  # whose image would overwrite a frame at every step
 # Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
 CONDITIONED = (
     *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
@@ -64,6 +65,8 @@ WIDER: dict[str, dict[str, Any]] = {
     "Kandinsky5I2IPipeline": {"visual_cond": True},
     "HunyuanVideo15Pipeline": {"task_type": "t2v"},
     "PRXPixelPipeline": {"in_channels": 3},
+    "Kandinsky6TI2VAPipeline": {"visual_token_type_num_embeddings": 2},
+    "StableDiffusion3InpaintPipeline": {"in_channels": 16 + 16 + 1, "out_channels": 16},
     "LongCatImagePipeline": {"in_channels": 4 * 16},
     "LongCatImageEditPipeline": {"in_channels": 4 * 16},
     "BriaFiboPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
@@ -74,7 +77,12 @@ WIDER: dict[str, dict[str, Any]] = {
 
 # First letters of schedulers that are not a flow's.
 NO_FLOWS = ("KarrasDiffusionSchedulers", "Amused", "CogVideoX", "EDM", "DDPM", "VQDiffusion")
-EPSILON = ("PixArtAlphaPipeline",)  # whose scheduler could be a flow's
+# Pipelines with another scheduler than the type of their parameter.
+OTHERS = {
+    "PixArtAlphaPipeline": "DPMSolverMultistepScheduler of epsilon",
+    "SanaSprintPipeline": "SCMScheduler",
+    "SanaSprintImg2ImgPipeline": "SCMScheduler",
+}
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
 INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
 
@@ -95,8 +103,18 @@ OWN: dict[str, dict[str, Any]] = {
     "SanaPAGPipeline": {"pag_applied_layers": "transformer_blocks.0"},
 }
 
-# Channels of the VAE's latents where a pipeline has their number built in.
-VAE_CHANNELS = {"LongCatImagePipeline": 16, "LongCatImageEditPipeline": 16}
+# Channels of the VAE's latents, and its blocks, where a pipeline has their number built in.
+IMAGE_VAES: dict[str, dict[str, int]] = {
+    "LongCatImagePipeline": {"channels": 16},
+    "LongCatImageEditPipeline": {"channels": 16},
+    "StableDiffusion3InpaintPipeline": {"channels": 16},
+    "Lumina2Pipeline": {"blocks": 4},
+}
+
+TEXT_ENCODERS = {"Ideogram4Pipeline": "Qwen3VLModel"}  # where the type of the part is a base class
+
+# Layers of the text encoder where a pipeline takes the outputs of certain ones.
+DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipeline": 36}
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
@@ -107,7 +125,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "Flux2KleinKVPipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "Flux2Pipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "ErnieImagePipeline": {"use_pe": False},
-    "Ideogram4Pipeline": {"guidance_schedule": None},
+    "Ideogram4Pipeline": {"guidance_schedule": None, "max_sequence_length": 128},
     "Kandinsky6TI2VAPipeline": {"sample_audio": False},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
     "Lumina2Pipeline": {"system_prompt": ""},
@@ -115,7 +133,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
-LARGE = ("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios")
+# First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
+LARGE = (
+    *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
+    *("BriaFibo", "Motif"),
+)
 
 
 def pipelines() -> list[str]:
@@ -146,8 +168,8 @@ def scheduler_of_no_flow(name: str) -> str:
 
     kind = getattr(diffusers, name)
     names = [one.__name__ for one in _classes(_hints(kind).get("scheduler"))]
-    other = all(one.startswith(NO_FLOWS) for one in names) or name in EPSILON
-    return " or ".join(names) or "it takes none" if other else ""
+    other = " or ".join(names) or "it takes none"
+    return OTHERS.get(name, other if all(one.startswith(NO_FLOWS) for one in names) else "")
 
 
 def prompt_of(name: str, text: str) -> str:
@@ -160,7 +182,7 @@ def asked_of(name: str) -> Asked:
     import diffusers
 
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
-    conditioned = any(word in name for word in CONDITIONED)
+    conditioned = any(word in name for word in CONDITIONED) and name not in TEXT_ALONE
     could = [one for one in IMAGES if one in takes and one not in UNTRIED]
     media = tuple(one for one in could if conditioned or takes[one].default is inspect.Parameter.empty)
     call = {
@@ -196,7 +218,7 @@ def build(name: str) -> Any:
         if part in OWN.get(name, {}):
             parts[part] = OWN[name][part]
             continue
-        needed = part == "transformer" or part in NEEDED.get(name, ())
+        needed = part in ("transformer", "scheduler") or part in NEEDED.get(name, ())
         if not needed and (not missing or part in kind._optional_components):
             if missing:
                 parts[part] = None
@@ -222,7 +244,9 @@ def surroundings(name: str, size: int) -> Iterator[None]:
     import diffusers
 
     module = sys.modules[getattr(diffusers, name).__module__]
-    own = {one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)}
+    own: dict[str, Any] = {
+        one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
+    }
     if (scaled := own.get("calculate_dimensions")) is not None:
         rest = scaled(1024 * 1024, 1.0)[2:]
         module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
@@ -268,6 +292,7 @@ def save(name: str, folder: Path) -> Path:
 def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
     """Return a tiny part of a pipeline, given the type of its parameter."""
     import diffusers
+    import transformers
 
     names = [one.__name__ for one in _classes(hint)]
     if part == "scheduler":
@@ -284,20 +309,22 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
         return _part("transformer", hints["transformer"], pipeline, hints)
+    if part == "text_encoder" and pipeline in TEXT_ENCODERS:
+        return encoders.language_model(getattr(transformers, TEXT_ENCODERS[pipeline]), layers=DEPTHS[pipeline])
     kinds = _classes(hint)
     if pipeline in ("SanaVideoPipeline", "SanaImageToVideoPipeline"):
         kinds = [kind for kind in kinds if kind.__name__ == "AutoencoderKLWan"] or kinds
     for kind in kinds:
-        if part == "vae" and pipeline in VAE_CHANNELS:
-            return encoders.vae(VAE_CHANNELS[pipeline])
-        if part == "text_encoder_3":
+        if part == "vae" and pipeline in IMAGE_VAES:
+            return encoders.vae(**IMAGE_VAES[pipeline])
+        if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
             return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):
             return _sized(kind, autoencoder_settings(kind))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
-            return encoders.language_model(kind)
+            return encoders.language_model(kind, layers=DEPTHS.get(pipeline, 2))
         if part.endswith("guider"):
             return diffusers.ClassifierFreeGuidance() if kind.__name__ == "BaseGuidance" else kind()
         if issubclass(kind, diffusers.ModelMixin):
@@ -308,7 +335,7 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
 def _sized(kind: type, settings: Mapping[str, Any]) -> Any:
     """Return a network of diffusers; UnknownPart if it has more than `MOST` parameters, which are counted without memory."""
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in kind(**settings).parameters())  # type: ignore[attr-defined]
+        count = sum(parameter.numel() for parameter in kind(**settings).parameters())
     if count > MOST:
         raise UnknownPart(
             f"its {kind.__name__} has {count / 1e6:.0f} million parameters, and which settings make it tiny is unknown"

@@ -1,7 +1,22 @@
-"""Built-in model of drawn words, read by OCR models that people use."""
+"""Built-in models of drawn words, read by OCR models that people use: one draws them, one corrects them."""
 
 from fluvial.models.words.data import words, write
+from fluvial.models.words.edits import EDIT_BASE, EditWords, correct, misspelt_images, unchanged
 from fluvial.models.words.model import BASE, Words
 from fluvial.models.words.recognisers import Recogniser, heldout_recogniser, legibility, reward_recogniser
 
-__all__ = ["BASE", "Recogniser", "Words", "heldout_recogniser", "legibility", "reward_recogniser", "words", "write"]
+__all__ = [
+    "BASE",
+    "EDIT_BASE",
+    "EditWords",
+    "Recogniser",
+    "Words",
+    "correct",
+    "heldout_recogniser",
+    "legibility",
+    "misspelt_images",
+    "reward_recogniser",
+    "unchanged",
+    "words",
+    "write",
+]

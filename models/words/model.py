@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +54,7 @@ class Words(PixelTransformer):
         tokens = torch.cat([letters, place], dim=-1).to(torch.float32)
         return CodeCond(ONE_HOT * tokens, ONE_HOT * letters.flatten(1).to(torch.float32))
 
-    def predict(
-        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: CodeCond, *, timestep: Tensor | None = None
-    ) -> Tensor:
+    def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return v = (x - x_0) / max(sigma, 0.1), `[B, 1, 24, 96]`; the network predicts the clean image x_0.
 
         A token is a patch of 64 pixels, and the network is 96 wide: it has room for letters, not for their noise as well.

@@ -211,7 +211,7 @@ def test_a_project_that_disagrees_is_not_timed(
 @pytest.mark.usefixtures("few_objects")
 def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
     """A project that differentiates both halves of guidance does not agree with an update of the conditional half."""
-    table = {"flow_grpo": projects(tmp_path)["flow_grpo"]._replace(gradient="conditional")}
+    table = {"flow_grpo": projects(tmp_path)["flow_grpo"]._replace(gradient=lambda clone: "conditional")}
     with pytest.raises(RunError, match="gradient"):
         run(config(tmp_path, peers=("flow_grpo",)), table)
 

@@ -92,14 +92,21 @@ def qwen_edit(plus: bool = False) -> Any:
     return kind(**{**parts, "tokenizer": both.tokenizer}, processor=both)
 
 
-def wan_image() -> Any:
-    """Build Wan 2.1 image-to-video: channels of the first frame and of its mask follow those of the sample."""
+def wan_image(*, experts: bool = False, first_frame: bool = False) -> Any:
+    """Build Wan 2.1 image-to-video: channels of the first frame and of its mask follow those of the sample.
+
+    Wan 2.2 has two experts, or holds the first frame and gives each token its own timestep.
+    """
     from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
 
-    parts = wan().components
-    network = WanTransformer3DModel.from_config({**own(parts["transformer"]), "in_channels": 4 + 2 + 4})
+    parts = wan(experts=experts).components
+    settings = {**own(parts["transformer"]), "in_channels": 4 if first_frame else 4 + 2 + 4}
+    names = ("transformer", "transformer_2") if experts else ("transformer",)
+    networks = {name: WanTransformer3DModel.from_config(settings) for name in names}
     return WanImageToVideoPipeline(
-        **{**parts, "transformer": network, "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)}
+        **{**parts, **networks, "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)},
+        boundary_ratio=0.8 if experts else None,
+        expand_timesteps=first_frame,
     )
 
 
@@ -120,6 +127,8 @@ ROWS: dict[str, Row] = {
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
     "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),
     "wan": Row(wan_image, ("image",), SHORT, 3.0, frames=5),
+    "wan-experts": Row(partial(wan_image, experts=True), ("image",), {**SHORT, "guidance_scale_2": 2.0}, 3.0, frames=5),
+    "wan-first-frame": Row(partial(wan_image, first_frame=True), ("image",), SHORT, 3.0, frames=5),
 }
 
 
@@ -149,8 +158,9 @@ def _make(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipeline = ROWS[name].make()
-        for part in ("transformer", "vae"):
-            for parameter in getattr(pipeline, part).parameters():
+        parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae"))
+        for part in (part for part in parts if part is not None):
+            for parameter in part.parameters():
                 parameter.data += 0.2 * torch.randn_like(parameter)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"

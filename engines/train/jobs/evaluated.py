@@ -12,6 +12,7 @@ from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.jobs.base import Job, has_one_size
+from fluvial.engines.train.jobs.media import check_columns, media_columns
 from fluvial.models import is_recorded
 
 
@@ -26,7 +27,10 @@ def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> J
     """
     changes: dict[str, Any] = {}
     if config.prompts:
-        changes["heldout"] = read_heldout(config.prompts, (), check=job.model.check_prompt, field="evaluation.prompts")
+        columns, field = media_columns(job.model, pipeline.media), "evaluation.prompts"
+        heldout = read_heldout(config.prompts, (), check=job.model.check_prompt, field=field, media=columns)
+        check_columns(job.model, [*job.prompts[:1], *heldout], columns)
+        changes["heldout"] = heldout
     if config.rewards:
         changes["evaluators"] = evaluators(job, config.rewards, field="evaluation.rewards")
     if config.height is not None or config.width is not None:

@@ -15,7 +15,7 @@ def media_columns(model: Any, asked: Sequence[str]) -> dict[str, str]:
     """Return the column of each argument of the pipeline's call that is an image.
 
     Args:
-        model: the model; one that calls no pipeline takes none.
+        model: the model; one without `takes`, the names of such arguments, takes none.
         asked: columns that are named, as argument=column; others have the name of their argument.
 
     Raises:
@@ -27,7 +27,7 @@ def media_columns(model: Any, asked: Sequence[str]) -> dict[str, str]:
         argument, _, column = word.partition("=")
         if argument not in takes:
             known = ", ".join(name for name in IMAGES if name in takes) or "no images"
-            raise UsageError("pipeline.media", word, f"an argument of {model.pipeline}, which takes {known}")
+            raise UsageError("pipeline.media", word, f"an argument of {_name(model)}, which takes {known}")
         if argument in named:
             raise UsageError("pipeline.media", word, "one column per argument", f"{argument} is {named[argument]} already")
         named[argument] = column
@@ -53,7 +53,7 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
         used = (*SIZE, *(name for argument in prompt.media for name in (argument, columns[argument])))
         if unused := [name for name in present if name in takes and name not in used]:
             raise UsageError(
-                f"prompt {prompt.text[:40]!r} has a column {unused[0]}, which {model.pipeline} takes and which would be "
+                f"prompt {prompt.text[:40]!r} has a column {unused[0]}, which {_name(model)} takes and which would be "
                 "ignored: map it with `pipeline.media` if it is an image, or rename or remove it"
             )
         if missing := sorted(expected - set(prompt.media)):
@@ -61,6 +61,11 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
                 f"prompt {prompt.text[:40]!r} has no column {columns[missing[0]]}, which other prompts have: give all "
                 "prompts the same images"
             )
+
+
+def _name(model: Any) -> str:
+    """Return the class of a pipeline, or the name of a model without one."""
+    return str(getattr(model, "pipeline", getattr(model, "name", type(model).__name__)))
 
 
 def check_images(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:

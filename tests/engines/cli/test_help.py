@@ -19,7 +19,12 @@ from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.preferences import PreferencesConfig
 from fluvial.engines.cli.sample import SampleConfig
 from fluvial.engines.plan.plan import PlanConfig
-from fluvial.engines.train.pretrain import handwriting_pretraining, handwriting_unet_pretraining, words_pretraining
+from fluvial.engines.train.pretrain import (
+    edit_words_pretraining,
+    handwriting_pretraining,
+    handwriting_unet_pretraining,
+    words_pretraining,
+)
 from fluvial.engines.train.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
@@ -27,6 +32,7 @@ CONFIGS: dict[str, Any] = {
     "pretrain handwriting": handwriting_pretraining(),
     "pretrain handwriting-unet": handwriting_unet_pretraining(),
     "pretrain words": words_pretraining(),
+    "pretrain edit-words": edit_words_pretraining(),
     "eval handwriting": EvalConfig(),
     "sample handwriting": SampleConfig(),
     "preferences handwriting": PreferencesConfig(Path("x")),

@@ -27,7 +27,7 @@ from fluvial.models.handwriting import BASE
 from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank
 
 pytestmark = pytest.mark.simulated
-UNITS = {"handwriting": 5, "handwriting-unet": 7, "words": 5}
+UNITS = {"handwriting": 5, "handwriting-unet": 7, "words": 5, "edit-words": 5}
 SPECIAL = {"sft", "dpo", "distill"}
 
 

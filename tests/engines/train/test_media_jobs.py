@@ -100,7 +100,13 @@ def test_two_updates_with_images(
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
     assert updates[0]["grad_norm"] > 0
     opened = tiny_conditioned.load(pipeline)
-    opened.load_lora_weights(tmp_path / "run" / "lora")
+    adapter = tmp_path / "run" / "lora"
+    if name == "wan-experts":
+        opened.load_lora_weights(adapter / "transformer", adapter_name="high")
+        opened.load_lora_weights(adapter / "transformer_2", adapter_name="low", load_into_transformer_2=True)
+        assert (set(opened.transformer.peft_config), set(opened.transformer_2.peft_config)) == ({"high"}, {"low"})
+        return
+    opened.load_lora_weights(adapter)
     assert opened.get_active_adapters()
 
 

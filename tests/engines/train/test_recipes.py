@@ -153,7 +153,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "distill": {"objective.match": "mean_kl", "rollout.group": 1},
 }
 
-PUBLISHED["handwriting"] = PUBLISHED["words"] = PUBLISHED["grpo"] | {"minibatches": 1}
+PUBLISHED |= dict.fromkeys(("handwriting", "words", "edit-words"), PUBLISHED["grpo"] | {"minibatches": 1})
 
 
 def value(config: TrainConfig, name: str) -> Any:
@@ -193,7 +193,7 @@ def test_the_built_in_models_are_evaluated_on_hundreds_of_samples(name: str) -> 
 def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
     """The built-in one that its sampler is for, by default."""
     config = RECIPES[name]()
-    assert config.model == {"ddpo": UNET, "d3po": UNET, "words": "words"}.get(name, HANDWRITING)
+    assert config.model == {"ddpo": UNET, "d3po": UNET, "words": "words", "edit-words": "edit-words"}.get(name, HANDWRITING)
     check_model(config, "epsilon" if config.model == UNET else "velocity")
 
 
@@ -339,6 +339,7 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "distill": ("--objective.teacher", "folder", Path("folder")),
     "handwriting": ("--objective.clip-high", "0.2", 0.2),
     "words": ("--evaluation.seeds", "3", 3),
+    "edit-words": ("--optimizer.lr", "0.001", 0.001),
 }
 
 

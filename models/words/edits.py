@@ -1,0 +1,158 @@
+"""The edit model: the words network, given an image of a word with one wrong letter beside its samples, corrects it."""
+
+import io
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, open_image, text_of
+from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, as_letters, draw, places, words
+from fluvial.models.words.model import CONFIG, Words
+
+EDIT_BASE = Path(__file__).parent / "edit_base"  # the shipped weights, from `fluvial pretrain edit-words`
+ARGUMENT = "image"  # of a prompt's media
+MOVES = tuple((across, down) for across in range(-SHIFT, SHIFT + 1) for down in range(-SHIFT, SHIFT + 1))
+LEAST_APART = 8.0  # of 255: two letters, or one and itself moved by a pixel, differ by 9.9 or more on average
+
+
+class EditCond(NamedTuple):
+    """Conditioning of the edit model: that of the words model, and the image."""
+
+    tokens: Tensor  # [B, 6, 38]
+    pooled: Tensor  # [B, 162]
+    image: Tensor  # [B, 1, 24, 96] in [-1, 1]; zeros for the empty prompt
+
+
+@dataclass(eq=False)
+class EditWords(Words):
+    """The model protocol over the words transformer with a second input channel, which is the image that is corrected.
+
+    A prompt is a word with an image of 24x96 pixels (`MediaPrompt`). The image is concatenated to the noisy sample, as FLUX
+    Control and InstructPix2Pix (arXiv 2211.09800) do. Without `weights` the network starts as that of `Words`, with zeros
+    for the new channel.
+    """
+
+    name, settings = "edit-words", {**CONFIG, "in_channels": 2}
+    weights: Path | None = EDIT_BASE
+    takes: ClassVar[tuple[str, ...]] = (ARGUMENT,)
+
+    @property
+    def example(self) -> MediaPrompt:
+        """A prompt of the model, which shows the images that it takes."""
+        word, image = next(iter(misspelt_images("train").items()))
+        return MediaPrompt(word, {ARGUMENT: image})
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """See `PixelModel.build`."""
+        module = super().build(empty=empty)
+        if self.weights is None:
+            start = Words().build().state_dict()
+            kernel = start["pos_embed.proj.weight"]
+            start["pos_embed.proj.weight"] = torch.cat([kernel, torch.zeros_like(kernel)], dim=1)
+            module.load_state_dict(start)
+        return module
+
+    def encode(self, prompts: Sequence[TextPrompt]) -> Any:
+        """Return the word's conditioning and its image as an `EditCond`; the image is zeros for the empty prompt.
+
+        Raises:
+            ValueError: a word has no image, or one of another size; the message names the word.
+        """
+        images = torch.stack([pixels_of(prompt) for prompt in prompts])
+        return EditCond(*super().encode([text_of(prompt) for prompt in prompts]), images)
+
+    def network_input(self, x: Tensor, cond: EditCond) -> Tensor:
+        """Return the samples with their images as a second channel, `[B, 2, 24, 96]`."""
+        return torch.cat([x, cond.image.to(x.dtype)], dim=1)
+
+
+def pixels_of(prompt: TextPrompt) -> Tensor:
+    """Return the image of a prompt, `[1, 24, 96]` in [-1, 1]; zeros for the empty prompt. See `EditWords.encode`."""
+    if not prompt:
+        return torch.zeros(1, HEIGHT, WIDTH)
+    source = None if isinstance(prompt, str) else prompt.media.get(ARGUMENT)
+    if source is None:
+        raise ValueError(f"prompt {text_of(prompt)!r} has no image to correct: give its record a column {ARGUMENT}")
+    image = open_image(source)
+    if image.size != (WIDTH, HEIGHT):
+        raise ValueError(
+            f"the image of prompt {text_of(prompt)!r} has {image.width}x{image.height} pixels, expected {WIDTH}x{HEIGHT}"
+        )
+    return torch.from_numpy(np.array(image.convert("L"))).to(torch.float32)[None] / 127.5 - 1
+
+
+@cache
+def misspelt_images(split: Literal["train", "heldout"]) -> Mapping[str, bytes]:
+    """Return an image of each word of a split with one wrong letter, as a PNG file: the word decides which, and where."""
+    found = {}
+    for word in words(split):
+        choice = random.Random(word)
+        place = choice.randrange(len(word))
+        wrong = choice.choice(LETTERS[1:].replace(word[place], ""))
+        file = io.BytesIO()
+        Image.fromarray(draw(word[:place] + wrong + word[place + 1 :], *choice.choice(MOVES))).save(file, "PNG")
+        found[word] = file.getvalue()
+    return found
+
+
+def correct(prompts: Sequence[MediaPrompt]) -> Tensor:
+    """Return each prompt's word drawn where its image has it, `[B, 1, 24, 96]` in [-1, 1]."""
+    images = [draw(prompt.text, *comparison(prompt.text, pixels_of(prompt)).move) for prompt in prompts]
+    pixels = np.stack(images) if images else np.zeros((0, HEIGHT, WIDTH), np.uint8)
+    return torch.from_numpy(pixels).to(torch.float32)[:, None] / 127.5 - 1
+
+
+def unchanged(images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> Tensor:
+    """Return 1 - sum |x - c| / sum (1 - c) over the pixels outside of the wrong letter, at least 0, float32 `[B]`.
+
+    The sum of 1 - c is the ink of the other letters, so a letter that has become another costs its share, as in the reward
+    of letters.
+
+    Args:
+        images: images x, `[B, 1, 24, 96]` in [0, 1].
+        prompts: word of each.
+        condition_images: image before the edit c of each, `[C, 24, 96]` in [0, 1].
+    """
+    scores = []
+    for image, word, given in zip(images.detach().float().cpu(), prompts, condition_images, strict=True):
+        before = given.float().cpu().mean(0, keepdim=True)
+        columns = comparison(word, 2 * before - 1).columns
+        change, ink = (image - before).abs(), 1 - before
+        change[..., columns] = ink[..., columns] = 0
+        scores.append(max(0.0, 1 - float(change.sum() / ink.sum().clamp(min=1e-6))))
+    return torch.tensor(scores, dtype=torch.float32, device=images.device)
+
+
+class Comparison(NamedTuple):
+    """Where an image shows a word with one wrong letter."""
+
+    move: tuple[int, int]  # of the word from the middle, in pixels
+    columns: slice  # pixels of the wrong letter
+
+
+def comparison(word: str, image: Tensor) -> Comparison:
+    """Return where an image `[1, 24, 96]` in [-1, 1] shows a word with one wrong letter: the move that most letters fit."""
+    starts = [ADVANCE // 2 * place for place in places([word])[0].tolist() if place >= 0]
+    pixels = 127.5 * (image[0] + 1)
+    shown = torch.stack([pixels[:, start : start + ADVANCE] for start in starts])
+    drawn = glyphs()[:, as_letters([word])[0, : len(word)] - 1]  # [moves, letters, rows, columns]
+    apart = (drawn - shown).abs().mean((-2, -1))
+    best = int(apart.clamp(max=LEAST_APART).sum(1).argmin())
+    start = starts[int(apart[best].argmax())]
+    return Comparison(MOVES[best], slice(start, start + ADVANCE))
+
+
+@cache
+def glyphs() -> Tensor:
+    """Return each letter by each move, `[9, 26, 24, 16]` float32 from 0 to 255; words are drawn of these side by side."""
+    middle = (WIDTH - ADVANCE) // 2
+    drawn = [[draw(3 * letter, *move)[:, middle : middle + ADVANCE] for letter in LETTERS[1:]] for move in MOVES]
+    return torch.from_numpy(np.array(drawn)).to(torch.float32)

@@ -1,0 +1,167 @@
+"""The edit model: its images with one wrong letter, the reward of what stays, its base weights, and its conditioning."""
+
+import io
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fluvial.core.random import fold_in, key, normal
+from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.train.pretrain import edit_words_pretraining, pretrain
+from fluvial.models.replay.media import MediaPrompt
+from fluvial.models.words import EDIT_BASE, EditWords, Words, correct, misspelt_images, unchanged, words
+from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, draw, places
+from fluvial.models.words.edits import MOVES, comparison, pixels_of
+
+
+def file_of(image: Image.Image) -> bytes:
+    """Return an image as a PNG file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def prompt_of(word: str, shown: str, move: tuple[int, int] = (0, 0)) -> MediaPrompt:
+    """Return the prompt of a word with an image that shows another one."""
+    return MediaPrompt(word, {"image": file_of(Image.fromarray(draw(shown, *move)))})
+
+
+def images_of(*drawn: tuple[str, tuple[int, int]]) -> Tensor:
+    """Return drawn words in [0, 1], `[B, 1, 24, 96]`."""
+    return torch.stack([torch.tensor(draw(word, *move))[None] / 255 for word, move in drawn])
+
+
+def test_every_image_has_one_wrong_letter() -> None:
+    """Every word has an image, which differs from the word, moved as it is, within one letter; all moves occur."""
+    seen = set()
+    for word, file in list(misspelt_images("heldout").items())[::3]:
+        shown = pixels_of(MediaPrompt(word, {"image": file}))
+        move, columns = comparison(word, shown)
+        same = torch.tensor(draw(word, *move)).float() / 127.5 - 1 == shown[0]
+        assert not same[:, columns].all()
+        same[:, columns] = True
+        assert same.all()
+        seen.add(move)
+    assert set(misspelt_images("train")) == set(words("train"))
+    assert set(misspelt_images("heldout")) == set(words("heldout"))
+    assert seen == set(MOVES)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_the_wrong_letter_and_the_move_are_found(noise: float) -> None:
+    """Of every word with a random letter in a random place, moved at random; also in an image with some noise."""
+    choice = random.Random(0)
+    for number, word in enumerate(words("heldout")[::9]):
+        place, move = choice.randrange(len(word)), choice.choice(MOVES)
+        shown = word[:place] + choice.choice(LETTERS[1:].replace(word[place], "")) + word[place + 1 :]
+        image = images_of((shown, move))[0]
+        image = image + noise * normal(fold_in(key(0), torch.tensor([number])), (1, *image.shape))[0]
+        start = ADVANCE // 2 * int(places([word])[0, place])
+        assert comparison(word, 2 * image - 1) == (move, slice(start, start + ADVANCE))
+
+
+def test_the_corrected_word_is_where_the_image_has_it() -> None:
+    """Exactly the word, moved as the image is."""
+    found = correct([prompt_of("river", "rover", (1, -1)), prompt_of("act", "ant", (0, 1))])
+    torch.testing.assert_close((found + 1) / 2, images_of(("river", (1, -1)), ("act", (0, 1))))
+    assert correct([]).shape == (0, 1, HEIGHT, WIDTH)
+
+
+def test_unchanged_is_one_minus_the_share_of_ink_that_moved() -> None:
+    """Whatever the wrong letter becomes; another letter costs about its share, a moved word more, and white all of it."""
+    before = images_of(("rover", (1, 0)))[0].expand(3, -1, -1)
+    after = images_of(("river", (1, 0)), ("rover", (1, 0)), ("razer", (1, 0)), ("river", (0, 0)), ("rivex", (1, 0)))
+    white, black = torch.ones(1, 1, HEIGHT, WIDTH), torch.zeros(1, 1, HEIGHT, WIDTH)
+    scores = unchanged(torch.cat([after, white, black]), ["river"] * 7, [before] * 7)
+    assert scores[:2].tolist() == [1.0, 1.0]
+    assert scores[5:].tolist() == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert 0.5 < scores[2] < 0.9
+    assert scores[3] < scores[4] < 0.9
+    ink = 1 - before[:1]
+    apart = (after[4] - before[:1]).abs().sum()  # only the last letter differs, beside the one that is corrected
+    apart = apart - (after[0] - before[:1]).abs().sum()
+    columns = comparison("river", 2 * before[:1] - 1).columns
+    assert float(scores[4]) == pytest.approx(1 - float(apart / (ink.sum() - ink[..., columns].sum())), abs=1e-5)
+
+
+def test_the_conditioning_holds_the_image() -> None:
+    """The word's own, and the pixels; zeros for the empty prompt. An image in colour, of RGB, counts by its grey."""
+    model, shown = EditWords(), Image.fromarray(draw("rover"))
+    cond = model.encode([prompt_of("river", "rover"), MediaPrompt("river", {"image": file_of(shown.convert("RGB"))}), ""])
+    plain = Words().encode(["river", "river", ""])
+    assert torch.equal(cond.tokens, plain.tokens)
+    assert torch.equal(cond.pooled, plain.pooled)
+    torch.testing.assert_close(cond.image[:1], 2 * images_of(("rover", (0, 0))) - 1)
+    assert torch.equal(cond.image[0], cond.image[1])
+    assert not cond.image[2].any()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("river", "prompt 'river' has no image to correct: give its record a column image"),
+        (MediaPrompt("river", {"mask_image": b""}), "prompt 'river' has no image to correct"),
+        (
+            MediaPrompt("river", {"image": file_of(Image.new("L", (24, 24)))}),
+            "the image of prompt 'river' has 24x24 pixels, expected 96x24",
+        ),
+        (MediaPrompt("river", {"image": b"no image"}), "an image of 8 bytes cannot be read as an image"),
+    ],
+)
+def test_a_prompt_without_an_image_of_its_size_is_refused(prompt: str | MediaPrompt, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        EditWords().encode([prompt])
+
+
+@torch.no_grad()
+def test_it_starts_as_the_words_network_and_learns_to_see_the_image() -> None:
+    """Without weights the image counts for nothing; with the shipped ones the word is drawn where the image has it."""
+    prompts = [prompt_of("river", "rover", (0, 1)), prompt_of("river", "rover", (0, -1))]
+    x = normal(fold_in(key(0), torch.arange(1)), (1, 1, HEIGHT, WIDTH)).expand(2, -1, -1, -1)
+    sigma = torch.ones(2)
+    start, base, plain = EditWords(None), EditWords(), Words()
+    as_words = plain.predict(plain.build(), x, sigma, plain.encode(["river"] * 2))
+    torch.testing.assert_close(start.predict(start.build(), x, sigma, start.encode(prompts)), as_words, rtol=1e-5, atol=1e-5)
+    ink = 1 - base.decode(x - base.predict(base.build(), x, sigma, base.encode(prompts)))
+    middle = (ink[:, 0].sum(-1) * torch.arange(HEIGHT)).sum(-1) / ink.sum((1, 2, 3))
+    assert middle[0] - middle[1] > SHIFT / 2
+
+
+def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
+    """At most 4 MB of float16; the record says how many held-out words are right, and how much stays."""
+    assert sum(path.stat().st_size for path in EDIT_BASE.iterdir()) <= 4e6
+    tensors = load_file(EDIT_BASE / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+    record = json.loads((EDIT_BASE / "made-by.json").read_text())
+    assert record["command"] == "fluvial pretrain edit-words"
+    assert record["eval_samples"] >= 350
+    assert 0.6 <= record["heldout_exact"]["heldout"] <= 0.75
+    assert 0.8 <= record["heldout_score"]["unchanged"] <= 0.95
+
+
+class Enough(Exception):
+    """Enough updates have been made."""
+
+
+@pytest.mark.long
+def test_pretraining_begins_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawings, images, noise, levels, network and optimizer are those of the shipped weights: so are the first errors."""
+    recorded = {1: 0.128199, 3: 0.134228}
+    errors: list[float] = []
+
+    def advance(self: RunProgress, numbers: Mapping[str, float], seconds: object) -> None:
+        errors.append(numbers["error"])
+        if len(errors) == max(recorded):
+            raise Enough
+
+    monkeypatch.setattr(RunProgress, "advance", advance)
+    with pytest.raises(Enough):
+        pretrain(edit_words_pretraining(tmp_path / "base"))
+    assert {update: errors[update - 1] for update in recorded} == pytest.approx(recorded, rel=2e-3)
