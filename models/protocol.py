@@ -120,6 +120,13 @@ class DiffusionModel(Protocol):
         ...
 
 
+class Sounds(NamedTuple):
+    """Sounds of B samples, which some models make alone or beside a video."""
+
+    waves: Tensor  # [B, channels, n] float in [-1, 1]
+    rate: int  # numbers per second and channel
+
+
 class PipelineModel(DiffusionModel, Protocol):
     """A model over a folder of weights, whose text encoders are loaded on first use."""
 
@@ -178,6 +185,12 @@ def is_recorded(model: DiffusionModel) -> bool:
     The conditioning of such a model includes its guidance, and it is defined only at the levels of its own schedule.
     """
     return bool(getattr(model, "recorded", False))
+
+
+def sound_rate(model: DiffusionModel) -> int | None:
+    """Return the rate of the sounds that a model makes, by `model.sounds(latents)`; None if it makes none."""
+    rate: int | None = getattr(model, "sound_rate", None)
+    return rate
 
 
 def decoded(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:

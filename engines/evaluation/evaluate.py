@@ -20,6 +20,7 @@ from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.streams import Stream
 from fluvial.models import DiffusionModel, Schedule
 from fluvial.models.images import shown_frames
+from fluvial.models.protocol import Sounds, sound_rate
 
 SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
 APART = 2**32  # between the ids of a prompt's samples: more than there are prompts
@@ -67,6 +68,7 @@ class Evaluation(NamedTuple):
     scores: Scores
     velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
     split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `labels.split`
+    sounds: Sounds | None = None  # of the images, where the model makes sounds
     invalid: int = 0  # samples that an evaluator had no number for, which are left out of all else
 
 
@@ -148,7 +150,7 @@ def evaluate(
     requests = Requests(
         [asked[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
     )
-    shown = list[Tensor]()
+    shown, heard, rate = list[Tensor](), list[Tensor](), sound_rate(task.model)
     runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in task.evaluators.items()]
     show = min(show, total)
     try:
@@ -162,6 +164,8 @@ def evaluate(
                 runner.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
             if count and mine[first] < show:
                 shown.append(chunk.images[: show - mine[first]].cpu())
+                if rate is not None:
+                    heard.append(task.model.sounds(chunk.trajectory.final[: show - mine[first]]).waves.cpu())  # type: ignore[attr-defined]
             if keep is not None:
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count])
@@ -175,6 +179,7 @@ def evaluate(
     problems = [line for each in found for line in each.problems]
     valid = check_scores(table, problems, most=max_invalid, world=world)
     images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
+    waves = [wave for part in world.gather_items(heard)[:: world.sequence] for wave in part]
     shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
     images, table = images[shows], table[valid]
     asked, sampled = [asked[place] for place in keeps], [plan.names[place] for place in keeps]
@@ -187,6 +192,7 @@ def evaluate(
         images_score=table[: len(images), -1] if found else None,
         scores=Scores(names, sampled, asked, table),
         split=split(table, asked, names),
+        sounds=None if rate is None else Sounds(torch.cat(waves)[shows], rate),
         invalid=total - len(keeps),
     )
 

@@ -1,6 +1,6 @@
 """The folder of an evaluation: images, scores, the table and a contact sheet.
 
-images/NAME.png  base/NAME.png  scores.csv  table.csv  table.json  sheet.png
+images/NAME.{png,wav}  base/NAME.{png,wav}  scores.csv  table.csv  table.json  sheet.png
 """
 
 import json
@@ -18,6 +18,7 @@ from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import Row, as_records, write_rows, write_scores
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.report.images import sheet_of
+from fluvial.engines.report.sounds import write_wave
 from fluvial.models.images import as_image
 
 TABLE, IMAGES, BASE = "table.json", "images", "base"
@@ -68,6 +69,10 @@ class EvaluationFolder:
             return
         write_scores(self.out / "scores.csv", ours.scores, None if base is None else base.scores)
         write_rows(self.out / "table.csv", found)
+        for folder, part in ((IMAGES, ours), (BASE, base)):
+            if part is not None and part.sounds is not None:
+                for name, wave in zip(part.scores.names, part.sounds.waves, strict=False):
+                    write_wave(self.out / folder / f"{name}.wav", wave, part.sounds.rate)
         contact_sheet(ours, base, title=title).save(self.out / "sheet.png")
         record = {"model": title, "settings": settings, "rows": as_records(found)}
         (self.out / TABLE).write_text(

@@ -27,6 +27,8 @@ class Reward(Protocol):
         images             `[B, C, H, W]`, float in [0, 1], on the model's device; of videos `[B, C, F, H, W]`
         videos             `[B, C, F, H, W]`; a run that makes images cannot use the reward
         latents            `[B, *event]`, the samples before they are decoded
+        audios             `[B, channels, n]` in [-1, 1], of a model that makes sounds, alone or beside a video
+        audio_rate         numbers per second and channel of audios
         prompts            prompt of each sample
         metadata           record of each prompt: a dict of the further columns of the file that the prompt comes from
         condition_images   image of each prompt's record, a list of `[C, H, W]` in [0, 1]; a default makes it optional

@@ -12,8 +12,8 @@ from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, metadata_of, texts
 from fluvial.engines.errors import UsageError
 
-SAMPLES = ("images", "videos", "latents")  # a reward takes at least one of these
-KNOWN = (*SAMPLES, "prompts", "metadata", "group", "condition_images")
+SAMPLES = ("images", "videos", "latents", "audios")  # a reward takes at least one of these
+KNOWN = (*SAMPLES, "audio_rate", "prompts", "metadata", "group", "condition_images")
 OPTIONAL = ("condition_images",)  # what prompts may lack; a parameter with a default keeps it then
 FIRST = ("images", "prompts")  # what the first two parameters stand for, if their names say nothing else
 EXPECTED = "a function of (images, prompts)"
@@ -134,6 +134,8 @@ def _value(name: str, samples: Samples) -> Any:
         )
     if name == "latents" and samples.latents is None:
         raise UsageError("it takes latents, and there are only images here: use a reward of images")
+    if name in ("audios", "audio_rate"):
+        raise UsageError("it takes audios, and there are only images here: use a reward of images")
     if name == "group" and samples.group is None:
         raise UsageError(
             "it compares the samples of a group, and there are no groups here: use a reward that scores each image alone"

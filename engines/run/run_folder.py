@@ -1,7 +1,7 @@
 """The run folder: everything that a run writes, by rank 0.
 
 config.json  metrics.jsonl  summary.json  report.html  curves.png  warnings.txt  tracker.json  probe.safetensors
-samples/*.{png,json,csv}  tensorboard/  checkpoints/  weights/
+samples/*.{png,json,csv,wav}  tensorboard/  checkpoints/  weights/
 """
 
 import contextlib
@@ -23,9 +23,11 @@ from fluvial.engines.evaluation.evaluate import Scores
 from fluvial.engines.evaluation.table import read_scores, same_samples, write_scores
 from fluvial.engines.report import charts, images, page, panels, trackers
 from fluvial.engines.report.records import read_json, read_records
+from fluvial.engines.report.sounds import write_wave
 from fluvial.engines.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run import restart
 from fluvial.models.images import as_image
+from fluvial.models.protocol import Sounds
 
 CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
 WIDTH = 256  # of a sample, in pixels, about
@@ -133,6 +135,11 @@ class RunFolder:
         if self.tracker:
             self.tracker.images(Samples(path.stem, drawn, sheet.captions, sheet.image), update)
         return path
+
+    def sounds(self, name: str, sounds: Sounds) -> None:
+        """Write the sounds of images of an evaluation to samples/NAME-00.wav, NAME-01.wav and so on."""
+        for number, wave in enumerate(sounds.waves):
+            write_wave(self.out / "samples" / f"{name.replace(' ', '-')}-{number:02d}.wav", wave, sounds.rate)
 
     def scores(self, name: str, scores: Scores) -> None:
         """Write the score of each sample of an evaluation to samples/NAME.csv."""

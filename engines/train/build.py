@@ -23,6 +23,7 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.plan.micro_batch import Choice
 from fluvial.engines.rewards.clients.votes import Votes
+from fluvial.engines.rewards.heard import heard
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_records, check_rewards, select
 from fluvial.engines.rewards.runner import RewardRunners
@@ -249,6 +250,8 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
     rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
+    of_model = heard({name: reward for name, (reward, _) in rewards.items()}, job.model)
+    rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
@@ -263,6 +266,7 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
         )
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
+    job = replace(job, evaluators=heard(job.evaluators, job.model))
     if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
         alone = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
         job = replace(job, evaluators=alone)

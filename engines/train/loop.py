@@ -174,6 +174,8 @@ class Loop:
             title = metrics.evaluation_title(name, result)
             shown = result.images, texts(result.prompts), result.images_score
             self.folder.samples(name, *shown, title=title, update=self.trainer.engine.updates)
+            if result.sounds is not None:
+                self.folder.sounds(name, result.sounds)
         if kept is not None:
             self._show(kept, result, extremes)
         return result

@@ -25,8 +25,8 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.core.table import Record
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
-from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.replay.arguments import arguments, exactly, forms, shown
+from fluvial.models.protocol import Cond, Schedule, Sounds
+from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, shown
 from fluvial.models.replay.capture import Capture, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
@@ -44,6 +44,7 @@ from fluvial.models.replay.recorded import (
     rounding,
     within,
 )
+from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
 from fluvial.models.replay.stand_in import answering, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
@@ -276,9 +277,32 @@ class AnyPipeline(WithExperts):
         images, first = list[Tensor](), 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
-            images += [self._decoded(chunk, prompt) for chunk in latents[first:last].split(self.decode_chunk)]
+            images += [self._made(chunk, prompt).shown for chunk in latents[first:last].split(self.decode_chunk)]
             first = last
         return torch.cat(images).to(latents.device)
+
+    @property
+    def sound_rate(self) -> int | None:
+        """Rate of the sounds that the pipeline makes, alone or beside a video; None if it makes none."""
+        return rate_of(self._loaded())
+
+    @property
+    def makes_images(self) -> bool:
+        """Whether the pipeline makes images or videos; those of one that makes sounds alone are drawings of them."""
+        return self.sound_rate is None or "height" in self.takes
+
+    @torch.no_grad()
+    def sounds(self, latents: Tensor) -> Sounds:
+        """Return the sounds of samples `[B, *event]`, which depend on no prompt.
+
+        Raises:
+            ValueError: the pipeline makes none.
+        """
+        made = [self._made(chunk, self.example).waves for chunk in latents.split(self.decode_chunk)]
+        waves, rate = [part for part in made if part is not None], self.sound_rate
+        if not waves or rate is None:
+            raise ValueError(f"{self.pipeline} makes no sounds")
+        return Sounds(torch.cat(waves).to(latents.device), rate)
 
     def _decoding_sees_images(self) -> bool:
         """Return whether the same sample is decoded to other images with another image in its prompt."""
@@ -288,7 +312,7 @@ class AnyPipeline(WithExperts):
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
             changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
-            one, other = (self._decoded(sample, prompt) for prompt in both)
+            one, other = (self._made(sample, prompt).shown for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -313,7 +337,7 @@ class AnyPipeline(WithExperts):
 
     def _vae_input(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives to its VAE to decode samples."""
-        return vae_input(self.vae, lambda: self._decoded(latents, self.example), self.pipeline)
+        return vae_input(self.vae, lambda: self._made(latents, self.example), self.pipeline)
 
     def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
@@ -342,8 +366,15 @@ class AnyPipeline(WithExperts):
             check_tail(self.pipeline, list(run.taken), len(run.schedule.levels) - 1, self.steps)
             runs[number] = run = self._from_noise(run, batch)
             check_initial_noise(self.pipeline, run.initial)
-            decoded = self.decode(run.trajectory.final, batch)
-            errors.append(check_images(self.pipeline, decoded, _pixels(run.images), tolerance=TOLERANCES[self.dtype]))
+            final, theirs = run.trajectory.final, output_of(run.made)
+            if theirs.images is not None:
+                decoded = self.decode(final, batch)
+                errors.append(check_images(self.pipeline, decoded, theirs.images, tolerance=TOLERANCES[self.dtype]))
+            if theirs.waves is not None:
+                waves = self.sounds(final).waves
+                errors.append(
+                    check_images(self.pipeline, waves, theirs.waves, tolerance=TOLERANCES[self.dtype], what="sounds")
+                )
         final = torch.cat([run.trajectory.final for run in runs])
         cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
         trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
@@ -354,6 +385,7 @@ class AnyPipeline(WithExperts):
         error = check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
         return max(error, *errors)
 
+    @alone
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
         pipe = self._loaded()
@@ -363,6 +395,7 @@ class AnyPipeline(WithExperts):
         if isinstance(prompts[0], MediaPrompt):
             asked |= {**prompts[0].opened(), "prompt": prompts[0].text}
         start, texts = key(number), [text_of(prompt) for prompt in prompts]
+        asked |= {name: value for name, value in called(self.takes, {**asked, "prompt": texts}).items() if name == LYRICS}
         for part in self._networks:
             setattr(pipe, part, placed(module, part))
         try:
@@ -462,12 +495,13 @@ class AnyPipeline(WithExperts):
                 return found
         raise errors[0]
 
+    @alone
     def _dry_run(self, pipe: Any, form: dict[str, Any]) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(COPIES)))
-        asked = {**self.asked, **form, "generator": seeds}
+        asked = called(self.takes, {**self.asked, **form, "generator": seeds})
         capture = Capture(pipe, COMPONENT, asked)
         theirs = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
@@ -503,8 +537,9 @@ class AnyPipeline(WithExperts):
         known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, levels)
         return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
-    def _decoded(self, latents: Tensor, prompt: TextPrompt) -> Tensor:
-        """Return the pipeline's images for its last latents, samples of one prompt."""
+    @alone
+    def _made(self, latents: Tensor, prompt: TextPrompt) -> Output:
+        """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
         tried = forms(self.takes, prompt, len(latents))
@@ -513,7 +548,7 @@ class AnyPipeline(WithExperts):
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
                 pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
-                return _pixels(pipe(**{**self.asked, **once})[0])
+                return output_of(pipe(**called(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own
 
@@ -523,11 +558,6 @@ def _attention_layers(network: nn.Module) -> tuple[str, ...]:
     attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
     named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
     return tuple(dict.fromkeys(named))
-
-
-def _pixels(made: Tensor) -> Tensor:
-    """Return a pipeline's output as images `[B, C, H, W]` or videos `[B, C, F, H, W]`, float in [0, 1]."""
-    return (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
 
 
 def _png(image: Image.Image) -> bytes:

@@ -12,6 +12,7 @@ from fluvial.models.replay.media import TextPrompt, media_of, text_of
 
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+LYRICS = "lyrics"  # argument with a text for each prompt
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
 
@@ -73,6 +74,13 @@ def forms(takes: Collection[str], prompt: TextPrompt, number: int) -> list[dict[
     lists = {name: [image] * number for name, image in media.items()}
     once = [{"prompt": text, several: number, **media}] if several else []
     return [*once, {"prompt": [text] * number, **media}, {"prompt": [text] * number, **lists}]
+
+
+def called(takes: Mapping[str, inspect.Parameter], asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call on a list of prompts, with lyrics for each of them."""
+    lyrics = asked.get(LYRICS, takes[LYRICS].default if LYRICS in takes else None)
+    prompts = asked.get("prompt")
+    return asked | {LYRICS: [lyrics] * len(prompts)} if isinstance(lyrics, str) and isinstance(prompts, list) else asked
 
 
 def shown(asked: Mapping[str, Any]) -> str:

@@ -105,21 +105,21 @@ def check_initial_noise(pipeline: str, x: Tensor) -> None:
         )
 
 
-def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: float) -> float:
-    """Return the relative error, in root mean square, of decoded samples against the pipeline's own images.
+def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: float, what: str = "images") -> float:
+    """Return the relative error, in root mean square, of decoded samples against the pipeline's own images, or sounds.
 
     Raises:
         ReplayError: the shapes differ, or the error is above the tolerance.
     """
     if decoded.shape != images.shape:
         raise refusal(
-            pipeline, f"its images have shape {tuple(images.shape)}, and its samples are decoded to {tuple(decoded.shape)}"
+            pipeline, f"its {what} have shape {tuple(images.shape)}, and its samples are decoded to {tuple(decoded.shape)}"
         )
     error = float((decoded - images.to(decoded)).norm() / images.norm())
     if not error <= tolerance:
         raise refusal(
             pipeline,
-            f"its last samples, decoded, differ from its own images by {error:.2g} of their norm, expected at most "
+            f"its last samples, decoded, differ from its own {what} by {error:.2g} of their norm, expected at most "
             f"{tolerance:g}: it may change the samples after the last step",
         )
     return error

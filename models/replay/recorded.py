@@ -126,11 +126,16 @@ class Recording:
     trajectory: Trajectory  # with the velocities
     schedule: Schedule
     transition: Sampler  # sampler of the steps in the window
-    images: Any  # the pipeline's output, by default images [B, C, H, W] in [0, 1]
+    made: tuple[Any, ...]  # what the pipeline returned
     model: RecordedModel
     cond: Cond  # pytree of tensors [B, ...]; an input that is the same at every step is stored once
     initial: Tensor  # [B, *event] samples before the first step
     taken: tuple[int, ...]  # steps of the schedule in the order they were taken, recorded or not
+
+    @property
+    def images(self) -> Any:
+        """The pipeline's first output, by default images `[B, C, H, W]` in [0, 1]."""
+        return self.made[0]
 
 
 def record(
@@ -203,7 +208,7 @@ def record(
         ) as recorder,
     ):
         with foreign(name, "be run"):
-            images = pipe(**asked)[0]
+            made = pipe(**asked)
         if capture.initial is None:
             raise refusal(name, "its scheduler takes no step")
     trajectory = recorder.trajectory()
@@ -211,7 +216,7 @@ def record(
     recipes, cond = capture.recipes()
     model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes)
     recording = Recording(
-        trajectory, schedule, recorder.scheduled.transition, images, model, cond, capture.initial, tuple(capture.taken)
+        trajectory, schedule, recorder.scheduled.transition, made, model, cond, capture.initial, tuple(capture.taken)
     )
     if recipes:
         check_replay(module, recording, micro_batch=len(trajectory.final), chunks=1, tolerance=tolerance)

@@ -8,6 +8,7 @@ from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
+from fluvial.engines.rewards.heard import heard
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.train.config import PipelineConfig
@@ -53,7 +54,7 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
         )
     found = {name: reward for name, (reward, _) in selected.items()}
     check_rewards(found, label="evaluator")
-    return found
+    return heard(found, job.model)
 
 
 def further_texts(job: Job, asked: Job) -> list[Any]:

@@ -1,0 +1,75 @@
+"""Sounds among the outputs of a pipeline: telling them from images, their rate, and drawings of them."""
+
+from collections.abc import Callable
+from functools import wraps
+from threading import RLock
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+ALONE = RLock()  # rewards decode sounds on threads of their own, and a pipeline's run changes its scheduler
+HEIGHT, WIDTH = 64, 256  # of the drawing of a sound, in pixels
+RATES = (("vocoder", "output_sampling_rate"), ("vae", "sampling_rate"))  # parts and settings that say the rate
+
+
+class Output(NamedTuple):
+    """What a pipeline made of B samples: images or videos, sounds, or both."""
+
+    images: Tensor | None  # [B, C, H, W] or [B, C, F, H, W], float in [0, 1]
+    waves: Tensor | None  # [B, channels, n] float in [-1, 1]
+
+    @property
+    def shown(self) -> Tensor:
+        """The images, or drawings of the sounds if there are none."""
+        if self.images is not None:
+            return self.images
+        assert self.waves is not None
+        return drawings(self.waves)
+
+
+def alone(run: Callable[P, R]) -> Callable[P, R]:
+    """Return a function of which, and of others made so, one call runs at a time."""
+
+    @wraps(run)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ALONE:
+            return run(*args, **kwargs)
+
+    return locked
+
+
+def output_of(returned: Any) -> Output:
+    """Return the images and sounds of what a pipeline's call returned, a tuple of tensors."""
+    images = waves = None
+    for made in returned if isinstance(returned, tuple) else (returned,):
+        if not isinstance(made, Tensor):
+            continue
+        if made.ndim > 3:
+            images = (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
+        else:
+            waves = (made if made.ndim == 3 else made[:, None]).float().clamp(-1, 1)
+    return Output(images, waves)
+
+
+def rate_of(pipe: Any) -> int | None:
+    """Return the rate of a pipeline's sounds; None for a pipeline that makes none."""
+    for part, name in RATES:
+        rate = getattr(getattr(getattr(pipe, part, None), "config", None), name, None)
+        if isinstance(rate, int):
+            return rate
+    return None
+
+
+def drawings(waves: Tensor) -> Tensor:
+    """Return a drawing of each sound, `[B, 1, 64, 256]` in [0, 1]: per column the range of its first channel."""
+    count = waves.shape[-1]
+    columns = torch.arange(WIDTH, device=waves.device) * count // WIDTH
+    width = max(count // WIDTH, 1)
+    parts = waves[:, 0, (columns[:, None] + torch.arange(width, device=waves.device)).clamp(max=count - 1)]
+    low, high = parts.amin(-1)[:, None], parts.amax(-1)[:, None]
+    level = torch.linspace(1, -1, HEIGHT, device=waves.device)[None, :, None]
+    half = 1 / HEIGHT
+    return 1 - ((level >= low - half) & (level <= high + half)).float()[:, None]

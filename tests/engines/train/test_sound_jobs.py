@@ -1,0 +1,68 @@
+"""Pipelines that make sounds, trained from the command line by a reward of sounds."""
+
+import wave
+from pathlib import Path
+
+import launch
+import pytest
+import tiny_sounds
+from safetensors.torch import load_file
+
+from fluvial.engines.cli import main as cli
+
+# The VAE of sounds is built by a function that torch deprecates.
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
+SHORT = (
+    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 "
+    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --rollout.guidance.scale 1"
+)
+
+
+def train(folder: Path, out: Path, *more: str) -> int:
+    """Train tiny ACE-Step, and return the exit code."""
+    model, prompts = tiny_sounds.save(folder / "ace"), tiny_sounds.texts(folder / "prompts.jsonl")
+    length = ["--pipeline.call", "audio_duration=0.32"]
+    return cli.run(
+        [
+            "train",
+            "grpo",
+            "--model",
+            str(model),
+            "--prompts",
+            str(prompts),
+            *SHORT.split(),
+            *length,
+            *more,
+            "--out",
+            str(out),
+        ]
+    )
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_two_updates_by_a_reward_of_sounds(tmp_path: Path, compute: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """On policy to the bit; the sounds of the evaluations are beside their drawings; an adapter comes out."""
+    low = ["--engine.compute", compute, "--pipeline.frozen", compute]
+    code = train(tmp_path, tmp_path / "run", "--rewards", "tiny_sounds:loud", *low)
+    assert code == 0, capfd.readouterr().err
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
+    assert updates[0]["grad_norm"] > 0
+    for name in ("before-00.wav", "before-01.wav", "after-00.wav"):
+        with wave.open(str(tmp_path / "run" / "samples" / name)) as sound:
+            assert (sound.getframerate(), sound.getnchannels(), sound.getnframes()) == (tiny_sounds.RATE, 2, 128)
+    (adapter,) = (tmp_path / "run" / "lora").glob("*.safetensors")
+    assert any(tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key)
+
+
+def test_a_reward_of_images_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Images of sounds are drawings, which nothing should be trained on without being asked."""
+    assert train(tmp_path, tmp_path / "run") == 2
+    assert "reward 'jpeg' takes images, and the model makes sounds" in launch.one_line(capfd.readouterr().err)
+
+
+def test_a_reward_of_sounds_of_a_model_of_images_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The built-in model makes none."""
+    code = cli.run(["train", "grpo", "--rewards", "tiny_sounds:loud", "--out", str(tmp_path / "run")])
+    assert code == 2
+    assert "reward 'tiny_sounds:loud' takes audios, and the model makes no sounds" in launch.one_line(capfd.readouterr().err)
