@@ -27,7 +27,7 @@ from fluvial.models.pipelines.folder import entries, local_folder, quietly, read
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
 from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, shown
-from fluvial.models.replay.capture import Capture, same_steps
+from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
@@ -45,7 +45,7 @@ from fluvial.models.replay.recorded import (
     within,
 )
 from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
-from fluvial.models.replay.stand_in import answering, stand_in
+from fluvial.models.replay.stand_in import answering, emptied, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
 # A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
@@ -148,6 +148,7 @@ class AnyPipeline(WithExperts):
         self.shortest = example
         self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None
+        self._frozen: dict[str, Any] = {}  # control networks, in whose place the pipeline has stand-ins, too
         self._once: _Known | None = None
         self._latents: LatentLayout | None = None
         self._sees: bool | None = None  # see `_decoding_sees_images`
@@ -389,7 +390,7 @@ class AnyPipeline(WithExperts):
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
         pipe = self._loaded()
-        own = {part: getattr(pipe, part) for part in self._networks}
+        own = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
         if isinstance(prompts[0], MediaPrompt):
@@ -398,6 +399,8 @@ class AnyPipeline(WithExperts):
         asked |= {name: value for name, value in called(self.takes, {**asked, "prompt": texts}).items() if name == LYRICS}
         for part in self._networks:
             setattr(pipe, part, placed(module, part))
+        for part, real in self._frozen.items():
+            setattr(pipe, part, real)
         try:
             with quietly(), torch.no_grad():
                 return record(
@@ -435,7 +438,13 @@ class AnyPipeline(WithExperts):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found = self._dry(self._loaded(), self.example).known
+            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, COPIES - 1))
+            if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
+                raise refusal(
+                    self.pipeline,
+                    f"its {COMPONENT} is given inputs that look like one row per sample of {COPIES} samples, "
+                    f"and not of {COPIES - 1}",
+                )
             if self.shortest != self.example:
                 shortest = self._dry(self._loaded(), self.shortest).known
                 found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
@@ -461,7 +470,8 @@ class AnyPipeline(WithExperts):
             from diffusers import FlowMatchEulerDiscreteScheduler
 
             stand_ins = {
-                part: stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute, guess=True)
+                for part in self._networks
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._opened(**stand_ins, **read_processors(self.folder))
@@ -472,6 +482,9 @@ class AnyPipeline(WithExperts):
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
+                self._frozen = control_networks(pipe)
+                for name, real in self._frozen.items():
+                    setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
                     use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)
@@ -479,15 +492,15 @@ class AnyPipeline(WithExperts):
         return self._pipe
 
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt) -> _Dry:
-        """Run the pipeline with the stand-in on one prompt.
+    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES) -> _Dry:
+        """Run the pipeline with the stand-in on several copies of one prompt.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
-        tried, errors = forms(self.takes, prompt, COPIES), list[ValueError]()
+        tried, errors = forms(self.takes, prompt, copies), list[ValueError]()
         for number in range(self._form, len(tried)):
             try:
-                found = self._dry_run(pipe, tried[number])
+                found = self._dry_run(pipe, tried[number], copies)
             except ValueError as error:
                 errors.append(error)
             else:
@@ -496,11 +509,11 @@ class AnyPipeline(WithExperts):
         raise errors[0]
 
     @alone
-    def _dry_run(self, pipe: Any, form: dict[str, Any]) -> _Dry:
+    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
-        seeds = generators(fold_in(key(0), torch.arange(COPIES)))
+        seeds = generators(fold_in(key(0), torch.arange(copies)))
         asked = called(self.takes, {**self.asked, **form, "generator": seeds})
         capture = Capture(pipe, COMPONENT, asked)
         theirs = pipe.scheduler
@@ -515,8 +528,8 @@ class AnyPipeline(WithExperts):
                 pipe(**asked)
             if capture.initial is None:
                 raise refusal(self.pipeline, "its scheduler takes no step")
-        if len(capture.initial) != COPIES:
-            raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {COPIES} as asked")
+        if len(capture.initial) != copies:
+            raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {copies} as asked")
         levels = recorder.scheduled.sigmas
         first = check_tail(self.pipeline, capture.taken, len(levels) - 1, self.steps)
         start = None
@@ -530,7 +543,9 @@ class AnyPipeline(WithExperts):
             raise refusal(self.pipeline, f"its {COMPONENT} is given something besides the sample that depends on it")
         shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
         own = levels if start is None else levels[first:] / levels[first]
-        model = RecordedModel(self.pipeline, own[:-1], recipes, scale=1.0 if start is None else start.scale)
+        model = RecordedModel(
+            self.pipeline, own[:-1], recipes, frozen=self._frozen, scale=1.0 if start is None else start.scale
+        )
         last = recorder.trajectory().x_next
         rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
         schedule = Schedule(own, scheduler.timesteps[-self.steps :])

@@ -72,7 +72,7 @@ def forms(takes: Collection[str], prompt: TextPrompt, number: int) -> list[dict[
     if not media:
         return [*([{"prompt": text, several: number}] if several else []), {"prompt": [text] * number}]
     lists = {name: [image] * number for name, image in media.items()}
-    once = [{"prompt": text, several: number, **media}] if several else []
+    once = [{"prompt": text, several: number, **given} for given in (media, lists)] if several else []
     return [*once, {"prompt": [text] * number, **media}, {"prompt": [text] * number, **lists}]
 
 

@@ -4,10 +4,9 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import optree
 import torch
@@ -17,140 +16,30 @@ from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
 from fluvial.models.replay.experts import trained_parts
 from fluvial.models.replay.places import Places, places_in_input, places_in_output
+from fluvial.models.replay.recipe import (
+    Call,
+    Combination,
+    Fitted,
+    Fixed,
+    Holds,
+    Latent,
+    Leaf,
+    Made,
+    Norm,
+    Row,
+    StepRecipe,
+    kind_of,
+    parts_of,
+    stacked,
+    tensors_of,
+)
 
+CONTROL = ("controlnet",)  # parts whose outputs the transformer is given
 MOST_PARTS = 4  # outputs that a velocity may be a weighted sum of
 LEAST_WEIGHT = 1e-6  # weights below are rounding
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a weighted sum
 SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
 FURTHER_SCALES = ("guidance_scale_2",)  # of some of the steps, or of a part of the sample
-
-
-class Latent(NamedTuple):
-    """An input that is the sample: cast, and repeated along the batch for guidance."""
-
-    dtype: torch.dtype
-    repeats: int
-
-
-class Holds(NamedTuple):
-    """An input that holds the sample, cast, among other numbers, which are the next row."""
-
-    dtype: torch.dtype
-    repeats: int
-    places: Places  # in the elements of the sample followed by the other numbers
-
-
-class Row(NamedTuple):
-    """An input with one row per sample, repeated along the batch for guidance."""
-
-    repeats: int
-    each_step: bool  # whether it differs from step to step
-
-
-class Fixed(NamedTuple):
-    """An input that all samples and steps share, tensor or not."""
-
-    value: Any
-
-
-Leaf = Latent | Holds | Row | Fixed
-
-
-class Call(NamedTuple):
-    """One call of the transformer: the source of each input, as leaves of the pytree (args, kwargs)."""
-
-    tree: Any  # an optree.PyTreeSpec
-    leaves: tuple[Leaf, ...]  # a Holds is followed by the Row of its other numbers
-    dtype: torch.dtype  # of the output
-
-    @property
-    def repeats(self) -> int:
-        """Number of copies of the batch in the call."""
-        return next(leaf.repeats for leaf in self.leaves if isinstance(leaf, Latent | Holds))
-
-
-class Combination(NamedTuple):
-    """A step's velocity as a function of one part, or of two with classifier-free guidance: c + g (c - u) or u + g (c - u).
-
-    A part is the transformer's output for one copy of the batch; the parts of all calls are numbered in order.
-    """
-
-    cond: int | None = None  # index of c among two parts; None if there is one part
-    scale: float = 1.0  # g
-    from_cond: bool = False  # starts from c, as in Z-Image
-    keep_norm: bool = False  # rescaled to the norm of c over the last dimension, as in Lumina 2
-    first_half: bool = False  # takes the first half of the channels; the other half is a learned variance
-    negative: bool = False  # the transformer predicts x0 - eps
-    dtype: torch.dtype | None = None  # dtype that the parts are cast to first
-    places: Places | None = None  # elements of the output that the velocity consists of; None if it is the whole
-
-    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the velocity of the parts, each `[B, ...]`, at samples x."""
-        if self.dtype is not None:
-            parts = [part.to(self.dtype) for part in parts]
-        v = parts[0]
-        if self.cond is not None:
-            c, u = parts[self.cond], parts[1 - self.cond]
-            v = (c if self.from_cond else u) + self.scale * (c - u)
-            if self.keep_norm:
-                v = v * (torch.norm(c, dim=-1, keepdim=True) / torch.norm(v, dim=-1, keepdim=True))
-        if self.first_half:
-            v = v.chunk(2, dim=1)[0]
-        if self.places is not None:
-            v = self.places.gather(v.flatten(1))
-        return -v if self.negative else v
-
-
-class Fitted(NamedTuple):
-    """A step's velocity as a weighted sum of parts and of the sample, fitted where no formula of `Combination` gives it."""
-
-    weights: tuple[float, ...]  # of the parts
-    of_sample: float
-    dtype: torch.dtype  # of the velocity
-
-    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the velocity of the parts, each `[B, ...]`, at samples x; the sum is taken in float64."""
-        v = sum(weight * part.double() for weight, part in zip(self.weights, parts, strict=True))
-        return (v + self.of_sample * x.double()).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class StepRecipe:
-    """Calls and combination that give the velocity of one or more recorded steps."""
-
-    calls: tuple[Call, ...]
-    combination: Combination | Fitted
-    positions: tuple[int, ...]  # indices of the steps among the recorded ones
-
-    def predict(self, module: nn.Module, x: Tensor, rows: Sequence[Tensor], place: Tensor) -> Tensor:
-        """Return the velocity of P pairs of a sample and a step.
-
-        Args:
-            module: the transformer.
-            x: samples, `[P, *event]`.
-            rows: inputs with one row per sample, `[P, repeats, ...]`, or `[P, S, repeats, ...]` if they differ by step.
-            place: index of each pair's step among the S steps, `[P]` int64.
-        """
-        values, pairs, parts = iter(rows), torch.arange(len(x), device=x.device), []
-        for call in self.calls:
-            leaves = []
-            kinds = iter(call.leaves)
-            for leaf in kinds:
-                if isinstance(leaf, Latent):
-                    leaves.append(x.to(leaf.dtype).repeat(leaf.repeats, *[1] * (x.ndim - 1)))
-                elif isinstance(leaf, Holds | Row):
-                    row = next(kinds) if isinstance(leaf, Holds) else leaf
-                    value = next(values)
-                    value = value[pairs, place] if isinstance(row, Row) and row.each_step else value
-                    if isinstance(leaf, Holds):
-                        sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
-                        value = leaf.places.gather(torch.cat([sample, value], dim=-1))
-                    leaves.append(value.transpose(0, 1).flatten(0, 1))
-                else:
-                    leaves.append(leaf.value.to(x.device) if isinstance(leaf.value, Tensor) else leaf.value)
-            args, kwargs = optree.tree_unflatten(call.tree, leaves)
-            parts.extend(_output(module(*args, **kwargs)).chunk(call.repeats))
-        return self.combination(parts, x)
 
 
 class _Group(NamedTuple):
@@ -173,11 +62,12 @@ class Capture:
 
     def __init__(self, pipe: Any, component: str, asked: dict[str, Any]) -> None:
         self.pipeline, self.component, self.scales = type(pipe).__name__, component, _scales(pipe, asked)
+        self.frozen = control_networks(pipe)
         self.taken: list[int] = []  # steps of the schedule, in the order they were taken
         self.initial: Tensor | None = None  # samples before the first step
         self._output: Tensor | None = None  # of the last step
-        self._inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._outputs: list[Any] = []
+        self._calls: list[tuple[str, Any, Any]] = []  # of a step: part, (args, kwargs), output
+        self._given: Any = None  # inputs of the call under way
         self._groups: list[_Group] = []
         self._recorded = 0
 
@@ -185,9 +75,11 @@ class Capture:
     def watching(self, pipe: Any, scheduler: Any) -> Iterator[None]:
         """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
         own = pipe.scheduler
-        networks = [pipe.components[name] for name in trained_parts(pipe, self.component)]
-        handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in networks]
-        handles += [module.register_forward_hook(self._after) for module in networks]
+        networks = {name: pipe.components[name] for name in (*trained_parts(pipe, self.component), *self.frozen)}
+        handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in networks.values()]
+        for name, module in networks.items():
+            component = name if name in self.frozen else self.component
+            handles.append(module.register_forward_hook(partial(self._after, component)))
         scheduler.step = self._following(scheduler.step)
         pipe.scheduler = scheduler
         try:
@@ -209,47 +101,28 @@ class Capture:
         else:
             check_chain(self.pipeline, step, x, self._output)
         self.taken.append(step)
-        inputs, outputs = self._inputs, self._outputs
-        self._inputs, self._outputs = [], []
+        seen, self._calls = self._calls, []
         if not recorded:
             return
-        if not inputs:
+        if not any(component == self.component for component, *_ in seen):
             raise self._refusal(step, f"the {self.component} is not called")
         calls: list[Call] = []
         rows: list[Tensor] = []
         parts: list[Tensor] = []
-        for given, output in zip(inputs, outputs, strict=True):
-            leaves, tree = optree.tree_flatten(given)
-            copies = [_copies(leaf, x) for leaf in leaves]
-            held = [None if count else places_in_input(leaf, x) for leaf, count in zip(leaves, copies, strict=True)]
-            repeats = next(
-                (
-                    count or len(leaf) // len(x)
-                    for leaf, count, inside in zip(leaves, copies, held, strict=True)
-                    if count or inside is not None
-                ),
-                None,
-            )
-            if repeats is None:
-                raise self._refusal(step, f"the {self.component} is called without the sample that the scheduler has")
-            kinds: list[Leaf] = []
-            for leaf, count, inside in zip(leaves, copies, held, strict=True):
-                if count:
-                    kinds.append(Latent(leaf.dtype, count))
-                elif inside is not None:
-                    places, others = inside
-                    kinds += [Holds(leaf.dtype, others.shape[1], places), Row(others.shape[1], False)]
-                    rows.append(others)
-                elif isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) in (repeats * len(x), len(x)):
-                    kinds.append(Row(len(leaf) // len(x), False))
-                    rows.append(leaf.detach().unflatten(0, (-1, len(x))).transpose(0, 1))
-                else:
-                    kinds.append(Fixed(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf))
-            returned = _output(output)
-            if not isinstance(returned, Tensor) or len(returned) != repeats * len(x):
-                raise self._refusal(step, f"the {self.component} does not return one output per sample")
-            calls.append(Call(tree, tuple(kinds), returned.dtype))
-            parts.extend(returned.chunk(repeats))
+        made: list[list[Tensor]] = []  # outputs of control networks that depend on the sample, by call
+        for component, given, output in seen:
+            returned = parts_of(output, len(x)) if component == self.component else tensors_of(output)
+            if not returned:
+                raise self._refusal(step, f"the {component} does not return one output per sample")
+            kinds, others, tree = _sources(given, x, made)
+            if not any(isinstance(kind, Latent | Holds) for kind in kinds):
+                if component != self.component:
+                    continue  # what it returns depends on the prompt alone
+                raise self._refusal(step, f"the {component} is called without the sample that the scheduler has")
+            calls.append(Call(component, tree, tuple(kinds), returned[0].dtype))
+            rows += others
+            made.append([] if component == self.component else returned)
+            parts += returned if component == self.component else []
         combinations: list[Combination | Fitted] = [
             found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v, x))
         ]
@@ -303,7 +176,7 @@ class Capture:
         position, self._recorded = self._recorded, self._recorded + 1
         for at, group in enumerate(self._groups):
             both = [known for known in group.combinations if known in combinations]
-            if both and _alike(group.calls, calls) and [_kind(row) for row in group.rows[0]] == [_kind(row) for row in rows]:
+            if both and _alike(group.calls, calls) and [*map(kind_of, group.rows[0])] == [*map(kind_of, rows)]:
                 kept = [
                     first if torch.equal(first, row) else row.clone() for first, row in zip(group.rows[0], rows, strict=True)
                 ]
@@ -315,10 +188,10 @@ class Capture:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Containers are copied, because the transformer may change them.
-        self._inputs.append(optree.tree_map(lambda leaf: leaf, (args, kwargs)))
+        self._given = optree.tree_map(lambda leaf: leaf, (args, kwargs))
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._outputs.append(output)
+    def _after(self, component: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._calls.append((component, self._given, output))
 
     def _refusal(self, step: int | None, reason: str) -> ReplayError:
         return refusal(self.pipeline, reason, step=step)
@@ -343,8 +216,8 @@ def _combinations(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -
         if len(parts) == 1:
             yield made()
             continue
-        for scale, cond, from_cond, keep_norm in product(scales, (1, 0), (False, True), (False, True)):
-            yield made(cond=cond, scale=scale, from_cond=from_cond, keep_norm=keep_norm)
+        for scale, cond, from_cond, norm in product(scales, (1, 0), (False, True), get_args(Norm)):
+            yield made(cond=cond, scale=scale, from_cond=from_cond, norm=norm)
 
 
 def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Combination | None:
@@ -373,6 +246,12 @@ def _fitted(parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Fitted | None:
     return found if float(error) <= ROUNDING[v.dtype] else None
 
 
+def _sought(leaf: Any, x: Tensor) -> tuple[int, tuple[Places, Tensor] | None]:
+    """Return the number of copies of the sample that an input consists of, or where it has the sample among others."""
+    count = _copies(leaf, x)
+    return count, None if count else places_in_input(leaf, x)
+
+
 def _copies(leaf: Any, x: Tensor) -> int:
     """Return the number of copies of the sample that an input consists of, along the batch; 0 for any other input."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.shape[1:] != x.shape[1:] or leaf.ndim != x.ndim:
@@ -383,30 +262,72 @@ def _copies(leaf: Any, x: Tensor) -> int:
     return count if torch.equal(leaf, x.to(leaf.dtype).repeat(count, *[1] * (x.ndim - 1))) else 0
 
 
-def _output(output: Any) -> Any:
-    """Return the first output of a transformer, which returns a tensor, a tuple or diffusers' output."""
-    return output if isinstance(output, Tensor) else output[0]
+def _sources(given: Any, x: Tensor, made: list[list[Tensor]]) -> tuple[list[Leaf], list[Tensor], Any]:
+    """Return the source of each input of a call, the inputs with one row per sample, and the pytree.
+
+    Args:
+        given: (args, kwargs) of the call.
+        x: samples `[B, *event]`.
+        made: tensors that each earlier call of the step returned, if it is a control network's.
+    """
+    leaves, tree = optree.tree_flatten(given)
+    copies, held = zip(*(_sought(leaf, x) for leaf in leaves), strict=True)
+    if listed := not any(copies) and all(inside is None for inside in held):
+        leaves, tree = optree.tree_flatten(stacked(given, len(x)))
+        copies, held = zip(*(_sought(leaf, x) for leaf in leaves), strict=True)
+    samples = [
+        count or len(leaf) // len(x) for leaf, count, inside in zip(leaves, copies, held, strict=True) if count or inside
+    ]
+    repeats = sum(samples) if listed else samples[0] if samples else 1  # copies of the batch
+    kinds, rows = list[Leaf](), list[Tensor]()
+    for leaf, count, inside in zip(leaves, copies, held, strict=True):
+        if count:
+            kinds.append(Latent(leaf.dtype, count))
+        elif isinstance(leaf, Tensor) and (source := _maker(leaf, made)) is not None:
+            kinds.append(Made(leaf.dtype, *source))
+        elif inside is not None:
+            places, others = inside
+            kinds += [Holds(leaf.dtype, others.shape[1], places), Row(others.shape[1], False)]
+            rows.append(others)
+        elif isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) in (repeats * len(x), len(x)):
+            kinds.append(Row(len(leaf) // len(x), False))
+            rows.append(leaf.detach().unflatten(0, (-1, len(x))).transpose(0, 1))
+        else:
+            kinds.append(Fixed(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf))
+    return kinds, rows, tree
+
+
+def control_networks(pipe: Any) -> dict[str, Any]:
+    """Return the frozen networks of a pipeline whose outputs its transformer is given, by part."""
+    return {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
+
+
+def _maker(leaf: Tensor, made: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
+    """Return which call returned an input, and as which of its tensors; the same object before an equal one."""
+    known = [(call, place, tensor) for call, tensors in enumerate(made) for place, tensor in enumerate(tensors)]
+    same = (entry for entry in known if entry[2] is leaf)
+    equal = (entry for entry in known if entry[2].shape == leaf.shape and torch.equal(entry[2].to(leaf.dtype), leaf))
+    return next((entry[:2] for entry in (*same, *equal)), None)
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
 def _alike(left: Sequence[Call], right: Sequence[Call]) -> bool:
     """Return whether two steps call the transformer with the same inputs, apart from the sample and rows per sample."""
     return len(left) == len(right) and all(
-        one.tree == other.tree and one.dtype == other.dtype and all(map(_equal, one.leaves, other.leaves))
+        one.component == other.component
+        and one.tree == other.tree
+        and one.dtype == other.dtype
+        and all(map(_equal, one.leaves, other.leaves))
         for one, other in zip(left, right, strict=True)
     )
 
 
 def _equal(left: Leaf, right: Leaf) -> bool:
     if not isinstance(left, Fixed) or not isinstance(right, Fixed):
-        return left == right
+        return type(left) is type(right) and left == right
     one, other = left.value, right.value
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and _same(one, other)

@@ -15,8 +15,8 @@ after a recording with the whole transformer trainable the first ratio would be 
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -33,9 +33,10 @@ from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
 from fluvial.core.types import Ids, PerSample, Samples, to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
-from fluvial.models.replay.capture import Capture, StepRecipe
+from fluvial.models.replay.capture import Capture
 from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.experts import joined
+from fluvial.models.replay.recipe import StepRecipe
 from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.start import with_offset
 
@@ -58,6 +59,7 @@ class RecordedModel:
     recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
     ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # control networks, by part of the pipeline
     scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
 
     def predict(
@@ -103,7 +105,7 @@ class RecordedModel:
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
             )
         if len(self.recipes) == 1:
-            v = self.recipes[0].predict(module, x, cond[0], position)
+            v = self.recipes[0].predict(module, x, cond[0], position, self.frozen)
         else:
             order, parts = [], []
             for recipe, rows in zip(self.recipes, cond, strict=True):
@@ -112,8 +114,8 @@ class RecordedModel:
                 if len(mine) > 0:
                     # Batches of another size round differently, and the rollout's are filled: repeat the last pair.
                     filled = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
-                    place = torch.searchsorted(positions, position[filled])
-                    parts.append(recipe.predict(module, x[filled], [row[filled] for row in rows], place)[: len(mine)])
+                    place, mine_of = torch.searchsorted(positions, position[filled]), [row[filled] for row in rows]
+                    parts.append(recipe.predict(module, x[filled], mine_of, place, self.frozen)[: len(mine)])
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
@@ -214,7 +216,7 @@ def record(
     trajectory = recorder.trajectory()
     schedule = Schedule(recorder.scheduled.sigmas, scheduler.timesteps)
     recipes, cond = capture.recipes()
-    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes)
+    model = RecordedModel(name, recorder.scheduled.sigmas[trajectory.steps[0].cpu()], recipes, frozen=capture.frozen)
     recording = Recording(
         trajectory, schedule, recorder.scheduled.transition, made, model, cond, capture.initial, tuple(capture.taken)
     )

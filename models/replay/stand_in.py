@@ -8,18 +8,24 @@ import torch
 from torch import Tensor
 
 
-def stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
+def stand_in(network: Any, on: torch.device, compute: torch.dtype, *, guess: bool = False) -> Any:
     """Return the empty network with another device and dtype, whose forward pass returns noise.
 
     The noise has the shapes and the type of output of the network itself, which runs on the meta device once for each kind
-    of input.
+    of input. A network that reads values, which the meta device does not have, returns one tensor like its input if `guess`.
     """
     kind, source = type(network), torch.Generator().manual_seed(0)
     empty = copy.deepcopy(network).to("meta")
     known: dict[Any, Any] = {}
 
     def noise(leaf: Any) -> Any:
-        return torch.randn(leaf.shape, generator=source).to(on, compute) if isinstance(leaf, Tensor) else leaf
+        """Return noise that lies mostly along one direction, so that guidance makes some rows longer and some shorter."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = tuple(leaf.shape)
+        along = torch.randn(shape[-1:], generator=torch.Generator().manual_seed(0))  # the same in each call
+        rows, rest = (torch.randn(size, generator=source) for size in ((*shape[:-1], 1), shape))
+        return (rows * along + 0.03 * rest).to(on, compute)
 
     class StandIn(kind):  # type: ignore[misc, valid-type]
         device, dtype = property(lambda self: on), property(lambda self: compute)
@@ -27,16 +33,20 @@ def stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             signature = _signature((args, kwargs))
             if signature not in known:
-                known[signature] = _output_of(empty, args, kwargs)
+                known[signature] = _output_of(empty, args, kwargs, guess)
             output = known[signature]
-            if isinstance(output, Tensor):
-                return noise(output)
-            if isinstance(output, tuple):
-                return tuple(map(noise, output))
-            return type(output)(**{name: noise(value) for name, value in output.items()})
+            if not hasattr(output, "to_tuple"):
+                return optree.tree_map(noise, output)
+            return type(output)(**{name: optree.tree_map(noise, value) for name, value in output.items()})
 
     network.__class__ = StandIn
     return network
+
+
+def emptied(network: Any) -> Any:
+    """Return a network of diffusers of the same settings without values."""
+    with torch.device("meta"):
+        return type(network).from_config(network.config)
 
 
 def answering(scheduler: Any, latents: Tensor) -> Any:
@@ -59,16 +69,23 @@ def _signature(given: Any) -> Any:
 
 
 @torch.no_grad()
-def _output_of(empty: Any, args: Any, kwargs: Any) -> Any:
-    """Return the output of a network on the meta device; by a rule if it reads values, which that device does not have."""
+def _output_of(empty: Any, args: Any, kwargs: Any, guess: bool) -> Any:
+    """Return the output of a network on the meta device, see `stand_in`."""
     try:
         meta = optree.tree_map(lambda leaf: _on_meta(leaf), (args, kwargs))
         return empty(*meta[0], **meta[1])
     except (RuntimeError, NotImplementedError):
+        if not guess:
+            raise
+        import traceback
+
+        traceback.print_exc()
         sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if isinstance(sample, list):
+            return ([torch.empty(one.shape, device="meta") for one in sample],)
         shape = list(sample.shape)
-        if empty.config.get("out_channels") == 2 * empty.config.get("in_channels", float("inf")):  # a learned variance
-            shape[1] *= 2
+        if isinstance(channels := empty.config.get("out_channels"), int) and shape[1] == empty.config.get("in_channels"):
+            shape[1] = channels  # more for a learned variance, fewer where an image is joined to the sample
         return (torch.empty(shape, device="meta"),)
 
 

@@ -1,5 +1,6 @@
 """Tiny random pipelines of diffusers that are given images besides a prompt: one row per pipeline."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,11 @@ import numpy as np
 import stored
 import torch
 from PIL import Image
-from tiny_pipelines import flux, qwen_image, wan
+from tiny_pipelines import flux, qwen_image, sd3, wan, z_image
 from tiny_replayed import flux2
 
 from fluvial.models.replay.processors import processor_without_video, read_processors
+from fluvial.models.tiny.pipelines import build
 
 
 class Row(NamedTuple):
@@ -63,11 +65,28 @@ def control() -> Any:
     return FluxControlPipeline(**wider_flux(32))
 
 
-def image_to_image() -> Any:
-    """Build FLUX image to image: it starts from noise mixed with the image, at the end of the schedule."""
-    from diffusers import FluxImg2ImgPipeline
+def image_to_image(kind: str = "FluxImg2ImgPipeline", make: Callable[[], Any] = flux) -> Any:
+    """Build an image-to-image pipeline: it starts from noise mixed with the image, at the end of the schedule."""
+    import diffusers
 
-    return FluxImg2ImgPipeline(**flux().components)
+    return getattr(diffusers, kind)(**make().components)
+
+
+def controlled(kind: str, make: Callable[[], Any]) -> Any:
+    """Build a pipeline whose transformer is given what a control network makes of the sample and an image."""
+    import diffusers
+
+    names = {
+        "FluxControlNetPipeline": "FluxControlNetModel",
+        "StableDiffusion3ControlNetPipeline": "SD3ControlNetModel",
+        "QwenImageControlNetPipeline": "QwenImageControlNetModel",
+    }
+    network, parts = getattr(diffusers, names[kind]), make().components
+    takes = inspect.signature(network).parameters
+    settings = {name: value for name, value in own(parts["transformer"]).items() if name in takes}
+    if "extra_conditioning_channels" in takes:
+        settings["extra_conditioning_channels"] = 0
+    return getattr(diffusers, kind)(**parts, controlnet=network(**settings))
 
 
 def processor() -> Any:
@@ -111,6 +130,7 @@ def wan_image(*, experts: bool = False, first_frame: bool = False) -> Any:
 
 
 SHORT = {"max_sequence_length": 12}
+STRENGTH = {"max_sequence_length": 32, "strength": 0.6}
 
 ROWS: dict[str, Row] = {
     "kontext": Row(kontext, ("image",), {**SHORT, "max_area": 256, "_auto_resize": False}, 2.5),
@@ -123,6 +143,27 @@ ROWS: dict[str, Row] = {
     "fill": Row(fill, ("image", "mask_image"), SHORT, 2.5),
     "control": Row(control, ("control_image",), SHORT, 2.5),
     "img2img": Row(image_to_image, ("image",), {**SHORT, "strength": 0.6}, 2.5),
+    "sd3-img2img": Row(
+        partial(image_to_image, "StableDiffusion3Img2ImgPipeline", sd3), ("image",), {**SHORT, "strength": 0.6}, 5.0
+    ),
+    "z-img2img": Row(
+        partial(image_to_image, "ZImageImg2ImgPipeline", z_image),
+        ("image",),
+        STRENGTH,
+        3.0,
+    ),
+    "qwen-img2img": Row(
+        partial(image_to_image, "QwenImageImg2ImgPipeline", qwen_image),
+        ("image",),
+        STRENGTH,
+        3.0,
+    ),
+    "chroma-img2img": Row(partial(build, "ChromaImg2ImgPipeline"), ("image",), STRENGTH, 3.0),
+    "flux-controlnet": Row(partial(controlled, "FluxControlNetPipeline", flux), ("control_image",), SHORT, 2.5),
+    "sd3-controlnet": Row(partial(controlled, "StableDiffusion3ControlNetPipeline", sd3), ("control_image",), SHORT, 5.0),
+    "qwen-controlnet": Row(
+        partial(controlled, "QwenImageControlNetPipeline", qwen_image), ("control_image",), {"max_sequence_length": 32}, 3.0
+    ),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
     "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),
@@ -158,7 +199,7 @@ def _make(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipeline = ROWS[name].make()
-        parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae"))
+        parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae", "controlnet"))
         for part in (part for part in parts if part is not None):
             for parameter in part.parameters():
                 parameter.data += 0.2 * torch.randn_like(parameter)

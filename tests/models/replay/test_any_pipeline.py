@@ -25,6 +25,7 @@ from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate, on_device
 from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.replay import any_pipeline
 from fluvial.models.replay.any_pipeline import AnyPipeline
 
 STEPS = 4
@@ -300,6 +301,14 @@ def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], mo
     monkeypatch.setattr(type(model._loaded()), "encode_prompt", unpadded)
     with pytest.raises(ValueError, match="samples of both cannot be in one batch"):
         model.encode(["a red fox"])
+
+
+def test_rows_by_coincidence_are_refused(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many samples as FLUX has tokens of text, their positions, which are all 0, look like one row per sample."""
+    model = opened("flux-guided", replayed("flux-guided"))
+    monkeypatch.setattr(any_pipeline, "COPIES", 12)
+    with pytest.raises(ValueError, match=r"look like one row per sample of 12 samples, and not of 11"):
+        model.latent_shape(*model.size)
 
 
 def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:

@@ -18,6 +18,8 @@ from fluvial.models.replay.media import MediaPrompt, open_image, use_modes
 from fluvial.models.replay.recorded import generators
 from fluvial.models.replay.start import without_offset
 
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use
+
 STEPS = 3
 TEXTS = ("a red fox", "two cats")
 SHORT = ("kontext", "img2img", "qwen-edit")  # in every run of the tests
@@ -94,7 +96,7 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
-    torch.testing.assert_close(model.decode(x, asked), torch.cat(theirs).float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.decode(x, asked), torch.cat(theirs).float(), rtol=0, atol=1e-5 if scale == 1 else 2e-5)
 
 
 @pytest.mark.parametrize("name", ["kontext", "fill"])

@@ -16,7 +16,8 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import Combination, Fitted, Fixed, Latent, Row
+from fluvial.models.replay.capture import _combinations
+from fluvial.models.replay.recipe import Combination, Fitted, Fixed, Latent, Row
 from fluvial.models.replay.recorded import Recording, check_replay, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
 
@@ -114,13 +115,13 @@ def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str
 
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
-    "sana": {"cond": 1, "scale": 4.5, "negative": False, "keep_norm": False},
-    "lumina2": {"cond": 0, "scale": 4.0, "negative": True, "keep_norm": True},
-    "aura-flow": {"cond": 1, "scale": 3.5, "negative": False, "keep_norm": False},
-    "flux2": {"cond": 0, "scale": 4.0, "negative": False, "keep_norm": False},
-    "sd3": {"cond": 1, "scale": 5.0, "negative": False, "keep_norm": False},
+    "sana": {"cond": 1, "scale": 4.5, "negative": False, "norm": "own"},
+    "lumina2": {"cond": 0, "scale": 4.0, "negative": True, "norm": "kept"},
+    "aura-flow": {"cond": 1, "scale": 3.5, "negative": False, "norm": "own"},
+    "flux2": {"cond": 0, "scale": 4.0, "negative": False, "norm": "own"},
+    "sd3": {"cond": 1, "scale": 5.0, "negative": False, "norm": "own"},
     "flux": {"cond": None, "negative": False},
-    "flux-guided": {"cond": 0, "scale": 3.0, "negative": False, "keep_norm": False},
+    "flux-guided": {"cond": 0, "scale": 3.0, "negative": False, "norm": "own"},
 }
 
 
@@ -393,6 +394,23 @@ def test_a_weighted_sum_that_no_formula_gives_is_fitted(load: Callable[[str], An
     assert (unconditional, conditional) == pytest.approx((0.9 * (1 - 4.5), 0.9 * 4.5), rel=1e-6)
     assert recipe.combination.of_sample == pytest.approx(0.25, rel=1e-6)
     assert check_replay(pipe.transformer, recording, micro_batch=2) < 1e-4
+
+
+@pytest.mark.parametrize("norm", ["kept", "capped"])
+def test_the_norm_of_guidance_is_told_apart(norm: str, load: Callable[[str], Any]) -> None:
+    """LongCat-Image's guided velocity is at most as long as that of the prompt, Lumina 2's exactly so."""
+    prompt, other, v = (torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    combination = Combination(cond=0, scale=3.0, norm=norm)  # type: ignore[arg-type]
+    made = combination([prompt, other], v)
+    wanted, plain = (part.norm(dim=-1) for part in (prompt, combination._replace(norm="own")([prompt, other], v)))
+    torch.testing.assert_close(made.norm(dim=-1), wanted if norm == "kept" else torch.minimum(wanted, plain))
+    close = prompt + 0.1 * other  # guidance away from it makes some rows shorter
+    found = [
+        one
+        for one in _combinations([prompt, close], v, [3.0])
+        if torch.equal(one([prompt, close], v), combination([prompt, close], v))
+    ]
+    assert found == [combination]
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
