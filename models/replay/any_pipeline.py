@@ -33,6 +33,7 @@ from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
+from fluvial.models.replay.ragged import Sites, unlike, with_rows
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     RecordedModel,
@@ -65,6 +66,7 @@ class _Known(NamedTuple):
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
     levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
+    shared: Sites = frozenset()  # inputs that all samples of a prompt share, and other prompts have others of
 
 
 class _Dry(NamedTuple):
@@ -73,6 +75,13 @@ class _Dry(NamedTuple):
     known: _Known
     cond: Cond  # rows of the prompt, by recipe
     offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
+
+    def with_shared(self, sites: Sites) -> "_Dry":
+        """Return the run with inputs that all samples share among the rows of the prompt."""
+        recipes, cond = with_rows(self.known.model.recipes, self.cond, sites)
+        rows = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
+        model = dataclasses.replace(self.known.model, recipes=recipes)
+        return self._replace(known=self.known._replace(model=model, rows=rows, shared=sites), cond=cond)
 
 
 class AnyPipeline(WithExperts):
@@ -221,9 +230,9 @@ class AnyPipeline(WithExperts):
         Raises:
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
-        found, cond, offset = self._dry(encoders, prompt)
+        found, cond, offset = self._dry(encoders, prompt).with_shared(self.known.shared)
         start = {} if offset is None else {OFFSET: offset}
-        ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
+        ragged = self.known.model.ragged
         fits = within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
         if not same_steps(found.model.recipes, self.known.model.recipes) or not fits:
             raise refusal(
@@ -231,15 +240,13 @@ class AnyPipeline(WithExperts):
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
             )
-        if not ragged:
-            found_rows = {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
-            return found_rows | start
         padded = {
             f"{recipe}.{row}": padded_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
             for row, tensor in enumerate(rows)
         }
-        return {**padded, **start, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
+        sizes = [[size for rows in found.rows for shape in rows for size in shape]]
+        return {**padded, **start, **({SIZES: torch.tensor(sizes, device=self.device)} if ragged else {})}
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
@@ -359,8 +366,8 @@ class AnyPipeline(WithExperts):
         conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
         self._check_effects(conditioned[:1])
         alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
-        batches = [[prompt] for prompt in prompts] if alone else [list(prompts)]
-        runs, errors = [self._run(module, batch, number) for number, batch in enumerate(batches)], list[float]()
+        batches, runs = self._runs(module, prompts, alone=alone)
+        errors = list[float]()
         for number, (run, batch) in enumerate(zip(runs, batches, strict=True)):
             if not torch.equal(run.schedule.levels, self.known.levels):
                 raise refusal(self.pipeline, "its schedule differs from run to run")
@@ -387,6 +394,21 @@ class AnyPipeline(WithExperts):
         return max(error, *errors)
 
     @alone
+    def _runs(
+        self, module: nn.Module, prompts: Sequence[TextPrompt], *, alone: bool
+    ) -> tuple[list[list[TextPrompt]], list[Recording]]:
+        """Return batches of prompts and the record of each, see `_run`; one by one if the pipeline takes no list of them."""
+        if not alone:
+            try:
+                return [list(prompts)], [self._run(module, prompts, 0)]
+            except ReplayError:
+                raise
+            except ValueError:  # e.g. of a negative prompt that is not repeated
+                if len(prompts) == 1:
+                    raise
+        batches = [[prompt] for prompt in prompts]
+        return batches, [self._run(module, batch, number) for number, batch in enumerate(batches)]
+
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
         pipe = self._loaded()
@@ -438,7 +460,8 @@ class AnyPipeline(WithExperts):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, COPIES - 1))
+            dry = self._dry(self._loaded(), self.example)
+            found, fewer = dry.known, self._dry(self._loaded(), self.example, COPIES - 1).known
             if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
                 raise refusal(
                     self.pipeline,
@@ -446,8 +469,11 @@ class AnyPipeline(WithExperts):
                     f"and not of {COPIES - 1}",
                 )
             if self.shortest != self.example:
-                shortest = self._dry(self._loaded(), self.shortest).known
-                found = found._replace(model=dataclasses.replace(found.model, ragged=shortest.rows != found.rows))
+                shortest = self._dry(self._loaded(), self.shortest)
+                sites = unlike(found.model.recipes, shortest.known.model.recipes)
+                found, others = dry.with_shared(sites).known, shortest.with_shared(sites).known
+                ragged = bool(sites) or others.rows != found.rows
+                found = found._replace(model=dataclasses.replace(found.model, ragged=ragged))
             self._once = found
         return self._once
 

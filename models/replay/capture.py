@@ -320,12 +320,13 @@ def _alike(left: Sequence[Call], right: Sequence[Call]) -> bool:
         one.component == other.component
         and one.tree == other.tree
         and one.dtype == other.dtype
-        and all(map(_equal, one.leaves, other.leaves))
+        and all(map(equal, one.leaves, other.leaves))
         for one, other in zip(left, right, strict=True)
     )
 
 
-def _equal(left: Leaf, right: Leaf) -> bool:
+def equal(left: Leaf, right: Leaf) -> bool:
+    """Return whether an input has the same source in two calls, and the same value if it is fixed."""
     if not isinstance(left, Fixed) or not isinstance(right, Fixed):
         return type(left) is type(right) and left == right
     one, other = left.value, right.value

@@ -5,12 +5,13 @@ and a step then has its own forward pass, as the rows of unlike lengths have (`R
 """
 
 from collections.abc import Sequence
-from itertools import count
+from dataclasses import replace
 
 from torch import Tensor
 
 from fluvial.models.protocol import Cond
-from fluvial.models.replay.capture import Call, Fixed, Shared, StepRecipe, equal
+from fluvial.models.replay.capture import equal
+from fluvial.models.replay.recipe import Call, Fixed, Row, Shared, StepRecipe
 
 Sites = frozenset[tuple[int, int, int]]  # recipe, call and leaf of inputs
 
@@ -42,13 +43,13 @@ def with_rows(recipes: Sequence[StepRecipe], cond: Cond, sites: Sites) -> tuple[
         values, calls, kept = iter(rows), list[Call](), list[Tensor]()
         for place, call in enumerate(recipe.calls):
             leaves = list(call.leaves)
-            for at, leaf in zip(count(), call.leaves):
+            for at, leaf in enumerate(call.leaves):
                 if (number, place, at) in sites and isinstance(leaf, Fixed) and isinstance(leaf.value, Tensor):
                     leaves[at] = Shared()
                     kept.append(leaf.value[None, None])
-                elif leaf.has_row:
+                elif isinstance(leaf, Row):
                     kept.append(next(values))
             calls.append(call._replace(leaves=tuple(leaves)))
-        changed.append(recipe.with_calls(tuple(calls)))
+        changed.append(replace(recipe, calls=tuple(calls)))
         added.append(tuple(kept))
     return tuple(changed), tuple(added)

@@ -41,6 +41,10 @@ class Fixed(NamedTuple):
     value: Any
 
 
+class Shared(NamedTuple):
+    """An input that all samples of a prompt share, and other prompts have others of: a row `[1, 1, ...]` of one pair."""
+
+
 class Made(NamedTuple):
     """An input that a control network returned in the same step, cast."""
 
@@ -49,7 +53,7 @@ class Made(NamedTuple):
     output: int  # index of the tensor among those that it returned
 
 
-Leaf = Latent | Holds | Row | Fixed | Made
+Leaf = Latent | Holds | Row | Fixed | Shared | Made
 
 
 class Unbound(NamedTuple):
@@ -150,6 +154,8 @@ class StepRecipe:
                         sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
                         value = leaf.places.gather(torch.cat([sample, value], dim=-1))
                     leaves.append(value.transpose(0, 1).flatten(0, 1))
+                elif isinstance(leaf, Shared):
+                    leaves.append(next(values)[0, 0])
                 elif isinstance(leaf, Made):
                     leaves.append(made[leaf.call][leaf.output].to(leaf.dtype))
                 else:
