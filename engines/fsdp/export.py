@@ -188,7 +188,9 @@ def write_lora(
     # Only what loading needs, so that other versions of PEFT find no unknown setting.
     scale: dict[str, Any] = {"r": settings.r, "target_modules": sorted(settings.target_modules)}
     if hasattr(settings, "lora_alpha"):
-        scale |= {"lora_alpha": settings.lora_alpha} | ({"use_dora": True} if isinstance(form, Dora) else {})
+        # diffusers 0.38 reads the ranks of single layers without looking whether there are any.
+        scale |= {"lora_alpha": settings.lora_alpha, "rank_pattern": {}}
+        scale |= {"use_dora": True} if isinstance(form, Dora) else {}
     else:
         scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
     tensors = weights(module, average=average, adapter=adapter, dtype=dtype)

@@ -112,13 +112,9 @@ class Pipeline:
         self.vae_options = vae = vae or VaeOptions()
         self.vae_dtype = vae.dtype or dtype
         self.decode_chunk, self.text_base = decode_chunk if vae.tile is None else 1, text_base
-        self.parts = parts_of(
-            self.folder, self.pipeline, self.part, weights=has_values(self.device), vae=not getattr(self, "recorded", False)
-        )
+        self.parts = parts_of(self.folder, self.pipeline, self.part, weights=has_values(self.device))
         self.weights: Weights = self.folder / self.part
-        self.config, self.vae_config = (
-            read_settings(self.folder / part / "config.json") if part in self.parts else {} for part in (self.part, "vae")
-        )
+        self.config, self.vae_config = (read_settings(self.folder / part / "config.json") for part in (self.part, "vae"))
         if self.config.get("_class_name") != self.network:
             held = self.config.get("_class_name")
             raise ValueError(f"{self.folder / self.part} holds a {held}, expected a {self.network}")

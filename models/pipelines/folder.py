@@ -97,7 +97,7 @@ def entries(folder: Path) -> dict[str, str | None]:
     return {name: entry[1] for name, entry in pairs.items() if all(isinstance(one, str | None) for one in entry)}
 
 
-def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True, vae: bool = True) -> dict[str, str]:
+def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True) -> dict[str, str]:
     """Return the class of each part in a pipeline's folder by name.
 
     Args:
@@ -105,7 +105,6 @@ def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True,
         pipeline: expected class of the pipeline.
         network: name of the part that is trained.
         weights: whether tokenizers and files of weights must be there, too, and not settings alone.
-        vae: whether there must be a VAE; some pipelines make pixels.
 
     Raises:
         ValueError: the folder holds another pipeline, or a part or file is missing.
@@ -113,7 +112,7 @@ def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True,
     if (found := read_index(folder).get("_class_name")) != pipeline:
         raise ValueError(f"{folder} holds a {found}, expected a {pipeline}")
     parts = {name: kind for name, kind in entries(folder).items() if kind is not None}
-    for name in (network, *(["vae"] if vae else []), "scheduler"):
+    for name in (network, "vae", "scheduler"):
         if name not in parts:
             raise ValueError(f"{folder / INDEX} names no {name}: save or download the whole pipeline")
     for name in parts if weights else ():

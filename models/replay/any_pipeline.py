@@ -366,8 +366,17 @@ class AnyPipeline(WithExperts):
         conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
         self._check_effects(conditioned[:1])
         alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
-        batches, runs = self._runs(module, prompts, alone=alone)
-        errors = list[float]()
+        each, errors = [[prompt] for prompt in prompts], list[float]()
+        batches = each if alone else [list(prompts)]
+        try:
+            runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
+        except ReplayError:
+            raise
+        except ValueError:  # of the pipeline itself, some of which take no list of prompts
+            if batches == each:
+                raise
+            batches = each
+            runs = [self._run(module, batch, number) for number, batch in enumerate(batches)]
         for number, (run, batch) in enumerate(zip(runs, batches, strict=True)):
             if not torch.equal(run.schedule.levels, self.known.levels):
                 raise refusal(self.pipeline, "its schedule differs from run to run")
@@ -394,21 +403,6 @@ class AnyPipeline(WithExperts):
         return max(error, *errors)
 
     @alone
-    def _runs(
-        self, module: nn.Module, prompts: Sequence[TextPrompt], *, alone: bool
-    ) -> tuple[list[list[TextPrompt]], list[Recording]]:
-        """Return batches of prompts and the record of each, see `_run`; one by one if the pipeline takes no list of them."""
-        if not alone:
-            try:
-                return [list(prompts)], [self._run(module, prompts, 0)]
-            except ReplayError:
-                raise
-            except ValueError:  # e.g. of a negative prompt that is not repeated
-                if len(prompts) == 1:
-                    raise
-        batches = [[prompt] for prompt in prompts]
-        return batches, [self._run(module, batch, number) for number, batch in enumerate(batches)]
-
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
         pipe = self._loaded()
@@ -595,9 +589,14 @@ class AnyPipeline(WithExperts):
 
 
 def _attention_layers(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linear layers inside attention, relative to it."""
-    attention = (part for part in network.modules() if "attention" in type(part).__name__.lower())
-    named = (name for part in attention for name, layer in part.named_modules() if isinstance(layer, nn.Linear))
+    """Return the names of the linear layers inside attention, from the attention's own name on."""
+    attention = [(name, part) for name, part in network.named_modules() if "attention" in type(part).__name__.lower()]
+    named = (
+        f"{outer.rpartition('.')[2]}.{name}".removeprefix(".")
+        for outer, part in attention
+        for name, layer in part.named_modules()
+        if isinstance(layer, nn.Linear)
+    )
     return tuple(dict.fromkeys(named))
 
 

@@ -139,6 +139,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
+FRAMES = {"MochiPipeline": 7}  # of a video, where 5 are not a whole number of the VAE's
 # First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
 LARGE = (
     *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
@@ -201,7 +202,7 @@ def asked_of(name: str) -> Asked:
         }.items()
         if key in takes
     }
-    frames = 5 if {"num_frames", "frames", "video_length"} & {*takes} else 1
+    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length"} & {*takes} else 1
     size = 32 if any(name.startswith(word) for word in LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
@@ -310,7 +311,10 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _classes(beside))]
-        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+        tokenizer = next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
+        if pipeline.startswith("CogView4"):
+            tokenizer.padding_side = "left"  # as the pipeline itself pads
+        return tokenizer
     if part == "controlnet":
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
