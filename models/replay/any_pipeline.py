@@ -10,7 +10,6 @@ pipeline with its real transformer.
 import copy
 import dataclasses
 import inspect
-import io
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
@@ -31,7 +29,7 @@ from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, png, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.ragged import Sites, unlike, with_rows
 from fluvial.models.replay.recorded import (
@@ -318,7 +316,7 @@ class AnyPipeline(WithExperts):
             return False
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
-            changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
+            changed = {name: png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
             one, other = (self._made(sample, prompt).shown for prompt in both)
             self._sees = not torch.equal(one, other)
@@ -441,7 +439,7 @@ class AnyPipeline(WithExperts):
         for prompt in prompts:
             _, *cond = self._dry(self._loaded(), prompt)
             for name in prompt.media:
-                other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
+                other = MediaPrompt(prompt.text, {**prompt.media, name: png(inverted(open_image(prompt.media[name])))})
                 try:
                     _, *changed = self._dry(self._loaded(), other)
                 except ReplayError:
@@ -598,10 +596,3 @@ def _attention_layers(network: nn.Module) -> tuple[str, ...]:
         if isinstance(layer, nn.Linear)
     )
     return tuple(dict.fromkeys(named))
-
-
-def _png(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    with io.BytesIO() as file:
-        image.save(file, "PNG")
-        return file.getvalue()

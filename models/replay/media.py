@@ -107,6 +107,13 @@ def inverted(image: Image.Image) -> Image.Image:
     return ImageOps.flip(ImageOps.invert(image))
 
 
+def png(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()
+
+
 def use_modes(vae: Any) -> None:
     """Make a VAE's samples of encoded images the mode of the distribution, so that they depend on no generator."""
     encode = vae.encode
