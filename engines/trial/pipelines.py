@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     layers: int = 0  # linear layers that LoRA adapts
     parameters: int = 0  # of the adapter
     flow: bool = True  # whether its scheduler is a flow's
+    guided: bool = True  # False if it is refused with guidance, and trains at a scale of 1
     reason: str = ""  # why it is refused; empty if it trains
 
     @property
@@ -47,7 +49,8 @@ class Row(NamedTuple):
         """Return the row of the table."""
         error = "" if self.error is None else f"{self.error:.0e}" if self.error else "0"
         ratio = "" if self.ratio is None else f"{self.ratio:g}"
-        result = "trains" if self.trains else f"refused because {self.reason}" if self.reason else "is off policy"
+        trains = "trains" if self.guided else "trains without guidance"
+        result = trains if self.trains else f"refused because {self.reason}" if self.reason else "is off policy"
         name = (self.pipeline, self.how, ", ".join(self.conditions))
         return (*name, error, ratio, self.opens, self.ranks, self.served, result)
 
@@ -70,9 +73,8 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     row = Row(name)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
-        return row._replace(reason=f"no tiny one can be built to try it: {_line(built.last)}")
+        return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
     asked = tiny.asked_of(name)
-    words = _command(name, folder, asked)
 
     def called(args: list[str]) -> int:
         import torch
@@ -81,8 +83,16 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         with tiny.surroundings(name, asked.size):
             return command(args)
 
-    trained = wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
+    def trained_with(words: list[str]) -> Ended:
+        return wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
+
+    trained = trained_with(words := _command(name, folder, asked))
     row = row._replace(conditions=asked.media)
+    if trained.code and asked.scale != 1:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        first, row = trained, row._replace(guided=False)
+        if (trained := trained_with(words := _command(name, folder, asked._replace(scale=1.0, negative="")))).code:
+            trained, row = first, row._replace(guided=True)
     if trained.code:
         return row._replace(reason=_reason(_said(trained), name, folder))
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
@@ -97,6 +107,12 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         ranks=_two_ranks(words, folder, called),
         served=_served(words, folder, called, recorded=name not in built_in()),
     )
+
+
+def rising(audios: Any, prompts: Sequence[str]) -> Any:
+    """Return how much louder the second half of each sound is than the first, `[B]`: a reward of pipelines of sounds."""
+    first, second = audios.square().flatten(1).chunk(2, dim=1)
+    return second.sum(1) / (first.sum(1) + second.sum(1))
 
 
 def measured_table(rows: Sequence[Row]) -> str:
@@ -142,6 +158,8 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
     words = [*files, *RUN.split(), *size, "--rollout.guidance.scale", f"{asked.scale:g}"]
     if adapter is None and asked.call:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
+    if asked.sounds:
+        words += ["--rewards", f"{__name__}:rising"]
     if asked.negative:
         words += ["--rollout.guidance.negative", asked.negative]
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
@@ -258,6 +276,9 @@ def _reason(said: str, name: str, folder: Path) -> str:
     ):
         short = re.sub(f"^{start}", "", short)
     short = re.sub(r"^cannot be called with .*?: (?=[A-Z]\w+: )", "cannot be called: ", short)
+    scheduler = r"ValueError: RecordingScheduler: the config is of (\w+), expected \w+'s"
+    short = re.sub(scheduler, r"its scheduler is a \1, whose steps are not Euler's of a flow", short)
+    short = re.sub(r"NameError: name '(\w+)' is not defined", r"a package with `\1` is not installed", short)
     return _line(short.removeprefix("its folder/").replace(str(folder), ""))
 
 

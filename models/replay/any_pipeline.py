@@ -9,7 +9,7 @@ pipeline with its real transformer.
 
 import copy
 import dataclasses
-import inspect
+import io
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
@@ -24,14 +25,13 @@ from fluvial.core.table import Record
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
-from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, shown
+from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, parameters, shown
 from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, png, text_of, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
-from fluvial.models.replay.ragged import Sites, unlike, with_rows
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     RecordedModel,
@@ -44,11 +44,11 @@ from fluvial.models.replay.recorded import (
     within,
 )
 from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
-from fluvial.models.replay.stand_in import answering, emptied, stand_in
+from fluvial.models.replay.stand_in import answering, emptied, pieces_of, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
-# A prompt is encoded as this many samples, so that an input with one row per sample differs from one that all share.
-COPIES = 3
+# A prompt is encoded as 3 samples, so that an input with one row per sample differs from one that all share, and once as 5.
+COPIES, OTHER_COPIES = 3, 5
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
@@ -63,8 +63,8 @@ class _Known(NamedTuple):
     schedule: Schedule
     model: RecordedModel
     rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
+    pieces: tuple[torch.Size, ...]  # shapes of the pieces of a flat sample; empty for a sample of one piece
     levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
-    shared: Sites = frozenset()  # inputs that all samples of a prompt share, and other prompts have others of
 
 
 class _Dry(NamedTuple):
@@ -73,13 +73,6 @@ class _Dry(NamedTuple):
     known: _Known
     cond: Cond  # rows of the prompt, by recipe
     offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
-
-    def with_shared(self, sites: Sites) -> "_Dry":
-        """Return the run with inputs that all samples share among the rows of the prompt."""
-        recipes, cond = with_rows(self.known.model.recipes, self.cond, sites)
-        rows = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
-        model = dataclasses.replace(self.known.model, recipes=recipes)
-        return self._replace(known=self.known._replace(model=model, rows=rows, shared=sites), cond=cond)
 
 
 class AnyPipeline(WithExperts):
@@ -136,7 +129,7 @@ class AnyPipeline(WithExperts):
                 f"a {COMPONENT} can be trained (fluvial models)"
             )
         self.network = str(parts[COMPONENT])
-        self.takes = inspect.signature(kind.__call__).parameters
+        self.takes = parameters(kind)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
@@ -194,9 +187,10 @@ class AnyPipeline(WithExperts):
         """Return the tokenizer with the largest limit, and the number of tokens that it and the pipeline take."""
         from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-        # Some pipelines have a processor of text and images in the tokenizer's place.
-        parts = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in tokenizers.components.values()]
-        found = [part for part in parts if isinstance(part, PreTrainedTokenizerBase)]
+        # Some pipelines have a processor of text and images in the tokenizer's place, under any name.
+        kinds, parts = (ProcessorMixin, PreTrainedTokenizerBase), tokenizers.components.items()
+        named = [part for name, part in parts if name.startswith("tokenizer") or isinstance(part, kinds)]
+        found = [part.tokenizer if isinstance(part, ProcessorMixin) else part for part in named if part is not None]
         if not found:
             raise ValueError(f"{self.pipeline} has no tokenizer: it makes no images from text")
         with foreign(self.pipeline, "tell the length of its prompts"):
@@ -228,9 +222,9 @@ class AnyPipeline(WithExperts):
         Raises:
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
-        found, cond, offset = self._dry(encoders, prompt).with_shared(self.known.shared)
+        found, cond, offset = self._dry(encoders, prompt, apart=self.known.model.ragged)
         start = {} if offset is None else {OFFSET: offset}
-        ragged = self.known.model.ragged
+        ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
         fits = within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
         if not same_steps(found.model.recipes, self.known.model.recipes) or not fits:
             raise refusal(
@@ -238,13 +232,15 @@ class AnyPipeline(WithExperts):
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
             )
+        if not ragged:
+            found_rows = {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
+            return found_rows | start
         padded = {
             f"{recipe}.{row}": padded_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
             for row, tensor in enumerate(rows)
         }
-        sizes = [[size for rows in found.rows for shape in rows for size in shape]]
-        return {**padded, **start, **({SIZES: torch.tensor(sizes, device=self.device)} if ragged else {})}
+        return {**padded, **start, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
@@ -283,7 +279,7 @@ class AnyPipeline(WithExperts):
         images, first = list[Tensor](), 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
-            images += [self._made(chunk, prompt).shown for chunk in latents[first:last].split(self.decode_chunk)]
+            images += [self._made(chunk, prompt).shown(self.size) for chunk in latents[first:last].split(self.decode_chunk)]
             first = last
         return torch.cat(images).to(latents.device)
 
@@ -316,9 +312,9 @@ class AnyPipeline(WithExperts):
             return False
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
-            changed = {name: png(inverted(open_image(source))) for name, source in self.example.media.items()}
+            changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
-            one, other = (self._made(sample, prompt).shown for prompt in both)
+            one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -437,11 +433,11 @@ class AnyPipeline(WithExperts):
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
         """Raise ValueError if an image changes nothing that the transformer is given."""
         for prompt in prompts:
-            _, *cond = self._dry(self._loaded(), prompt)
+            _, *cond = self._dry(self._loaded(), prompt, apart=True)
             for name in prompt.media:
-                other = MediaPrompt(prompt.text, {**prompt.media, name: png(inverted(open_image(prompt.media[name])))})
+                other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
                 try:
-                    _, *changed = self._dry(self._loaded(), other)
+                    _, *changed = self._dry(self._loaded(), other, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
@@ -452,20 +448,18 @@ class AnyPipeline(WithExperts):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            dry = self._dry(self._loaded(), self.example)
-            found, fewer = dry.known, self._dry(self._loaded(), self.example, COPIES - 1).known
+            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, OTHER_COPIES))
             if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
                 raise refusal(
                     self.pipeline,
                     f"its {COMPONENT} is given inputs that look like one row per sample of {COPIES} samples, "
-                    f"and not of {COPIES - 1}",
+                    f"and not of {OTHER_COPIES}",
                 )
             if self.shortest != self.example:
-                shortest = self._dry(self._loaded(), self.shortest)
-                sites = unlike(found.model.recipes, shortest.known.model.recipes)
-                found, others = dry.with_shared(sites).known, shortest.with_shared(sites).known
-                ragged = bool(sites) or others.rows != found.rows
-                found = found._replace(model=dataclasses.replace(found.model, ragged=ragged))
+                shortest = self._dry(self._loaded(), self.shortest).known
+                if shortest.rows != found.rows or not same_steps(shortest.model.recipes, found.model.recipes):
+                    found = self._dry(self._loaded(), self.example, apart=True).known
+                    found = found._replace(model=dataclasses.replace(found.model, ragged=True))
             self._once = found
         return self._once
 
@@ -493,6 +487,7 @@ class AnyPipeline(WithExperts):
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._opened(**stand_ins, **read_processors(self.folder))
+                self._frozen = control_networks(pipe)
                 for name, part in pipe.components.items():
                     if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
@@ -500,7 +495,6 @@ class AnyPipeline(WithExperts):
                 if settings.get("use_flow_sigmas") and settings.get("flow_shift") is not None:
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
-                self._frozen = control_networks(pipe)
                 for name, real in self._frozen.items():
                     setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
@@ -510,15 +504,15 @@ class AnyPipeline(WithExperts):
         return self._pipe
 
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES) -> _Dry:
-        """Run the pipeline with the stand-in on several copies of one prompt.
+    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES, *, apart: bool = False) -> _Dry:
+        """Run the pipeline with the stand-in on several copies of one prompt; for `apart` see `Capture`.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
         tried, errors = forms(self.takes, prompt, copies), list[ValueError]()
         for number in range(self._form, len(tried)):
             try:
-                found = self._dry_run(pipe, tried[number], copies)
+                found = self._dry_run(pipe, tried[number], copies, apart)
             except ValueError as error:
                 errors.append(error)
             else:
@@ -527,13 +521,13 @@ class AnyPipeline(WithExperts):
         raise errors[0]
 
     @alone
-    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int) -> _Dry:
+    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int, apart: bool) -> _Dry:
         """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
         from fluvial.models.replay.scheduler import RecordingScheduler
 
         seeds = generators(fold_in(key(0), torch.arange(copies)))
         asked = called(self.takes, {**self.asked, **form, "generator": seeds})
-        capture = Capture(pipe, COMPONENT, asked)
+        capture = Capture(pipe, COMPONENT, asked, apart=apart)
         theirs = pipe.scheduler
         with foreign(self.pipeline, "be trained without an adapter"):
             scheduler = RecordingScheduler.from_config({**theirs.config, "_class_name": type(theirs).__name__})
@@ -567,7 +561,7 @@ class AnyPipeline(WithExperts):
         last = recorder.trajectory().x_next
         rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
         schedule = Schedule(own, scheduler.timesteps[-self.steps :])
-        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, levels)
+        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
         return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
     @alone
@@ -580,7 +574,7 @@ class AnyPipeline(WithExperts):
         once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
-                pipe.scheduler = answering(own, latents.to(self.device, self.known.dtype))
+                pipe.scheduler = answering(own, *pieces_of(latents.to(self.device, self.known.dtype), self.known.pieces))
                 return output_of(pipe(**called(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own
@@ -596,3 +590,10 @@ def _attention_layers(network: nn.Module) -> tuple[str, ...]:
         if isinstance(layer, nn.Linear)
     )
     return tuple(dict.fromkeys(named))
+
+
+def _png(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()

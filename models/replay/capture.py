@@ -1,6 +1,5 @@
 """Find out how a pipeline of diffusers makes a step's velocity from its transformer's outputs, by watching a run."""
 
-import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from fluvial.models.replay.recipe import (
     Fitted,
     Fixed,
     Holds,
+    Joined,
     Latent,
     Leaf,
     Made,
@@ -37,7 +37,7 @@ from fluvial.models.replay.recipe import (
 CONTROL = ("controlnet",)  # parts whose outputs the transformer is given
 MOST_PARTS = 4  # outputs that a velocity may be a weighted sum of
 LEAST_WEIGHT = 1e-6  # weights below are rounding
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a weighted sum
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a weighted sum
 SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
 FURTHER_SCALES = ("guidance_scale_2",)  # of some of the steps, or of a part of the sample
 
@@ -46,7 +46,7 @@ class _Group(NamedTuple):
     """Recorded steps with the same recipe."""
 
     calls: list[Call]
-    combinations: list[Combination | Fitted]  # combinations that gave the velocity of all these steps
+    combinations: list[Combination | Fitted | Joined]  # combinations that gave the velocity of all these steps
     positions: list[int]
     rows: list[list[Tensor]]  # rows of each step; the same objects where they are equal
 
@@ -54,15 +54,19 @@ class _Group(NamedTuple):
 class Capture:
     """Record the inputs and outputs of a part within each step until the scheduler receives the velocity.
 
-    `asked` are the arguments of the pipeline's call.
+    `asked` are the arguments of the pipeline's call. With `apart`, each sample will have a pass of its own, and tensors
+    that all samples share are those of their prompt.
 
     Raises:
         ValueError: the pipeline does not take those arguments.
     """
 
-    def __init__(self, pipe: Any, component: str, asked: dict[str, Any]) -> None:
+    def __init__(self, pipe: Any, component: str, asked: dict[str, Any], *, apart: bool = False) -> None:
+        self.apart = apart
         self.pipeline, self.component, self.scales = type(pipe).__name__, component, _scales(pipe, asked)
         self.frozen = control_networks(pipe)
+        rescales = "guidance_rescale" in inspect.signature(pipe.__call__).parameters
+        self.hint = "; a rescaled guidance is not one: call it with guidance_rescale=0" if rescales else ""
         self.taken: list[int] = []  # steps of the schedule, in the order they were taken
         self.initial: Tensor | None = None  # samples before the first step
         self._output: Tensor | None = None  # of the last step
@@ -80,17 +84,15 @@ class Capture:
         for name, module in networks.items():
             component = name if name in self.frozen else self.component
             handles.append(module.register_forward_hook(partial(self._after, component)))
-        scheduler.step = self._following(scheduler.step)
         pipe.scheduler = scheduler
         try:
             yield
         finally:
             pipe.scheduler = own
-            vars(scheduler).pop("step", None)  # the class has its own
             for handle in handles:
                 handle.remove()
 
-    def step(self, step: int, x: Tensor, v: Tensor, recorded: bool) -> None:
+    def step(self, step: int, x: Tensor, v: Tensor, x_next: Tensor, recorded: bool) -> None:
         """Find the calls and combinations that give a step's velocity v; steps that are not recorded are only checked.
 
         Raises:
@@ -100,6 +102,7 @@ class Capture:
             self.initial = x.detach().clone()
         else:
             check_chain(self.pipeline, step, x, self._output)
+        self._output = x_next.detach().clone()  # the pipeline may write to the sample
         self.taken.append(step)
         seen, self._calls = self._calls, []
         if not recorded:
@@ -111,10 +114,10 @@ class Capture:
         parts: list[Tensor] = []
         made: list[list[Tensor]] = []  # outputs of control networks that depend on the sample, by call
         for component, given, output in seen:
-            returned = parts_of(output, len(x)) if component == self.component else tensors_of(output)
+            returned = parts_of(output, x) if component == self.component else tensors_of(output)
             if not returned:
                 raise self._refusal(step, f"the {component} does not return one output per sample")
-            kinds, others, tree = _sources(given, x, made)
+            kinds, others, tree = _sources(given, x, made, self.apart)
             if not any(isinstance(kind, Latent | Holds) for kind in kinds):
                 if component != self.component:
                     continue  # what it returns depends on the prompt alone
@@ -123,16 +126,18 @@ class Capture:
             rows += others
             made.append([] if component == self.component else returned)
             parts += returned if component == self.component else []
-        combinations: list[Combination | Fitted] = [
+        combinations: list[Combination | Fitted | Joined] = [
             found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v, x))
         ]
-        if not combinations and (sum_of_parts := _fitted(parts, v, x)) is not None:
+        sizes = _sizes(seen, x)
+        if not combinations and (sum_of_parts := _joined(parts, v, x, sizes) if sizes else _fitted(parts, v, x)) is not None:
             combinations.append(sum_of_parts)
         if not combinations:
             scales = " or ".join(f"{scale:g}" for scale in self.scales) or "none"
             raise self._refusal(
                 step,
-                f"its velocity is no known combination of {len(parts)} outputs of the {self.component} (guidance {scales})",
+                f"its velocity is no known combination of {len(parts)} outputs of the {self.component} (guidance {scales})"
+                f"{self.hint}",
             )
         self._add(calls, rows, combinations)
 
@@ -160,18 +165,7 @@ class Capture:
             cond.append(tuple(torch.stack(column, dim=1) if differs else column[0] for column, differs in columns))
         return tuple(recipes), tuple(cond)
 
-    def _following(self, step: Any) -> Any:
-        """Return a scheduler's step that keeps its output, to compare the next step's sample with."""
-
-        @functools.wraps(step)  # pipelines look at its signature
-        def following(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            self._output = result[0].detach().clone()  # the pipeline may write to the sample
-            return result
-
-        return following
-
-    def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combination | Fitted]) -> None:
+    def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combination | Fitted | Joined]) -> None:
         """Add a step to the group of its recipe; tensors that equal those of another step are stored once."""
         position, self._recorded = self._recorded, self._recorded + 1
         for at, group in enumerate(self._groups):
@@ -232,18 +226,42 @@ def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor, x: Te
 def _fitted(parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Fitted | None:
     """Return the weighted sum of parts and sample that v is up to rounding; None if it is not one.
 
-    The weights are least squares in float64, rounded to seven digits, so that two prompts give the same. Several parts only:
-    one part with another weight would be a scale that no guidance has.
+    The weights are least squares in float64, rounded to at most seven digits, so that two prompts give the same.
+    One part has the weight 1: another would be a scale that no guidance has.
     """
-    if len(parts) < 2 or len(parts) > MOST_PARTS or v.dtype not in ROUNDING or any(part.shape != v.shape for part in parts):
+    if len(parts) > MOST_PARTS or v.dtype not in ROUNDING or any(part.shape != v.shape for part in parts):
         return None
     columns = torch.stack([tensor.detach().double().flatten() for tensor in (*parts, x)], dim=1).cpu()
     wanted = v.detach().double().flatten().cpu()
     solved = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0].tolist()
-    *weights, of_sample = (0.0 if abs(weight) < LEAST_WEIGHT else float(f"{weight:.7g}") for weight in solved)
-    found = Fitted(tuple(weights), of_sample, v.dtype)
-    error = (found(parts, x).double() - v.double()).norm() / v.double().norm()
-    return found if float(error) <= ROUNDING[v.dtype] else None
+    found = [_rounded(solved, digits, v.dtype) for digits in range(2, 8)]
+    errors = [float((each(parts, x).double() - v.double()).norm() / v.double().norm()) for each in found]
+    # The fewest digits that fit as well, because scales have few, and rounding moves the last ones from prompt to prompt.
+    best = next(each for each, error in zip(found, errors, strict=True) if error <= 2 * errors[-1])
+    if len(parts) == 1 and (best.weights[0] != 1 or best.of_sample != 0):
+        return None
+    return best if errors[-1] <= ROUNDING[v.dtype] else None
+
+
+def _rounded(weights: Sequence[float], digits: int, dtype: torch.dtype) -> Fitted:
+    """Return the sum of some weights, the last of the sample, rounded to a number of digits."""
+    *of_parts, of_sample = (0.0 if abs(weight) < LEAST_WEIGHT else float(f"{weight:.{digits}g}") for weight in weights)
+    return Fitted(tuple(of_parts), of_sample, dtype)
+
+
+def _sizes(seen: Sequence[tuple[str, Any, Any]], x: Tensor) -> tuple[int, ...]:
+    """Return the numbers of each piece of flat samples x, of which a step's calls return one output each; else none."""
+    made = tensors_of(seen[-1][2])
+    return tuple(output[0].numel() for output in made) if x.ndim == 2 and len(made) > 1 else ()
+
+
+def _joined(parts: Sequence[Tensor], v: Tensor, x: Tensor, sizes: tuple[int, ...]) -> Joined | None:
+    """Return the weighted sums of the pieces of flat samples; None if a piece has no such sum, see `_fitted`."""
+    if sum(sizes) != x.shape[1] or any(part.shape != x.shape for part in parts):
+        return None
+    pieces = zip(*(tensor.split(sizes, dim=1) for tensor in (*parts, v, x)), strict=True)
+    sums = [_fitted(made, velocity, sample) for *made, velocity, sample in pieces]
+    return None if None in sums else Joined(sizes, tuple(one for one in sums if one is not None))
 
 
 def _sought(leaf: Any, x: Tensor) -> tuple[int, tuple[Places, Tensor] | None]:
@@ -262,13 +280,14 @@ def _copies(leaf: Any, x: Tensor) -> int:
     return count if torch.equal(leaf, x.to(leaf.dtype).repeat(count, *[1] * (x.ndim - 1))) else 0
 
 
-def _sources(given: Any, x: Tensor, made: list[list[Tensor]]) -> tuple[list[Leaf], list[Tensor], Any]:
+def _sources(given: Any, x: Tensor, made: list[list[Tensor]], apart: bool) -> tuple[list[Leaf], list[Tensor], Any]:
     """Return the source of each input of a call, the inputs with one row per sample, and the pytree.
 
     Args:
         given: (args, kwargs) of the call.
         x: samples `[B, *event]`.
         made: tensors that each earlier call of the step returned, if it is a control network's.
+        apart: see `Capture`.
     """
     leaves, tree = optree.tree_flatten(given)
     copies, held = zip(*(_sought(leaf, x) for leaf in leaves), strict=True)
@@ -292,14 +311,25 @@ def _sources(given: Any, x: Tensor, made: list[list[Tensor]]) -> tuple[list[Leaf
         elif isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) in (repeats * len(x), len(x)):
             kinds.append(Row(len(leaf) // len(x), False))
             rows.append(leaf.detach().unflatten(0, (-1, len(x))).transpose(0, 1))
+        elif apart and isinstance(leaf, Tensor) and leaf.ndim > 0:
+            kinds.append(Row(0, False))
+            rows.append(leaf.detach().expand(len(x), *leaf.shape))
         else:
             kinds.append(Fixed(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf))
     return kinds, rows, tree
 
 
 def control_networks(pipe: Any) -> dict[str, Any]:
-    """Return the frozen networks of a pipeline whose outputs its transformer is given, by part."""
-    return {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
+    """Return the frozen networks of a pipeline whose outputs its transformer is given, by part.
+
+    Raises:
+        ReplayError: one shares layers with the transformer, as Z-Image's, and so would change as that is trained.
+    """
+    found = {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
+    trained = {id(each) for each in getattr(pipe, "transformer", nn.Identity()).parameters()}
+    if any(id(each) in trained for network in found.values() for each in network.parameters()):
+        raise refusal(type(pipe).__name__, "its control network shares layers with the transformer, which is trained")
+    return found
 
 
 def _maker(leaf: Tensor, made: Sequence[Sequence[Tensor]]) -> tuple[int, int] | None:
@@ -320,13 +350,12 @@ def _alike(left: Sequence[Call], right: Sequence[Call]) -> bool:
         one.component == other.component
         and one.tree == other.tree
         and one.dtype == other.dtype
-        and all(map(equal, one.leaves, other.leaves))
+        and all(map(_equal, one.leaves, other.leaves))
         for one, other in zip(left, right, strict=True)
     )
 
 
-def equal(left: Leaf, right: Leaf) -> bool:
-    """Return whether an input has the same source in two calls, and the same value if it is fixed."""
+def _equal(left: Leaf, right: Leaf) -> bool:
     if not isinstance(left, Fixed) or not isinstance(right, Fixed):
         return type(left) is type(right) and left == right
     one, other = left.value, right.value

@@ -17,6 +17,7 @@ IMAGES = (
     "image",
     "mask_image",
     "control_image",
+    "control_mask",
     "last_image",
     "reference_image",
     "image_reference",
@@ -105,13 +106,6 @@ def _digest_of_file(path: Path, changed: int, size: int) -> str:
 def inverted(image: Image.Image) -> Image.Image:
     """Return an image of the same size whose pixels all differ: its negative, upside down."""
     return ImageOps.flip(ImageOps.invert(image))
-
-
-def png(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    with io.BytesIO() as file:
-        image.save(file, "PNG")
-        return file.getvalue()
 
 
 def use_modes(vae: Any) -> None:

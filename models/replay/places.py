@@ -71,11 +71,13 @@ def places_in_input(leaf: object, x: Tensor) -> tuple[Places, Tensor] | None:
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.ndim < 2 or not len(leaf) or len(leaf) % len(x):
         return None
     flat, rows = x.to(leaf.dtype).flatten(1), leaf.detach().flatten(1).unflatten(0, (-1, len(x)))
-    if rows.shape[-1] < LEAST * flat.shape[1]:
+    # A flat sample is one of several pieces, of which an input holds one.
+    least = LEAST * (flat.shape[1] if x.ndim > 2 else min(flat.shape[1], rows.shape[-1]))
+    if rows.shape[-1] < least:
         return None
     place = locate(rows[0], flat)
     inside = place >= 0
-    if len(place[inside].unique()) < LEAST * flat.shape[1]:
+    if len(place[inside].unique()) < max(least, 1):
         return None
     expected = flat[:, place[inside].to(flat.device)]
     if any(not torch.equal(each[:, inside.to(each.device)], expected) for each in rows):

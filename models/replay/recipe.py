@@ -29,7 +29,10 @@ class Holds(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An input with one row per sample, repeated along the batch for guidance."""
+    """An input with one row per sample, repeated along the batch for guidance.
+
+    With 0 repeats it has no dimension of the batch, and belongs to the prompt of the one sample that a pass has.
+    """
 
     repeats: int
     each_step: bool  # whether it differs from step to step
@@ -41,10 +44,6 @@ class Fixed(NamedTuple):
     value: Any
 
 
-class Shared(NamedTuple):
-    """An input that all samples of a prompt share, and other prompts have others of: a row `[1, 1, ...]` of one pair."""
-
-
 class Made(NamedTuple):
     """An input that a control network returned in the same step, cast."""
 
@@ -53,7 +52,7 @@ class Made(NamedTuple):
     output: int  # index of the tensor among those that it returned
 
 
-Leaf = Latent | Holds | Row | Fixed | Shared | Made
+Leaf = Latent | Holds | Row | Fixed | Made
 
 
 class Unbound(NamedTuple):
@@ -119,12 +118,24 @@ class Fitted(NamedTuple):
         return (v + self.of_sample * x.double()).to(self.dtype)
 
 
+class Joined(NamedTuple):
+    """A step's velocity of flat samples of several pieces, e.g. a video and its sound, each with weights of its own."""
+
+    sizes: tuple[int, ...]  # numbers of each piece
+    sums: tuple[Fitted, ...]
+
+    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
+        """Return the velocity of the parts, each `[B, n]`, at samples x."""
+        pieces = zip(*(tensor.split(self.sizes, dim=1) for tensor in (*parts, x)), strict=True)
+        return torch.cat([made(each[:-1], each[-1]) for made, each in zip(self.sums, pieces, strict=True)], dim=1)
+
+
 @dataclass(frozen=True)
 class StepRecipe:
     """Calls and combination that give the velocity of one or more recorded steps."""
 
     calls: tuple[Call, ...]
-    combination: Combination | Fitted
+    combination: Combination | Fitted | Joined
     positions: tuple[int, ...]  # indices of the steps among the recorded ones
 
     def predict(
@@ -153,9 +164,7 @@ class StepRecipe:
                     if isinstance(leaf, Holds):
                         sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
                         value = leaf.places.gather(torch.cat([sample, value], dim=-1))
-                    leaves.append(value.transpose(0, 1).flatten(0, 1))
-                elif isinstance(leaf, Shared):
-                    leaves.append(next(values)[0, 0])
+                    leaves.append(value.transpose(0, 1).flatten(0, 1) if leaf.repeats else value[0])
                 elif isinstance(leaf, Made):
                     leaves.append(made[leaf.call][leaf.output].to(leaf.dtype))
                 else:
@@ -164,7 +173,7 @@ class StepRecipe:
             output = frozen.get(call.component, module)(*args, **kwargs)
             made.append(tensors_of(output))
             if call.component not in frozen:
-                parts += parts_of(output, len(x))
+                parts += parts_of(output, x)
         return self.combination(parts, x)
 
 
@@ -178,9 +187,14 @@ def _plain(output: Any) -> Any:
     return output.to_tuple() if hasattr(output, "to_tuple") else output
 
 
-def parts_of(output: Any, batch: int) -> list[Tensor]:
-    """Return the transformer's outputs for each copy of a batch, `[B, ...]`; none if it does not return one per sample."""
-    first = output if isinstance(output, Tensor) else _plain(output)[0]
+def parts_of(output: Any, x: Tensor) -> list[Tensor]:
+    """Return the transformer's outputs for each copy of a batch, `[B, ...]`; none if it does not return one per sample.
+
+    If the samples x are flat, `[B, n]`, the outputs for their pieces are joined as they are.
+    """
+    batch, first = len(x), output if isinstance(output, Tensor) else _plain(output)[0]
+    if x.ndim == 2 and isinstance(first, Tensor):
+        first = torch.cat([tensor.flatten(1) for tensor in tensors_of(output)], dim=1)
     if not isinstance(first, Tensor):
         (first,) = stacked((first,), batch)
         return list(first.stacks) if isinstance(first, Unbound) else []

@@ -8,6 +8,7 @@
 Restore the pipeline's own scheduler before saving the pipeline: diffusers cannot load a class that it does not have.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +31,16 @@ from fluvial.models.replay.start import Mixture
 
 Generators = torch.Generator | Sequence[torch.Generator]
 
-# Called after each step with its index, the sample before it, the model's output, and whether it is recorded.
-Observer = Callable[[int, Tensor, Tensor, bool], None]
+# Called after each step with its index, the sample before it, the output, the next sample, and whether it is recorded.
+Observer = Callable[[int, Tensor, Tensor, Tensor, bool], None]
+
+
+class Piece(NamedTuple):
+    """A step of one piece of the samples, e.g. of the sound of a video, each `[B, ...]`."""
+
+    v: Tensor
+    x: Tensor
+    x_next: Tensor
 
 
 class Scheduled(NamedTuple):
@@ -53,6 +62,9 @@ class Recorder:
     record: Record
     on_step: Observer | None
     mixtures: list[Mixture] = field(default_factory=list)  # of noise and images, by `scale_noise`
+    pieces: list["RecordingScheduler"] = field(default_factory=list)  # copies, which step through further pieces
+    shapes: tuple[torch.Size, ...] = ()  # of the pieces of one sample, if there are several
+    _waiting: list[Piece] = field(default_factory=list)  # of the step under way
     _scheduled: Scheduled | None = None
     _steps: list[Step] = field(default_factory=list)
     _final: Tensor | None = None
@@ -90,7 +102,16 @@ class Recorder:
             kept = v.clone() if record.velocity or record.debug else v
             self._steps.append(step._replace(x=x.clone(), v=kept, x_next=x_next.clone(), log_prob=log_prob))
         if self.on_step is not None:
-            self.on_step(step.t, step.x, step.v, recorded)
+            self.on_step(step.t, step.x, step.v, step.x_next, recorded)
+
+    def joined(self, piece: Piece) -> Piece | None:
+        """Return a step of whole samples `[B, n]`, flat, if `piece` is the last one of it."""
+        self._waiting.append(piece)
+        if len(self._waiting) <= len(self.pieces):
+            return None
+        pieces, self._waiting = self._waiting, []
+        self.shapes = tuple(each.x.shape[1:] for each in pieces)
+        return Piece(*(torch.cat([tensor.flatten(1) for tensor in tensors], dim=1) for tensors in zip(*pieces, strict=True)))
 
 
 class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
@@ -106,6 +127,22 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
     eta: float = 0.0
     _recorder: Recorder | None = None
     _scheduled: Scheduled | None = None
+    _leader: "RecordingScheduler | None" = None  # that this one is a copy of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecordingScheduler":
+        """Return a copy. During a recording it steps through a further piece of the samples, which are then `[B, n]`, flat.
+
+        A pipeline of videos with sound steps through both with the same noise levels, by the ODE.
+        """
+        if self._recorder is None:
+            other = copy.copy(self)
+            other.__dict__ = copy.deepcopy(self.__dict__, memo)
+            return other
+        made: RecordingScheduler = type(self).from_config(self.config, sampler=self.sampler, eta=self.eta)
+        made.set_shift(self.shift)
+        made._leader = self
+        self._recorder.pieces.append(made)
+        return made
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -211,11 +248,26 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             raise ValueError("RecordingScheduler: per_token_timesteps is given, expected None: one noise level per sample")
         # It also checks the timestep and counts the steps.
         x_next = super().step(model_output, timestep, sample, return_dict=False)[0]
-        if self._recorder is not None or self.sampler != "ode":
+        leader = self if self._leader is None else self._leader
+        if leader._recorder is not None and leader._recorder.pieces:
+            leader._take_piece(self, self.step_index - 1, Piece(model_output, sample, x_next))
+        elif self._recorder is not None or self.sampler != "ode":
             # Rising sigmas are those of a flow from noise at 0, whose noise levels are 1 - sigma, and whose velocity is -v.
             v = -model_output if self.config.get("invert_sigmas") else model_output
             x_next = self._take_step(self.step_index - 1, v, sample, x_next, generator)
         return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x_next) if return_dict else (x_next,)
+
+    def _take_piece(self, scheduler: "RecordingScheduler", step: int, piece: Piece) -> None:
+        """Record a step when all pieces of the samples have taken it."""
+        assert self._recorder is not None
+        number = len(self._recorder._waiting)
+        if scheduler is not (self, *self._recorder.pieces)[number] or not torch.equal(scheduler.sigmas, self.sigmas):
+            raise ValueError("RecordingScheduler: pieces of the samples take other steps or noise levels than one another")
+        if self.sampler != "ode" or self.config.get("invert_sigmas"):
+            raise ValueError("RecordingScheduler: several pieces are recorded with falling sigmas and the ODE only")
+        whole = self._recorder.joined(piece)
+        if whole is not None:
+            self._take_step(step, *whole, None)
 
     def _take_step(self, step: int, v: Tensor, x: Tensor, euler: Tensor, generator: Generators | None) -> Tensor:
         """Return the next sample of a step that may be stochastic or recorded, given Euler's next sample."""

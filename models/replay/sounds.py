@@ -11,8 +11,11 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 ALONE = RLock()  # rewards decode sounds on threads of their own, and a pipeline's run changes its scheduler
-HEIGHT, WIDTH = 64, 256  # of the drawing of a sound, in pixels
-RATES = (("vocoder", "output_sampling_rate"), ("vae", "sampling_rate"))  # parts and settings that say the rate
+RATES = (
+    ("vocoder", "output_sampling_rate"),
+    ("vae", "sampling_rate"),
+    ("vae", "sample_rate"),
+)  # parts and settings that say the rate
 
 
 class Output(NamedTuple):
@@ -21,13 +24,12 @@ class Output(NamedTuple):
     images: Tensor | None  # [B, C, H, W] or [B, C, F, H, W], float in [0, 1]
     waves: Tensor | None  # [B, channels, n] float in [-1, 1]
 
-    @property
-    def shown(self) -> Tensor:
-        """The images, or drawings of the sounds if there are none."""
+    def shown(self, size: tuple[int, ...]) -> Tensor:
+        """Return the images, or drawings of the sounds of a height and width if there are none."""
         if self.images is not None:
             return self.images
         assert self.waves is not None
-        return drawings(self.waves)
+        return drawings(self.waves, *size[:2])
 
 
 def alone(run: Callable[P, R]) -> Callable[P, R]:
@@ -63,13 +65,13 @@ def rate_of(pipe: Any) -> int | None:
     return None
 
 
-def drawings(waves: Tensor) -> Tensor:
-    """Return a drawing of each sound, `[B, 1, 64, 256]` in [0, 1]: per column the range of its first channel."""
+def drawings(waves: Tensor, height: int, width: int) -> Tensor:
+    """Return a drawing of each sound, `[B, 1, height, width]` in [0, 1]: per column the range of its first channel."""
     count = waves.shape[-1]
-    columns = torch.arange(WIDTH, device=waves.device) * count // WIDTH
-    width = max(count // WIDTH, 1)
-    parts = waves[:, 0, (columns[:, None] + torch.arange(width, device=waves.device)).clamp(max=count - 1)]
+    columns = torch.arange(width, device=waves.device) * count // width
+    numbers = torch.arange(max(count // width, 1), device=waves.device)
+    parts = waves[:, 0, (columns[:, None] + numbers).clamp(max=count - 1)]
     low, high = parts.amin(-1)[:, None], parts.amax(-1)[:, None]
-    level = torch.linspace(1, -1, HEIGHT, device=waves.device)[None, :, None]
-    half = 1 / HEIGHT
+    level = torch.linspace(1, -1, height, device=waves.device)[None, :, None]
+    half = 1 / height
     return 1 - ((level >= low - half) & (level <= high + half)).float()[:, None]

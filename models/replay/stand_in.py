@@ -1,6 +1,7 @@
 """Stand-in for a transformer, which returns noise at no cost, and a scheduler that returns given samples."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -49,8 +50,11 @@ def emptied(network: Any) -> Any:
         return type(network).from_config(network.config)
 
 
-def answering(scheduler: Any, latents: Tensor) -> Any:
-    """Return a scheduler with the settings of another one, whose steps return the given samples."""
+def answering(scheduler: Any, *latents: Tensor) -> Any:
+    """Return a scheduler with the settings of another one, whose steps return the given samples.
+
+    Several are pieces of the same samples: a copy of the scheduler returns those that follow.
+    """
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 
     class Answer(type(scheduler)):  # type: ignore[misc]
@@ -58,9 +62,20 @@ def answering(scheduler: Any, latents: Tensor) -> Any:
             return sample
 
         def step(self, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
-            return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=latents) if return_dict else (latents,)
+            return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=latents[0]) if return_dict else (latents[0],)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return answering(scheduler, *latents[1:])
 
     return Answer.from_config(scheduler.config)
+
+
+def pieces_of(latents: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return the pieces of flat samples `[B, n]`, each `[B, *shape]`; the samples themselves without shapes."""
+    if not shapes:
+        return [latents]
+    pieces = latents.split([shape.numel() for shape in shapes], dim=1)
+    return [piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _signature(given: Any) -> Any:

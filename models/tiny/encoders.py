@@ -37,13 +37,13 @@ def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return model["vocab"], [(left, right) for left, right in model["merges"]]
 
 
-def qwen_tokenizer() -> Any:
+def qwen_tokenizer(**options: Any) -> Any:
     """Build a tokenizer that splits the template like the real one, because the pipeline drops a fixed number of tokens."""
     from transformers import Qwen2Tokenizer
 
     vocabulary, merges = pairs()
     special = ["<|im_start|>", "<|im_end|>"]
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special, chat_template=CHAT)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special, chat_template=CHAT, **options)
 
 
 def settings(width: int) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Asked(NamedTuple):
     negative: str  # negative prompt; empty where the pipeline takes none
     size: int  # height and width of the images, in pixels
     frames: int
+    sounds: bool = False  # whether it makes sounds and no images
 
 
 # Settings of the transformer where a pipeline gives it more channels than the sample's.
@@ -90,6 +91,7 @@ OTHERS = {
     "SanaSprintImg2ImgPipeline": "SCMScheduler",
 }
 NO_TEXT = ("audio_tokenizer", "sound_tokenizer")
+UNGUIDED = ("AceStepPipeline",)  # whose guidance has a memory; its timesteps are noise levels
 INVERTED = ("MochiPipeline", "OmniGenPipeline")  # whose noise levels rise
 
 # Parts that a pipeline can be built without, but not run.
@@ -114,6 +116,7 @@ IMAGE_VAES: dict[str, dict[str, int]] = {
     "LongCatImagePipeline": {"channels": 16},
     "LongCatImageEditPipeline": {"channels": 16},
     "StableDiffusion3InpaintPipeline": {"channels": 16},
+    "LuminaPipeline": {"blocks": 4},
     "Lumina2Pipeline": {"blocks": 4},
 }
 
@@ -124,6 +127,10 @@ DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipel
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
+    "LTX2Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0},
+    "AceStepPipeline": {"audio_duration": 0.32},
+    "LongCatAudioDiTPipeline": {"audio_duration_s": 0.32},
+    "StableAudio3Pipeline": {"duration": 0.32},
     "FluxKontextPipeline": {"max_area": 256, "_auto_resize": False},
     "FluxKontextInpaintPipeline": {"max_area": 256, "_auto_resize": False},
     "Flux2KleinPipeline": {"text_encoder_out_layers": [0, 1, 2]},
@@ -204,9 +211,10 @@ def asked_of(name: str) -> Asked:
     }
     frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length"} & {*takes} else 1
     size = 32 if any(name.startswith(word) for word in LARGE) else 16
-    scale = 3.0 if {*SCALES} & {*takes} else 1.0
+    scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
-    return Asked(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames)
+    sounds = "height" not in takes and any("duration" in one for one in takes)
+    return Asked(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
 
 
 def build(name: str) -> Any:
@@ -303,7 +311,7 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
 
     names = [one.__name__ for one in _classes(hint)]
     if part == "scheduler":
-        return _scheduler(names, inverted=pipeline in INVERTED)
+        return _scheduler(names, pipeline)
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
         return _sized(kind, network_settings(kind, WIDER.get(pipeline, {})))
@@ -311,10 +319,8 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
         named = [*names, *(one.__name__ for one in _classes(beside))]
-        tokenizer = next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer())
-        if pipeline.startswith("CogView4"):
-            tokenizer.padding_side = "left"  # as the pipeline itself pads
-        return tokenizer
+        side = {"padding_side": "left"} if pipeline.startswith("CogView4") else {}  # as the pipeline itself pads
+        return next((make() for name in named if (make := TOKENIZERS.get(name))), encoders.qwen_tokenizer(**side))
     if part == "controlnet":
         return _controlnet(names[0], pipeline)
     if part == "unconditional_transformer":
@@ -358,7 +364,13 @@ def _controlnet(name: str, pipeline: str) -> Any:
     import diffusers
 
     kind = getattr(diffusers, name)
-    further = {"extra_conditioning_channels": 0, "control_layers_places": [0], "control_in_dim": LATENT}
+    mask = (4 if "Qwen" in name else 1) if "Inpaint" in pipeline else 0  # channels, of which Qwen-Image packs 2 x 2
+    further = {
+        "extra_conditioning_channels": mask,
+        "extra_condition_channels": mask,
+        "control_layers_places": [0],
+        "control_in_dim": LATENT,
+    }
     known = inspect.signature(kind.__init__).parameters
     settings = network_settings(kind, {key: value for key, value in further.items() if key in known})
     return kind(**settings)
@@ -382,7 +394,7 @@ def _classes(hint: Any) -> list[type]:
     return [one for inner in typing.get_args(hint) for one in _classes(inner) if one is not type(None)]
 
 
-def _scheduler(names: list[str], *, inverted: bool) -> Any:
+def _scheduler(names: list[str], pipeline: str) -> Any:
     """Return the scheduler of a type: diffusers' Euler steps of a flow, or the solver of that type on a flow's levels."""
     import diffusers
 
@@ -391,8 +403,10 @@ def _scheduler(names: list[str], *, inverted: bool) -> Any:
     kind = getattr(diffusers, name, None) or diffusers.FlowMatchEulerDiscreteScheduler
     if name in ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler"):
         return kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    if pipeline in UNGUIDED:
+        return kind(num_train_timesteps=1)
     if name == own:
-        return kind(shift=1.0, invert_sigmas=True) if inverted else kind(shift=3.0)
+        return kind(shift=1.0, invert_sigmas=True) if pipeline in INVERTED else kind(shift=3.0)
     return (
         kind() if inspect.isclass(kind) and hasattr(kind, "step") else diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     )

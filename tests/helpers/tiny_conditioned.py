@@ -144,7 +144,7 @@ ROWS: dict[str, Row] = {
     "control": Row(control, ("control_image",), SHORT, 2.5),
     "img2img": Row(image_to_image, ("image",), {**SHORT, "strength": 0.6}, 2.5),
     "sd3-img2img": Row(
-        partial(image_to_image, "StableDiffusion3Img2ImgPipeline", sd3), ("image",), {**SHORT, "strength": 0.6}, 5.0
+        partial(image_to_image, "StableDiffusion3Img2ImgPipeline", sd3), ("image",), {**SHORT, "strength": 0.5}, 5.0
     ),
     "z-img2img": Row(
         partial(image_to_image, "ZImageImg2ImgPipeline", z_image),

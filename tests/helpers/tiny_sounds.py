@@ -70,8 +70,13 @@ def _make(folder: Path) -> None:
 
 
 def loud(audios: Tensor, prompts: list[str], audio_rate: int) -> Tensor:
-    """Return how much of a sound is in its first half, for sounds of the tiny pipelines' rate."""
+    """Return `even` of sounds of tiny ACE-Step's rate."""
     assert audio_rate == RATE, audio_rate
+    return even(audios, prompts)
+
+
+def even(audios: Tensor, prompts: list[str]) -> Tensor:
+    """Return how much of a sound is in its first half."""
     assert audios.ndim == 3
     first, second = audios.square().flatten(1).chunk(2, dim=1)
     return first.sum(1) / (first.sum(1) + second.sum(1))

@@ -39,8 +39,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [Handwriting, HandwritingUNet])
+@pytest.mark.parametrize("kind", [Handwriting, pytest.param(HandwritingUNet, marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rollout_merges_once_per_chunk(kind: Any, form: str) -> None:
     """3 steps of 2 chunks: a third of the sums, and the same bits."""

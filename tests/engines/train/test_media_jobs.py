@@ -11,6 +11,8 @@ from marks import long
 
 from fluvial.engines.cli import main as cli
 
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use
+
 SHORT = (
     "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 "
     "--final-samples 2 --eval-every 0 --checkpoint-every 2 --pipeline.height 16 --pipeline.width 16"

@@ -6,15 +6,21 @@ from pathlib import Path
 import launch
 import pytest
 import tiny_sounds
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
 from fluvial.engines.cli import main as cli
+from fluvial.models.tiny import pipelines as tiny
 
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
 SHORT = (
     "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 "
     "--final-samples 2 --eval-every 0 --checkpoint-every 2 --rollout.guidance.scale 1"
+)
+VIDEO = (
+    "--rollout.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
+    "--rewards tiny_sounds:even jpeg --pipeline.call max_sequence_length=32 guidance_rescale=0.0 audio_guidance_rescale=0.0"
 )
 
 
@@ -66,3 +72,22 @@ def test_a_reward_of_sounds_of_a_model_of_images_is_refused(tmp_path: Path, capf
     code = cli.run(["train", "grpo", "--rewards", "tiny_sounds:loud", "--out", str(tmp_path / "run")])
     assert code == 2
     assert "reward 'tiny_sounds:loud' takes audios, and the model makes no sounds" in launch.one_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_two_updates_of_a_video_with_sound(tmp_path: Path, compute: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """LTX-2, by a reward of its sounds: on policy to the bit, and the pipeline opens the adapter."""
+    model, prompts = tiny.save("LTX2Pipeline", tmp_path / "model"), tiny_sounds.texts(tmp_path / "prompts.jsonl")
+    words = ["--model", str(model), "--prompts", str(prompts), *SHORT.split()[:-1], "3", *VIDEO.split()]
+    low = ["--engine.compute", compute, "--pipeline.frozen", compute]
+    code = cli.run(["train", "grpo", *words, *low, "--out", str(tmp_path / "run")])
+    assert code == 0, capfd.readouterr().err
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
+    assert updates[0]["grad_norm"] > 0
+    with wave.open(str(tmp_path / "run" / "samples" / "after-00.wav")) as sound:
+        assert (sound.getframerate(), sound.getnchannels()) == (16000, 2)
+    assert (tmp_path / "run" / "samples" / "after.png").is_file()
+    pipe = DiffusionPipeline.from_pretrained(model, local_files_only=True)
+    pipe.load_lora_weights(tmp_path / "run" / "lora")
+    assert pipe.get_active_adapters()

@@ -50,6 +50,7 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     assert lines[2].endswith("| image | 2e-07 | 1 | yes | yes | yes | trains |")
     assert lines[3].endswith("refused because it does this or or that |")
     assert lines[4].endswith("is off policy |")
+    assert TRAINS._replace(guided=False).cells()[-1] == "trains without guidance"
     assert lines[-1] == "1 of 3 flow pipelines train; 1 others are not flows."
 
 
@@ -63,6 +64,14 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
             "cannot be called: ValueError: other: words",
         ),
         ("FOLDER/model/model_index.json names no vae", "model_index.json names no vae"),
+        (
+            "model FOLDER/model: APipeline cannot be called with width=8: NameError: name 'transforms' is not defined",
+            "cannot be called: a package with `transforms` is not installed",
+        ),
+        (
+            "ValueError: RecordingScheduler: the config is of OwnScheduler, expected FlowMatchEulerDiscreteScheduler's",
+            "its scheduler is a OwnScheduler, whose steps are not Euler's of a flow",
+        ),
     ],
 )
 def test_a_reason_names_neither_pipeline_nor_folder(said: str, reason: str, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay import any_pipeline
 from fluvial.models.replay.any_pipeline import AnyPipeline
+from fluvial.models.replay.recipe import Row
+from fluvial.models.tiny.pipelines import asked_of, save
 
 STEPS = 4
 each = pytest.mark.parametrize("name", [*WITHOUT_ADAPTER, "flux-guided"])
@@ -307,8 +309,21 @@ def test_rows_by_coincidence_are_refused(replayed: Callable[[str], Path], monkey
     """Of as many samples as FLUX has tokens of text, their positions, which are all 0, look like one row per sample."""
     model = opened("flux-guided", replayed("flux-guided"))
     monkeypatch.setattr(any_pipeline, "COPIES", 12)
-    with pytest.raises(ValueError, match=r"look like one row per sample of 12 samples, and not of 11"):
+    with pytest.raises(ValueError, match=r"look like one row per sample of 12 samples, and not of 5"):
         model.latent_shape(*model.size)
+
+
+@pytest.mark.long
+def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> None:
+    """Bria FIBO's positions of text have no dimension of the batch, and are as many as the prompt's tokens."""
+    asked = asked_of("BriaFiboPipeline")
+    save("BriaFiboPipeline", tmp_path / "fibo")
+    settings: dict[str, Any] = {"scale": asked.scale, "negative": asked.negative, "call": asked.call, "example": PROMPTS[0]}
+    model = AnyPipeline(tmp_path / "fibo", height=asked.size, width=asked.size, steps=STEPS, **settings).given(PROMPTS)
+    assert model.check(model.build().eval(), PROMPTS) < 1e-5
+    assert model.known.model.ragged
+    (recipe,) = model.known.model.recipes
+    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, Row) and not leaf.repeats]
 
 
 def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:

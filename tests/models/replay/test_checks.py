@@ -1,5 +1,6 @@
 """Pipelines that are not replayed: changed samples, left-out steps, other initial noise, other images, exceptions."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,21 +166,26 @@ def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], 
     pipe = model._loaded()
     pipe.vae.decode = fail
     refused(lambda: model.decode(torch.zeros(1, *shape)), "^SanaPipeline cannot decode samples: MemoryError$")
-    pipe.tokenizer = _Processor()
+    own = pipe.tokenizer
+    pipe.tokenizer = _refusing(own)
     refused(lambda: model.check_prompt("a fox"), "^SanaPipeline cannot tokenize the prompt 'a fox': TypeError: no images")
-    pipe.tokenizer = type("Other", (), {})()
+    pipe.tokenizer = own
+    del own.model_max_length
     refused(
-        lambda: model.check_prompt("a fox"), "^SanaPipeline cannot tell the length of its prompts: AttributeError: .*obj"
+        lambda: model.check_prompt("a fox"),
+        "^SanaPipeline cannot tell the length of its prompts: AttributeError: .*model_max_length",
     )
 
 
-class _Processor:
-    """A processor of text and images."""
+def _refusing(tokenizer: Any) -> Any:
+    """Return a tokenizer that takes no bare text."""
 
-    model_max_length = 9
-
-    def __call__(self, text: str) -> Any:
+    def refuse(self: Any, text: str) -> Any:
         raise TypeError("no images were given")
+
+    other = copy.copy(tokenizer)
+    other.__class__ = type("Refusing", (type(tokenizer),), {"__call__": refuse})
+    return other
 
 
 def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) -> None:

@@ -202,6 +202,7 @@ def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
     recording = recorded(pipe, "sana")
     assert recording.trajectory.x.dtype == torch.float32
     (recipe,) = recording.model.recipes
+    assert isinstance(recipe.combination, Combination)
     assert recipe.combination.dtype == torch.float32
     v = replay(pipe.transformer, recording, torch.arange(3), torch.ones(3, dtype=torch.int64))
     assert recording.trajectory.velocity is not None

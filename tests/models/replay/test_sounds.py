@@ -1,14 +1,24 @@
 """Pipelines that make sounds, replayed: their own sounds, and what a wave looks like."""
 
+import copy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import stored
 import tiny_sounds
 import torch
+from diffusers import DiffusionPipeline
 
+from fluvial.core.random import key
+from fluvial.core.table import Record
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.checks import ReplayError
+from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.sounds import Output, drawings, output_of
+from fluvial.models.replay.stand_in import pieces_of
+from fluvial.models.tiny import pipelines as tiny
 
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -26,8 +36,6 @@ def opened(folder: Path, **options: object) -> AnyPipeline:
 @pytest.mark.parametrize("lyrics", ["", "la la"])
 def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     """From the same noise, without guidance; lyrics are those of every prompt."""
-    from diffusers import DiffusionPipeline
-
     asked = ["rain", "two birds at dawn"]
     model = opened(tmp_path, call={**CALL, "lyrics": lyrics}).given(asked)
     module = model.build().eval()
@@ -47,7 +55,17 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     assert sounds.rate == tiny_sounds.RATE
     torch.testing.assert_close(sounds.waves, torch.cat(theirs).float(), rtol=0, atol=1e-5)
     assert (sounds.waves[0] - sounds.waves[1]).abs().max() > 1e-3
-    assert model.decode(x).shape == (2, 1, 64, 256)
+    assert model.decode(x).shape == (2, 1, 16, 16)
+
+
+@pytest.mark.long
+def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check before the first update compares sounds as it does images."""
+    model = opened(tmp_path)
+    module, own = model.build().eval(), model.sounds
+    monkeypatch.setattr(model, "sounds", lambda latents: own(latents + 0.1))
+    with pytest.raises(ReplayError, match="its last samples, decoded, differ from its own sounds by"):
+        model.check(module, ["rain"])
 
 
 @pytest.mark.long
@@ -61,7 +79,7 @@ def test_a_drawing_shows_the_wave() -> None:
     """Silence is a line in the middle; a loud half fills its columns."""
     wave = torch.zeros(1, 1, 512)
     wave[..., 256:] = torch.tensor([1.0, -1.0]).repeat(128)
-    (drawing,) = drawings(wave)
+    (drawing,) = drawings(wave, 64, 256)
     assert drawing.shape == (1, 64, 256)
     assert drawing[0, :, :120].eq(0).sum(0).max() <= 2
     assert drawing[0, :, 136:].eq(0).all()
@@ -77,4 +95,93 @@ def test_outputs_are_told_apart() -> None:
     assert torch.equal(both.waves, sound)
     alone = output_of((sound[:, 0],))
     assert alone == Output(None, alone.waves)
-    assert alone.shown.shape == (1, 1, 64, 256)
+    assert alone.shown((64, 256)).shape == (1, 1, 64, 256)
+
+
+RESCALED = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
+
+
+def ltx2(folder: Path, **options: Any) -> AnyPipeline:
+    """Return the model of tiny LTX-2: videos with sound, guided in four ways."""
+    if not (folder / "ltx2").exists():
+        stored.copy_of("sounds-ltx2", folder / "ltx2", partial(tiny.save, "LTX2Pipeline"))
+    call = {"max_sequence_length": 32, **RESCALED}
+    size = {"height": 32, "width": 32, "frames": 5, "steps": STEPS, "scale": 3.0, "negative": "bad", "call": call}
+    return AnyPipeline(folder / "ltx2", **{**size, "example": "rain", **options})
+
+
+@pytest.mark.long
+def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path) -> None:
+    """Video and sound are the pipeline's own, from the same noise; each has its own scales of guidance."""
+    asked = ["rain", "a drum"]
+    model = ltx2(tmp_path).given(asked)
+    module = model.build().eval()
+    assert model.check(module, asked) < 1e-5
+    video, sound = model.known.pieces
+    assert model.known.shape == (video.numel() + sound.numel(),)
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "ltx2", local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    x = torch.randn(1, *model.known.shape, generator=torch.Generator().manual_seed(1))
+    latents, audio = pieces_of(x, model.known.pieces)
+    size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": STEPS, "max_sequence_length": 32}
+    theirs = pipe(
+        "rain",
+        negative_prompt="bad",
+        guidance_scale=3.0,
+        latents=latents,
+        audio_latents=audio,
+        output_type="pt",
+        return_dict=False,
+        **size,
+        **RESCALED,
+    )
+    cond, levels = model.encode(asked[:1]), model.schedule(STEPS, model.known.shape).levels
+    with torch.no_grad():
+        for step in range(STEPS):
+            x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(1), cond)
+    expected = output_of(tuple(part.detach() for part in theirs))
+    assert expected.images is not None
+    assert expected.waves is not None
+    assert expected.waves.std() > 1e-3
+    torch.testing.assert_close(model.decode(x), expected.images, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.sounds(x).waves, expected.waves, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+def test_a_rescaled_guidance_is_refused(tmp_path: Path) -> None:
+    """Its weights depend on the sample; the message says what to do."""
+    with pytest.raises(ReplayError, match="a rescaled guidance is not one: call it with guidance_rescale=0"):
+        _ = ltx2(tmp_path, call={"max_sequence_length": 32}).known
+
+
+def test_pieces_of_a_recording_step_together() -> None:
+    """A copy of the scheduler steps through the second piece; both are one step of flat samples, and of the ODE only."""
+    x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    sound, change = torch.randn(2, 5), torch.randn(2, 5)
+    scheduler = RecordingScheduler(shift=3.0)
+    with scheduler.recording(key=key(0), record=Record(form="unscaled")) as recorder:
+        other = copy.deepcopy(scheduler)
+        for one in (scheduler, other):
+            one.set_timesteps(STEPS)
+        for timestep in scheduler.timesteps:
+            x = scheduler.step(v, timestep, x, return_dict=False)[0]
+            sound = other.step(change, timestep, sound, return_dict=False)[0]
+    trajectory = recorder.trajectory()
+    assert trajectory.x.shape == (2, STEPS, 17)
+    assert torch.equal(trajectory.final, torch.cat([x.flatten(1), sound], dim=1))
+    assert recorder.shapes == ((3, 4), (5,))
+    scheduler = RecordingScheduler.from_config(scheduler.config, sampler="flow_sde", eta=0.5)
+    with scheduler.recording(key=key(0)):
+        other = copy.deepcopy(scheduler)
+        scheduler.set_timesteps(STEPS)
+        other.set_timesteps(STEPS + 1)
+        with pytest.raises(ValueError, match="several pieces are recorded with falling sigmas and the ODE only"):
+            scheduler.step(v, scheduler.timesteps[0], x)
+    scheduler = RecordingScheduler(shift=3.0)
+    with scheduler.recording(key=key(0)):
+        other = copy.deepcopy(scheduler)
+        scheduler.set_timesteps(STEPS)
+        other.set_timesteps(STEPS + 1)
+        scheduler.step(v, scheduler.timesteps[0], x)
+        with pytest.raises(ValueError, match="other steps or noise levels than one another"):
+            other.step(change, other.timesteps[0], sound)
