@@ -338,6 +338,18 @@ def lora_layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer | LoKrLayer)}
 
 
+def attention_layers(network: nn.Module) -> tuple[str, ...]:
+    """Return the names of the linear layers inside attention, from the attention's own name on."""
+    attention = [(name, part) for name, part in network.named_modules() if "attention" in type(part).__name__.lower()]
+    named = (
+        f"{outer.rpartition('.')[2]}.{name}".removeprefix(".")
+        for outer, part in attention
+        for name, layer in part.named_modules()
+        if isinstance(layer, nn.Linear)
+    )
+    return tuple(dict.fromkeys(named))
+
+
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers by their names without adapters; PEFT puts an adapted layer within one of its own."""
     return {

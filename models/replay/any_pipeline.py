@@ -9,19 +9,18 @@ pipeline with its real transformer.
 
 import copy
 import dataclasses
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.table import Record
+from fluvial.models.lora import attention_layers
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
@@ -30,7 +29,7 @@ from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, inverted, open_image, text_of, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, as_png, inverted, open_image, text_of, use_modes
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.replay.recorded import (
     TOLERANCES,
@@ -47,8 +46,8 @@ from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
 from fluvial.models.replay.stand_in import answering, emptied, pieces_of, stand_in
 from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
 
-# A prompt is encoded as 3 samples, so that an input with one row per sample differs from one that all share, and once as 5.
-COPIES, OTHER_COPIES = 3, 5
+# A prompt is encoded as several samples, so that an input with one row per sample differs from one that all share.
+COPIES = (3, 5, 7)
 COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
@@ -158,7 +157,7 @@ class AnyPipeline(WithExperts):
         """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
         layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
-        return usual or _attention_layers(self._loaded().transformer)
+        return usual or attention_layers(self._loaded().transformer)
 
     def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
@@ -222,25 +221,27 @@ class AnyPipeline(WithExperts):
         Raises:
             ValueError: they have other shapes or another recipe than those of other prompts.
         """
-        found, cond, offset = self._dry(encoders, prompt, apart=self.known.model.ragged)
-        start = {} if offset is None else {OFFSET: offset}
-        ragged, flat = self.known.model.ragged, [shape for rows in found.rows for shape in rows]
-        fits = within(found.rows, self.known.rows) if ragged else found.rows == self.known.rows
-        if not same_steps(found.model.recipes, self.known.model.recipes) or not fits:
+        ragged = self.known.model.ragged
+        for _, run in self._runs(encoders, prompt, apart=ragged):
+            fits = within(run.known.rows, self.known.rows) if ragged else run.known.rows == self.known.rows
+            if fits and same_steps(run.known.model.recipes, self.known.model.recipes):
+                break
+        else:
             raise refusal(
                 self.pipeline,
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
                 "for others; samples of both cannot be in one batch",
             )
-        if not ragged:
-            found_rows = {f"{recipe}.{row}": tensor for recipe, rows in enumerate(cond) for row, tensor in enumerate(rows)}
-            return found_rows | start
-        padded = {
+        found, cond, offset = run
+        start = {} if offset is None else {OFFSET: offset}
+        flat = [shape for rows in found.rows for shape in rows]
+        texts = start | {
             f"{recipe}.{row}": padded_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
             for row, tensor in enumerate(rows)
         }
-        return {**padded, **start, SIZES: torch.tensor([[size for shape in flat for size in shape]], device=self.device)}
+        sizes = torch.tensor([[size for shape in flat for size in shape]], device=self.device)
+        return {**texts, SIZES: sizes} if ragged else texts
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
@@ -312,7 +313,7 @@ class AnyPipeline(WithExperts):
             return False
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
-            changed = {name: _png(inverted(open_image(source))) for name, source in self.example.media.items()}
+            changed = {name: as_png(inverted(open_image(source))) for name, source in self.example.media.items()}
             both = (self.example, MediaPrompt(self.example.text, changed))
             one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
@@ -433,11 +434,11 @@ class AnyPipeline(WithExperts):
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
         """Raise ValueError if an image changes nothing that the transformer is given."""
         for prompt in prompts:
-            _, *cond = self._dry(self._loaded(), prompt, apart=True)
+            copies, (_, *cond) = next(self._runs(self._loaded(), prompt, apart=True))
             for name in prompt.media:
-                other = MediaPrompt(prompt.text, {**prompt.media, name: _png(inverted(open_image(prompt.media[name])))})
+                other = MediaPrompt(prompt.text, {**prompt.media, name: as_png(inverted(open_image(prompt.media[name])))})
                 try:
-                    _, *changed = self._dry(self._loaded(), other, apart=True)
+                    _, *changed = self._dry(self._loaded(), other, copies, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
@@ -448,18 +449,19 @@ class AnyPipeline(WithExperts):
     def known(self) -> _Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            found, fewer = (self._dry(self._loaded(), self.example, copies).known for copies in (COPIES, OTHER_COPIES))
-            if not same_steps(found.model.recipes, fewer.model.recipes) or found.rows != fewer.rows:
-                raise refusal(
-                    self.pipeline,
-                    f"its {COMPONENT} is given inputs that look like one row per sample of {COPIES} samples, "
-                    f"and not of {OTHER_COPIES}",
-                )
-            if self.shortest != self.example:
-                shortest = self._dry(self._loaded(), self.shortest).known
-                if shortest.rows != found.rows or not same_steps(shortest.model.recipes, found.model.recipes):
-                    found = self._dry(self._loaded(), self.example, apart=True).known
-                    found = found._replace(model=dataclasses.replace(found.model, ragged=True))
+            pipe, runs, same = self._loaded(), dict[int, _Known](), None
+            for copies, run in self._runs(pipe, self.example):
+                if (same := next((number for number, other in runs.items() if _alike(other, run.known)), None)) is not None:
+                    break
+                runs[copies] = run.known
+            if same is None:
+                numbers = " and ".join(map(str, runs))
+                raise refusal(self.pipeline, f"its {COMPONENT} is given inputs of unlike kinds for {numbers} samples")
+            found = runs[same]
+            shortest = () if self.shortest == self.example else self._runs(pipe, self.shortest)
+            if shortest and not any(_alike(run.known, found) for _, run in shortest):
+                found = self._dry(pipe, self.example, same, apart=True).known
+                found = found._replace(model=dataclasses.replace(found.model, ragged=True))
             self._once = found
         return self._once
 
@@ -503,8 +505,21 @@ class AnyPipeline(WithExperts):
             self._pipe = pipe
         return self._pipe
 
+    def _runs(self, pipe: Any, prompt: TextPrompt, *, apart: bool = False) -> Iterator[tuple[int, _Dry]]:
+        """Yield runs on several numbers of copies, see `_dry`: an input may be as long as one of them by coincidence."""
+        errors = list[ReplayError]()
+        for copies in COPIES:
+            try:
+                found = self._dry(pipe, prompt, copies, apart=apart)
+            except ReplayError as error:
+                if errors:
+                    raise errors[0] from error
+                errors.append(error)
+            else:
+                yield copies, found
+
     @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES, *, apart: bool = False) -> _Dry:
+    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES[0], *, apart: bool = False) -> _Dry:
         """Run the pipeline with the stand-in on several copies of one prompt; for `apart` see `Capture`.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
@@ -580,20 +595,6 @@ class AnyPipeline(WithExperts):
             pipe.scheduler = own
 
 
-def _attention_layers(network: nn.Module) -> tuple[str, ...]:
-    """Return the names of the linear layers inside attention, from the attention's own name on."""
-    attention = [(name, part) for name, part in network.named_modules() if "attention" in type(part).__name__.lower()]
-    named = (
-        f"{outer.rpartition('.')[2]}.{name}".removeprefix(".")
-        for outer, part in attention
-        for name, layer in part.named_modules()
-        if isinstance(layer, nn.Linear)
-    )
-    return tuple(dict.fromkeys(named))
-
-
-def _png(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    with io.BytesIO() as file:
-        image.save(file, "PNG")
-        return file.getvalue()
+def _alike(one: _Known, other: _Known) -> bool:
+    """Return whether two runs have the same recipes, with inputs of the same shapes."""
+    return one.rows == other.rows and same_steps(one.model.recipes, other.model.recipes)

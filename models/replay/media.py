@@ -103,6 +103,13 @@ def _digest_of_file(path: Path, changed: int, size: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def as_png(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()
+
+
 def inverted(image: Image.Image) -> Image.Image:
     """Return an image of the same size whose pixels all differ: its negative, upside down."""
     return ImageOps.flip(ImageOps.invert(image))

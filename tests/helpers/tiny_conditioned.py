@@ -14,7 +14,7 @@ from tiny_pipelines import flux, qwen_image, sd3, wan, z_image
 from tiny_replayed import flux2
 
 from fluvial.models.replay.processors import processor_without_video, read_processors
-from fluvial.models.tiny.pipelines import build
+from fluvial.models.tiny.pipelines import asked_of, build
 
 
 class Row(NamedTuple):
@@ -164,6 +164,8 @@ ROWS: dict[str, Row] = {
     "qwen-controlnet": Row(
         partial(controlled, "QwenImageControlNetPipeline", qwen_image), ("control_image",), {"max_sequence_length": 32}, 3.0
     ),
+    "longcat": Row(partial(build, "LongCatImagePipeline"), (), asked_of("LongCatImagePipeline").call, 3.0),
+    "fibo": Row(partial(build, "BriaFiboPipeline"), (), asked_of("BriaFiboPipeline").call, 3.0),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
     "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),

@@ -305,12 +305,15 @@ def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], mo
         model.encode(["a red fox"])
 
 
-def test_rows_by_coincidence_are_refused(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_by_coincidence_are_none(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many samples as FLUX has tokens of text, their positions, which are all 0, look like one row per sample."""
     model = opened("flux-guided", replayed("flux-guided"))
-    monkeypatch.setattr(any_pipeline, "COPIES", 12)
-    with pytest.raises(ValueError, match=r"look like one row per sample of 12 samples, and not of 5"):
+    monkeypatch.setattr(any_pipeline, "COPIES", (12, 5))
+    with pytest.raises(ValueError, match=r"is given inputs of unlike kinds for 12 and 5 samples"):
         model.latent_shape(*model.size)
+    monkeypatch.setattr(any_pipeline, "COPIES", (12, 5, 7))
+    other = opened("flux-guided", replayed("flux-guided"))
+    assert other.check(other.build().eval(), PROMPTS[:2]) < 1e-5
 
 
 @pytest.mark.long

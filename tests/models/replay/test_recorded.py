@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import _combinations
+from fluvial.models.replay.capture import _combinations, control_networks
 from fluvial.models.replay.recipe import Combination, Fitted, Fixed, Latent, Row
 from fluvial.models.replay.recorded import Recording, check_replay, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
@@ -412,6 +413,15 @@ def test_the_norm_of_guidance_is_told_apart(norm: str, load: Callable[[str], Any
         if torch.equal(one([prompt, close], v), combination([prompt, close], v))
     ]
     assert found == [combination]
+
+
+def test_a_control_network_that_shares_layers_is_refused() -> None:
+    """It would change as the transformer is trained; Z-Image's is built so."""
+    pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
+    assert set(control_networks(pipe)) == {"controlnet"}
+    pipe.controlnet.append(pipe.transformer)
+    with pytest.raises(ValueError, match="its control network shares layers with the transformer, which is trained"):
+        control_networks(pipe)
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
