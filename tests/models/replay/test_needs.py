@@ -30,7 +30,7 @@ def test_a_pipeline_without_a_prompt_is_refused_and_no_step_reuses_another_ones_
         self: Any, prompt: str, num_inference_steps: int, output_type: str, return_dict: bool, use_kv_cache: bool = True
     ) -> None: ...
 
-    rest = ((32, 32, 1), 3, 1.0, "", {}, False)
+    rest: Any = ((32, 32, 1), 3, 1.0, "", {}, False)
     with pytest.raises(ValueError, match=r"^APipeline takes no prompt, it takes task_prompt, image$"):
         arguments("APipeline", inspect.signature(call).parameters, *rest)
     assert arguments("APipeline", inspect.signature(caching).parameters, *rest)["use_kv_cache"] is False
