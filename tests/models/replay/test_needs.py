@@ -1,4 +1,4 @@
-"""What pipelines need besides their prompt, and networks whose output can only be guessed."""
+"""Packages, prompts and caches of pipelines without an adapter, and networks whose output is guessed."""
 
 import inspect
 from pathlib import Path
