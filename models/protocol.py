@@ -194,11 +194,15 @@ def sound_rate(model: DiffusionModel) -> int | None:
 
 
 def decoded(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> Tensor:
-    """Return the images or videos of samples, see `DiffusionModel.decode`; a recorded pipeline may need their prompts.
+    """Return the images or videos of samples, see `DiffusionModel.decode`; a pipeline with images may need their prompts.
+
+    A recorded pipeline, and a model whose `decodes_prompts` is set, are passed them.
 
     Args:
         model: the model.
         latents: samples `[B, *event]`.
         prompts: prompt of each sample, as the model encodes it, with its images if it has some.
     """
-    return model.decode(latents, prompts) if is_recorded(model) else model.decode(latents)  # type: ignore[call-arg]
+    if is_recorded(model) or getattr(model, "decodes_prompts", False):
+        return model.decode(latents, prompts)  # type: ignore[call-arg]
+    return model.decode(latents)

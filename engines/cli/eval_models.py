@@ -15,7 +15,7 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import MANIFEST
 from fluvial.engines.cli.parse import one_size
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig
@@ -30,9 +30,11 @@ from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.exports import export_run, policy_of
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
+from fluvial.engines.train.jobs.media import media_columns
 from fluvial.engines.train.jobs.pipeline import read_prompts_of
 from fluvial.engines.train.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
 from fluvial.engines.train.published.runs import published_runs
+from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 
 START = "start"
@@ -317,6 +319,10 @@ def _of_weights(
         if not asked.rewards and not start.evaluators and run.scores_samples:
             asked = replace(asked, rewards=tuple(map(without_weight, run.rewards)) or ("jpeg",))
     start = replace(start, heldout=_heldout(start, name, source, asked))
+    if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
+        model: Any = start.model
+        model = model.given(model_inputs(start.heldout))
+        start = replace(start, model=model, load=model.with_weights)
     start = evaluated(start, asked, config.pipeline)
     ours = with_base(start, weights)
     exported = engine if source is None else replace(engine, base="auto")  # whose weights are dequantised, and stay so
@@ -401,6 +407,7 @@ def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig
         preferences=run.objective.traits.preferences,
         data=run.data,
         check=job.model.check_prompt,
+        media={} if run.data else media_columns(job.model, run.pipeline.media),
     ).heldout
 
 

@@ -179,7 +179,6 @@ def evaluate(
     problems = [line for each in found for line in each.problems]
     valid = check_scores(table, problems, most=max_invalid, world=world)
     images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
-    waves = [wave for part in world.gather_items(heard)[:: world.sequence] for wave in part]
     shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
     images, table = images[shows], table[valid]
     asked, sampled = [asked[place] for place in keeps], [plan.names[place] for place in keeps]
@@ -192,9 +191,14 @@ def evaluate(
         images_score=table[: len(images), -1] if found else None,
         scores=Scores(names, sampled, asked, table),
         split=split(table, asked, names),
-        sounds=None if rate is None else Sounds(torch.cat(waves)[shows], rate),
+        sounds=None if rate is None else Sounds(_sounds_of_all_ranks(heard, world)[shows], rate),
         invalid=total - len(keeps),
     )
+
+
+def _sounds_of_all_ranks(waves: Sequence[Tensor], world: World) -> Tensor:
+    """Return the sounds of all ranks in the order of their samples; every rank must take part."""
+    return torch.cat([wave for part in world.gather_items([*waves])[:: world.sequence] for wave in part])
 
 
 def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fluvial.core.types import to_device
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, metadata_of, texts
 from fluvial.engines.errors import UsageError
@@ -156,4 +157,4 @@ def _condition(prompt: Prompt, like: Tensor) -> Tensor:
     """Return the image of a prompt's record, `[C, H, W]` in [0, 1], on the device of the samples."""
     if prompt.image is None:
         raise UsageError(f"it takes condition_images, and prompt {prompt.text!r} has none: give its record a column image")
-    return read_image(prompt.image).to(like.device)
+    return to_device(read_image(prompt.image), like.device)

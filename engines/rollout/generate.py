@@ -79,7 +79,9 @@ class Guidance:
         cond = trimmed(model, model.encode(model_inputs(prompts)), tokens)
         if not self.is_guided(model):
             return cond
-        unconditional = trimmed(model, model.encode(negatives(prompts, self.negative)), tokens)
+        opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
+        inputs = model_inputs(replace(prompt, text=text) for prompt, text in opposed)  # with the prompts' images
+        unconditional = trimmed(model, model.encode(inputs), tokens)
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
     def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[str]:

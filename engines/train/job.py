@@ -277,7 +277,10 @@ def to_train(
     def prepare(world: World, negative: Sequence[Any]) -> None:
         if settings.text_cache is not None:
             own = [text for text in negatives([*train, *heldout], "") if text]
-            everything = list(dict.fromkeys([*model_inputs([*train, *heldout]), *own, *negative]))
+            own += [text for text in negative if isinstance(text, str)]
+            negative = [text for text in negative if not isinstance(text, str)]
+            opposed = model_inputs(replace(train[0], text=text) for text in own)  # with images, if prompts have some
+            everything = list(dict.fromkeys([*model_inputs([*train, *heldout]), *opposed, *negative]))
             with world.agreed():  # until every rank has written its prompts
                 try:
                     for prompt in everything[world.rank :: world.size]:

@@ -51,6 +51,12 @@ def open_model(
     return model
 
 
+def calls_of(folder: Path) -> tuple[str, ...]:
+    """Return the arguments of the pipeline's call that are options of its built-in adapter; none without one."""
+    adapter = built_in().get(str(read_index(folder).get("_class_name")))
+    return (*getattr(adapter, "calls", ()), *(("height", "width") if getattr(adapter, "takes", ()) else ()))
+
+
 def has_adapter(folder: Path) -> bool:
     """Return whether `open_model` knows an adapter for the pipeline in a folder; ValueError if it holds no pipeline."""
     kind = read_index(folder).get("_class_name")
@@ -80,10 +86,19 @@ def built_in() -> dict[str, type[Pipeline]]:
     from fluvial.models.pipelines.qwen_image import QwenImage
     from fluvial.models.pipelines.sd3 import SD3
     from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
+    from fluvial.models.pipelines.unet_edits import (
+        StableDiffusionImageToImage,
+        StableDiffusionInpaint,
+        StableDiffusionXLImageToImage,
+        StableDiffusionXLInpaint,
+    )
     from fluvial.models.pipelines.wan import Wan
     from fluvial.models.pipelines.z_image import ZImage
 
-    adapters: tuple[type[Pipeline], ...] = (SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, QwenImage, ZImage)
+    adapters: tuple[type[Pipeline], ...] = (
+        *(SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, QwenImage, ZImage),
+        *(StableDiffusionImageToImage, StableDiffusionInpaint, StableDiffusionXLImageToImage, StableDiffusionXLInpaint),
+    )
     return {adapter.pipeline: adapter for adapter in adapters}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
 from fluvial.core.types import to_device
-from fluvial.models.pipelines.base import Pipeline, TextCond
+from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
 
@@ -83,9 +83,11 @@ class StableDiffusion(Pipeline):
         encoders.tokenizer.model_max_length = self.text_tokens  # the pipeline pads to it
         return {"tokens": encoders.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)[0]}
 
-    def predict(
-        self, module: nn.Module, x: Tensor, level: Tensor, cond: TextCond, *, timestep: Tensor | None = None
-    ) -> Tensor:
+    def network_input(self, x: Tensor, cond: Any) -> Tensor:
+        """Return what the network is given in place of the samples; a subclass adds channels of the conditioning."""
+        return x
+
+    def predict(self, module: nn.Module, x: Tensor, level: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return epsilon `[B, C, H, W]` at cumulative signal powers level `[B]`.
 
         A network of v is converted: epsilon = sqrt(alpha_bar) v + sqrt(1 - alpha_bar) x. Without a timestep, each sample has
@@ -99,7 +101,7 @@ class StableDiffusion(Pipeline):
             size = [self.vae_scale * side for side in x.shape[-2:]]
             sizes = to_device(torch.tensor([*size, 0, 0, *size]), x.device).expand(len(x), -1)
             given["added_cond_kwargs"] = {"text_embeds": cond.pooled.to(x.dtype), "time_ids": sizes}
-        output: Tensor = module(x, **given)[0]
+        output: Tensor = module(self.network_input(x, cond), **given)[0]
         power = per_sample(level, x)
         return torch.sqrt(power) * output + torch.sqrt(1 - power) * x if self.predicts_v else output
 

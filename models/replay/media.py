@@ -63,10 +63,11 @@ def text_of(prompt: TextPrompt) -> str:
 def arguments_of(model: Any) -> tuple[str, ...]:
     """Return the arguments that the images of a model's prompts are; none for a model of text alone.
 
-    They are those of the prompt that the model was recorded on, in the order of `IMAGES`, then others by name.
+    They are those of the prompt that a pipeline was recorded on, or else those that the model takes (`takes`), in the order
+    of `IMAGES`, then others by name.
     """
-    example = getattr(model, "example", "")
-    names = () if isinstance(example, str) else example.media
+    example = getattr(model, "example", None)
+    names = getattr(model, "takes", ()) if example is None else () if isinstance(example, str) else example.media
     return tuple(sorted(names, key=lambda name: (name not in IMAGES, IMAGES.index(name) if name in IMAGES else 0, name)))
 
 

@@ -44,12 +44,6 @@ class EditWords(Words):
     weights: Path | None = EDIT_BASE
     takes: ClassVar[tuple[str, ...]] = (ARGUMENT,)
 
-    @property
-    def example(self) -> MediaPrompt:
-        """A prompt of the model, which shows the images that it takes."""
-        word, image = next(iter(misspelt_images("train").items()))
-        return MediaPrompt(word, {ARGUMENT: image})
-
     def build(self, *, empty: bool = False) -> nn.Module:
         """See `PixelModel.build`."""
         module = super().build(empty=empty)

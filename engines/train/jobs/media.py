@@ -6,6 +6,7 @@ from typing import Any
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.signature import signature_of
+from fluvial.models import is_recorded
 from fluvial.models.replay.media import IMAGES
 
 SIZE = ("height", "width")  # columns of a size, which are for runs of several sizes
@@ -44,9 +45,10 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
 
     Raises:
         UsageError: a prompt has a column with the name of an argument of the pipeline that the run does not pass, or lacks
-            an image that another has; the message names the prompt and the column.
+            an image that another has or that the model needs; the message names the prompt and the column.
     """
-    takes, expected = getattr(model, "takes", ()), {name for prompt in prompts for name in prompt.media}
+    takes = getattr(model, "takes", ())
+    expected = {name for prompt in prompts for name in prompt.media} | {*(() if is_recorded(model) else takes)}
     for prompt in prompts:
         image = () if prompt.image is None else ("image",)
         present = dict.fromkeys((*image, *prompt.metadata))
@@ -58,8 +60,8 @@ def check_columns(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
             )
         if missing := sorted(expected - set(prompt.media)):
             raise UsageError(
-                f"prompt {prompt.text[:40]!r} has no column {columns[missing[0]]}, which other prompts have: give all "
-                "prompts the same images"
+                f"prompt {prompt.text[:40]!r} has no column {columns[missing[0]]}, which {_name(model)} or other prompts "
+                "need: give all prompts the same images"
             )
 
 

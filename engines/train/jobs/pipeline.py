@@ -125,7 +125,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
     from fluvial.models.pipelines.base import VaeOptions
     from fluvial.models.pipelines.folder import local_folder
-    from fluvial.models.pipelines.open import has_adapter, open_model
+    from fluvial.models.pipelines.open import calls_of, has_adapter, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
 
     half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
@@ -135,9 +135,14 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         options["text_tokens"] = config.text_tokens
     folder = local_folder(name, trust_remote_code=config.trust_remote_code)
     if has_adapter(folder):
-        if config.call:
+        call, known = dict(map(_named_value, config.call)), calls_of(folder)
+        if not call.keys() <= {*known}:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
-        if config.media:
+        if "height" in known:  # a pipeline with images
+            if config.sizes:
+                raise no_effect("pipeline.sizes", "with images, which have one size (height and width)")
+            options |= {**config.size._asdict(), **call}
+        elif config.media:
             raise no_effect("pipeline.media", "with an adapter, which takes text only")
         if config.shift is not None:
             options["shift"] = config.shift

@@ -112,6 +112,17 @@ def test_two_updates_with_images(
         assert opened.get_active_adapters()
 
 
+@pytest.mark.long
+def test_an_export_is_evaluated_with_the_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As the run evaluated it, not from the texts alone."""
+    pipeline = tiny_conditioned.save("kontext", folder / "kontext")
+    assert train(pipeline, columns("kontext", folder), tmp_path / "run", *called("kontext")) == 0
+    assert cli.run(["eval", str(tmp_path / "run"), "--out", str(tmp_path / "table")]) == 0, capfd.readouterr().err
+    rows = json.loads((tmp_path / "table" / "table.json").read_text())["rows"]
+    expected = json.loads((tmp_path / "run" / "summary.json").read_text())["jpeg_score_after"]
+    assert next(row["mean"] for row in rows if row["evaluator"] == "jpeg") == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_column_of_another_name(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It is mapped by `argument=column`; without that, the pipeline lacks its image; another argument is refused."""
     pipeline = tiny_conditioned.save("control", folder / "control")
@@ -135,7 +146,7 @@ def test_a_column_that_the_pipeline_takes_and_that_is_not_passed_is_refused(
     file = folder / "some.jsonl"
     file.write_text('{"prompt": "a fox", "image": "0.png"}\n{"prompt": "owls"}\n')
     assert train(pipeline, file, tmp_path / "run") == 2
-    assert "prompt 'owls' has no column image, which other prompts have" in launch.one_line(capfd.readouterr().err)
+    assert "prompt 'owls' has no column image, which" in launch.one_line(capfd.readouterr().err)
 
 
 def test_a_missing_image_file_is_refused(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ def images_of(*drawn: tuple[str, tuple[int, int]]) -> Tensor:
     return torch.stack([torch.tensor(draw(word, *move))[None] / 255 for word, move in drawn])
 
 
+@pytest.mark.long
 def test_every_image_has_one_wrong_letter() -> None:
     """Every word has an image, which differs from the word, moved as it is, within one letter; all moves occur."""
     seen = set()
@@ -100,6 +101,7 @@ def test_the_conditioning_holds_the_image() -> None:
     assert torch.equal(cond.pooled, plain.pooled)
     torch.testing.assert_close(cond.image[:1], 2 * images_of(("rover", (0, 0))) - 1)
     assert torch.equal(cond.image[0], cond.image[1])
+    assert torch.equal(model.network_input(torch.zeros_like(cond.image), cond)[:, 1:], cond.image)
     assert not cond.image[2].any()
 
 
@@ -120,6 +122,7 @@ def test_a_prompt_without_an_image_of_its_size_is_refused(prompt: str | MediaPro
         EditWords().encode([prompt])
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_it_starts_as_the_words_network_and_learns_to_see_the_image() -> None:
     """Without weights the image counts for nothing; with the shipped ones the word is drawn where the image has it."""

@@ -1,0 +1,230 @@
+"""Stable Diffusion and XL from an image: image to image, and inpainting by networks that see the mask and the rest.
+
+Image to image starts from x = sqrt(A) z + sqrt(1 - A) e, with the image's latents z and the first level A of the schedule's
+tail. In u = x / sqrt(alpha_bar) a DDIM step is u' = u + (k' - k) epsilon, with k^2 = (1 - alpha_bar) / alpha_bar. Its noise
+depends on k alone, too, and has k's scale. So y = sqrt(l) (u - z) / UNIT is the same model at levels l of k / UNIT. The
+first is so noisy that sqrt(1 - l) is 1 in float32, so y starts as the noise e: rollouts and samplers need no change.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from fluvial.core.checks import per_sample
+from fluvial.core.random import Key
+from fluvial.models.pipelines.base import Pipeline
+from fluvial.models.pipelines.folder import read_index
+from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
+from fluvial.models.protocol import Schedule
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, open_image, text_of
+
+UNIT = 2.0**-16  # noise k of which one unit in y is made
+MOST_STEPS = 1000  # timesteps of the schedulers
+WHITE = 0.5  # of a mask, from which on a pixel is painted
+
+
+class EditCond(NamedTuple):
+    """Conditioning by a prompt and images."""
+
+    tokens: Tensor  # [B, L, D]
+    pooled: Tensor | None
+    image: Tensor  # [B, C, h, w] latents of an image, or a mask and the latents of the rest
+
+
+class FromImages(Pipeline):
+    """Prompts with images, of the samples' size; a subclass makes the conditioning of a prompt's images.
+
+    Args:
+        height, width: size of the images, in pixels.
+    """
+
+    takes: ClassVar[tuple[str, ...]]  # names of the images of a prompt, which are those of the pipeline's arguments
+    calls: ClassVar[tuple[str, ...]] = ()  # further arguments of the pipeline's call that are options here
+
+    def __init__(self, folder: str | Path, *, height: int = 512, width: int = 512, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self.size = (height, width)
+        if read_index(self.folder).get("requires_aesthetics_score"):
+            raise ValueError(f"{self.folder} is a refiner, whose network is given an aesthetic score: use a base model")
+        channels, latents = self.config["in_channels"], self.config["out_channels"]
+        if channels != latents + self.more_channels:
+            raise ValueError(
+                f"{self.folder / self.part} has {channels} input channels, expected {latents + self.more_channels}"
+                + (": without the mask's, inpainting overwrites samples between steps" if self.more_channels else "")
+            )
+
+    @property
+    def more_channels(self) -> int:
+        """Number of the network's input channels beside the sample's."""
+        return 0
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of a sample, see `Pipeline.latent_shape`; ValueError for another size than that of the images."""
+        if (height, width) != self.size:
+            raise ValueError(f"the size is {height}x{width}, expected that of the images, {self.size[0]}x{self.size[1]}")
+        return (self.config["out_channels"], *super().latent_shape(height, width, frames)[1:])
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[TextPrompt]) -> EditCond:
+        """Return the conditioning of prompts with images, on the CPU.
+
+        Raises:
+            ValueError: a prompt is too long, lacks an image, or has one of another size; the message names the prompt.
+        """
+        text = super().encode([text_of(prompt) for prompt in prompts])
+        return EditCond(text.tokens, text.pooled, self.images_of(prompts))
+
+    def images_of(self, prompts: Sequence[TextPrompt]) -> Tensor:
+        """Return the conditioning of the images of prompts, `[B, C, h, w]` float32, each computed once."""
+        known = {prompt: self.of_images(*self.opened(prompt)) for prompt in dict.fromkeys(prompts)}
+        return torch.cat([known[prompt] for prompt in prompts])
+
+    def opened(self, prompt: TextPrompt) -> list[Image.Image]:
+        """Return the images of a prompt; ValueError if one is missing or has another size."""
+        found, (height, width) = [], self.size
+        for name in self.takes:
+            if not isinstance(prompt, MediaPrompt) or name not in prompt.media:
+                raise ValueError(f"prompt {text_of(prompt)[:40]!r} has no {name}: give its record a column {name}")
+            image = open_image(prompt.media[name])
+            if image.size != (width, height):
+                raise ValueError(
+                    f"the {name} of prompt {text_of(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
+                    f"{width}x{height}, the size of the samples"
+                )
+            found.append(image)
+        return found
+
+    def of_images(self, *images: Image.Image) -> Tensor:
+        """Return the conditioning of a prompt's images, `[1, C, h, w]` float32."""
+        raise NotImplementedError
+
+    def latents_of(self, pixels: Tensor) -> Tensor:
+        """Return the latents of images `[B, 3, H, W]` in [0, 1], the mode of the VAE's distribution."""
+        return super().encode_images(pixels.to(self.device)).cpu()
+
+
+class ImageToImage(FromImages):
+    """Image to image by the tail of the schedule.
+
+    Args:
+        strength: share of the schedule's steps that are taken, in (0, 1); by default that of diffusers' pipeline.
+    """
+
+    takes = ("image",)
+    calls = ("strength",)
+    decodes_prompts: ClassVar[bool] = True
+    default_strength: ClassVar[float] = 0.8  # that of diffusers' pipeline
+
+    def __init__(self, folder: str | Path, *, strength: float | None = None, **options: Any) -> None:
+        super().__init__(folder, **options)
+        strength = self.default_strength if strength is None else strength
+        if not 0 < strength < 1:
+            raise ValueError(
+                f"strength is {strength}, expected a number above 0 and below 1; with 1 the image has no effect"
+            )
+        self.strength = strength
+
+    def of_images(self, *images: Image.Image) -> Tensor:
+        """Return the latents of the image."""
+        return self.latents_of(_pixels(images[0].convert("RGB")))
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the last `steps` of the schedule of which `strength` takes as many, in the coordinates of y.
+
+        Raises:
+            ValueError: no schedule has as many steps at this strength.
+        """
+        asked = next((count for count in range(steps, MOST_STEPS + 1) if int(count * self.strength) == steps), None)
+        if asked is None:
+            raise ValueError(f"strength is {self.strength:g}, with which no schedule takes {steps} steps")
+        whole = super().schedule(asked, shape)
+        powers = whole.levels[-steps - 1 :].double()
+        return Schedule(_rescaled(powers, 1 / UNIT).float(), whole.timesteps[-steps:])
+
+    def predict(
+        self, module: nn.Module, x: Tensor, level: Tensor, cond: EditCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return epsilon `[B, C, H, W]` of samples y at their levels, see `StableDiffusion.predict`."""
+        power = _rescaled(level, UNIT)
+        return super().predict(module, _with_image(x, level, cond.image), power, cond, timestep=timestep)
+
+    def decode(self, latents: Tensor, prompts: Sequence[TextPrompt] = ()) -> Tensor:
+        """Return images `[B, 3, height, width]`, float in [0, 1], of samples y of prompts."""
+        last = _rescaled(self.scheduler().final_alpha_cumprod, 1 / UNIT).to(latents).expand(len(latents))
+        return super().decode(_with_image(latents, last, self.images_of(prompts)))
+
+    def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
+        """Raise ValueError: the samples of images depend on the image that they start from."""
+        raise ValueError(f"{self.pipeline} is not trained on images: its samples depend on the image they start from")
+
+
+class Inpaint(FromImages):
+    """Inpainting by a network whose input has the mask and the latents of the rest of the image beside the sample.
+
+    The samples start as noise, as with a strength of 1.
+    """
+
+    takes = ("image", "mask_image")
+
+    @property
+    def more_channels(self) -> int:
+        """One channel of the mask, and those of the latents."""
+        return 1 + int(self.config["out_channels"])
+
+    def of_images(self, *images: Image.Image) -> Tensor:
+        """Return the mask, by the nearest pixel, and the latents of the image without what is painted."""
+        pixels, mask = _pixels(images[0].convert("RGB")), (_pixels(images[1].convert("L")) >= WHITE).float()
+        # Black in [0, 1] is -1 for the VAE; the pipeline's masked pixels are 0, grey.
+        rest = self.latents_of(pixels * (1 - mask) + 0.5 * mask)
+        return torch.cat([nn.functional.interpolate(mask, size=rest.shape[-2:]), rest], dim=1)
+
+    def network_input(self, x: Tensor, cond: EditCond) -> Tensor:
+        """Return the samples, the mask and the rest, one behind the other."""
+        return torch.cat([x, cond.image.to(x.dtype)], dim=1)
+
+
+class StableDiffusionImageToImage(ImageToImage, StableDiffusion):
+    """The model protocol over a StableDiffusionImg2ImgPipeline with DDIM, see `ImageToImage`."""
+
+    pipeline = "StableDiffusionImg2ImgPipeline"
+
+
+class StableDiffusionInpaint(Inpaint, StableDiffusion):
+    """The model protocol over a StableDiffusionInpaintPipeline with DDIM, see `Inpaint`."""
+
+    pipeline = "StableDiffusionInpaintPipeline"
+
+
+class StableDiffusionXLImageToImage(ImageToImage, StableDiffusionXL):
+    """The model protocol over a StableDiffusionXLImg2ImgPipeline with DDIM, see `ImageToImage`."""
+
+    pipeline = "StableDiffusionXLImg2ImgPipeline"
+    default_strength = 0.3
+
+
+class StableDiffusionXLInpaint(Inpaint, StableDiffusionXL):
+    """The model protocol over a StableDiffusionXLInpaintPipeline with DDIM, see `Inpaint`."""
+
+    pipeline = "StableDiffusionXLInpaintPipeline"
+
+
+def _rescaled(power: Tensor, scale: float) -> Tensor:
+    """Return the signal power whose noise k, the square root of (1 - power) / power, is `scale` times as large."""
+    return power / (power + scale**2 * (1 - power))
+
+
+def _with_image(y: Tensor, level: Tensor, image: Tensor) -> Tensor:
+    """Return the pipeline's samples x = sqrt(power) (z + UNIT y / sqrt(level)) of samples y at levels `[B]`."""
+    power, level = (per_sample(each, y) for each in (_rescaled(level, UNIT), level))
+    return torch.sqrt(power) * image.to(y) + UNIT * torch.sqrt(power / level) * y
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    """Return an image as `[1, C, H, W]` in [0, 1]."""
+    array = np.asarray(image, np.float32) / 255
+    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1)[None]
