@@ -12,8 +12,9 @@ from fluvial.models.replay.media import TextPrompt, media_of, text_of
 
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+CACHE = "use_kv_cache"  # argument that lets a step reuse what the network computed in the step before
 LYRICS = "lyrics"  # argument with a text for each prompt
-# Pipelines that make inputs of one sample where they are asked for several of a prompt; they are given lists of prompts.
+# Pipelines that make inputs of one sample where they are asked for several of a prompt, and whose VAE takes one at a time.
 ONE_OF_EACH = ("HunyuanVideo15Pipeline",)
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 
@@ -47,8 +48,10 @@ def arguments(
         embedded: whether the network takes the scale as an input.
 
     Raises:
-        ValueError: the pipeline does not take one of them.
+        ValueError: the pipeline does not take one of them, or no prompt.
     """
+    if "prompt" not in takes:
+        raise ValueError(f"{pipeline} takes no prompt, it takes {', '.join(list(takes)[1:])}")
     height, width, frames = size
     asked: dict[str, Any] = {
         "num_inference_steps": steps,
@@ -66,6 +69,8 @@ def arguments(
         asked[guidance] = scale
     elif scale != 1:
         raise ValueError(f"the scale of guidance is {scale:g}, expected 1: {pipeline} has no guidance")
+    if CACHE in takes:
+        asked[CACHE] = False
     if scale != 1 and "negative_prompt" in takes:
         asked["negative_prompt"] = negative
     asked |= call

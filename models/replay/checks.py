@@ -1,7 +1,6 @@
 """Checks of a pipeline without an adapter, and its exceptions in one line."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,8 +14,8 @@ from fluvial.models.pipelines.open import one_line
 STANDARD_ERRORS = 6.0
 
 
-# Packages that diffusers imports only if they are installed, and uses without a check.
-OPTIONAL = frozenset({"ftfy"})
+# Packages that diffusers imports only if they are installed, and uses without a check, by the names it has for them.
+OPTIONAL = {"ftfy": "ftfy", "transforms": "torchvision", "torchvision": "torchvision"}
 
 
 class ReplayError(ValueError):
@@ -37,9 +36,9 @@ def foreign(pipeline: str, doing: str) -> Iterator[None]:
     except ReplayError:
         raise
     except Exception as error:
-        missing = re.fullmatch(r"name '(\w+)' is not defined", str(error)) if isinstance(error, NameError) else None
-        if missing and missing[1] in OPTIONAL and find_spec(missing[1]) is None:
-            raise ValueError(f"{pipeline} needs {missing[1]}, which is not installed: pip install {missing[1]}") from error
+        missing = OPTIONAL.get(str(error.name)) if isinstance(error, NameError) else None
+        if missing is not None and find_spec(missing) is None:
+            raise ValueError(f"{pipeline} needs {missing}, which is not installed: pip install {missing}") from error
         raise ValueError(f"{pipeline} cannot {doing}: {one_line(error)}") from error
 
 

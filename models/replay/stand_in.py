@@ -96,7 +96,9 @@ def _output_of(empty: Any, args: Any, kwargs: Any, guess: bool) -> Any:
         if isinstance(sample, list):
             return ([torch.empty(one.shape, device="meta") for one in sample],)
         shape = list(sample.shape)
-        if isinstance(channels := empty.config.get("out_channels"), int) and shape[1] == empty.config.get("in_channels"):
+        channels = empty.config.get("out_channels")
+        # A sequence of tokens `[B, N, C]` keeps its shape.
+        if isinstance(channels, int) and len(shape) > 3 and shape[1] == empty.config.get("in_channels"):
             shape[1] = channels  # more for a learned variance, fewer where an image is joined to the sample
         return (torch.empty(shape, device="meta"),)
 

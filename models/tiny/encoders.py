@@ -6,9 +6,11 @@ import string
 from functools import cache
 from typing import Any
 
-# Renders a conversation as Qwen's template does.
+# Renders a conversation as Qwen's template does, of text or of parts.
 CHAT = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

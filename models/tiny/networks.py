@@ -159,7 +159,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     },
     "BriaFibo2Transformer2DModel": {
         "dim": 2 * WIDTH,
-        "in_channels": PACKED,
+        "in_channels": LATENT,
         "cap_feat_dim": 3 * WIDTH,
         "injection_layer_ids": (0,),
         "axes_dims": (4, 6, 6),

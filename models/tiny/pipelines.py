@@ -74,6 +74,12 @@ WIDER: dict[str, dict[str, Any]] = {
     "BriaFiboEditPipeline": {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH, "in_channels": LATENT},
     "WanVACEPipeline": {"vace_layers": [0], "vace_in_channels": 2 * LATENT + 4},
     "SanaImageToVideoPipeline": {},
+    "HunyuanImageRefinerPipeline": {
+        "in_channels": 4 * LATENT,
+        "out_channels": 2 * LATENT,
+        "patch_size": (1, 1, 1),
+        "rope_axes_dim": (2, 2, 4),
+    },
 }
 
 # First letters of schedulers that are not a flow's.
@@ -121,7 +127,10 @@ DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipel
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
-    "LTX2Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0},
+    **{
+        f"LTX2{name}Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
+        for name in ("", "ImageToVideo", "Condition", "InContext")
+    },
     "AceStepPipeline": {"audio_duration": 0.32},
     "LongCatAudioDiTPipeline": {"audio_duration_s": 0.32},
     "StableAudio3Pipeline": {"duration": 0.32},
@@ -144,7 +153,7 @@ FRAMES = {"MochiPipeline": 7}  # of a video, where 5 are not a whole number of t
 # First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
 LARGE = (
     *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
-    *("BriaFibo", "Motif"),
+    *("BriaFibo", "Motif", "QwenImage21"),
 )
 
 
