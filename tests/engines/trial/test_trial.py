@@ -12,7 +12,6 @@ from typing import Any
 import launch
 import pytest
 import wheels
-from marks import long
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.trial.pipelines import COLUMNS, Row, _reason, measured_table
@@ -130,7 +129,7 @@ def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
         tiny._sized(Wide, {})
 
 
-@long
+@pytest.mark.long
 def test_most_flow_pipelines_of_diffusers_are_built() -> None:
     unknown = {}
     for name in tiny.pipelines():
@@ -160,7 +159,7 @@ raise SystemExit(main.run(["models", "--measured", "MadeUpPipeline", "MadeUpInpa
 """
 
 
-@long
+@pytest.mark.long
 def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_path: Path) -> None:
     made_up, inpaint = measured((), tmp_path, MADE_UP)
     assert made_up["trains"], made_up
@@ -174,7 +173,7 @@ def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_pa
 
 
 def adapted_by_hand() -> tuple[int, int]:
-    """Return the layers and parameters that a LoRA of rank 16 adapts in the tiny FLUX, counted without PEFT."""
+    """Return the layers and parameters that a LoRA of rank 32 adapts in the tiny FLUX, counted without PEFT."""
     from torch import nn
 
     from fluvial.models.replay.any_pipeline import TARGETS
@@ -196,7 +195,7 @@ ADAPTED = ("StableDiffusion3Pipeline", "FluxPipeline", "QwenImagePipeline", "Wan
 REPLAYED = ("SanaPipeline", "FluxKontextPipeline")
 
 
-@long
+@pytest.mark.long
 def test_the_oldest_diffusers_that_is_allowed_trains_the_same_pipelines(tmp_path: Path) -> None:
     own = [wheels.install(name, version) for name, version in (("diffusers", OLDEST), *NEEDS)]
     rows = measured([*ADAPTED, *REPLAYED], tmp_path, PYTHONPATH=os.pathsep.join(map(str, own)))
