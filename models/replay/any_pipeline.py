@@ -24,7 +24,7 @@ from fluvial.models.lora import attention_layers
 from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
-from fluvial.models.replay.arguments import LYRICS, arguments, called, exactly, forms, parameters, shown
+from fluvial.models.replay.arguments import LYRICS, ONE_OF_EACH, arguments, called, exactly, forms, parameters, shown
 from fluvial.models.replay.capture import Capture, control_networks, same_steps
 from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.experts import placed
@@ -133,6 +133,7 @@ class AnyPipeline(WithExperts):
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
         super().__init__(local, **options)
+        self.decode_chunk = 1 if self.pipeline in ONE_OF_EACH else self.decode_chunk
         embedded = self.config.get("guidance_embeds", True)
         self.asked = arguments(
             self.pipeline, self.takes, (height, width, frames), steps, scale, negative, call or {}, embedded
@@ -142,8 +143,7 @@ class AnyPipeline(WithExperts):
         if "strength" in self.takes:
             strength = self.asked.get("strength", self.takes["strength"].default)
             self.asked["num_inference_steps"] = taken_of(steps, float(strength))
-        self.steps, self.compute, self.example = steps, compute, example
-        self.size = (height, width, frames)
+        self.steps, self.compute, self.example, self.size = steps, compute, example, (height, width, frames)
         self.shortest = example
         self._form = 0  # index of the form of the call that makes several samples of a prompt
         self._pipe: Any = None

@@ -14,7 +14,7 @@ FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 CACHE = "use_kv_cache"  # argument that lets a step reuse what the network computed in the step before
 LYRICS = "lyrics"  # argument with a text for each prompt
-# Pipelines that make inputs of one sample where they are asked for several of a prompt; they are given lists of prompts.
+# Pipelines that make inputs of one sample where they are asked for several of a prompt, and whose VAE takes one at a time.
 ONE_OF_EACH = ("HunyuanVideo15Pipeline",)
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
 

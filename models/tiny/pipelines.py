@@ -127,7 +127,10 @@ DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipel
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
-    "LTX2Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0},
+    **{
+        f"LTX2{name}Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
+        for name in ("", "ImageToVideo", "Condition", "InContext")
+    },
     "AceStepPipeline": {"audio_duration": 0.32},
     "LongCatAudioDiTPipeline": {"audio_duration_s": 0.32},
     "StableAudio3Pipeline": {"duration": 0.32},
