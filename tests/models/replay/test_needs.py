@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import long
 from torch import Tensor, nn
 
 from fluvial.models.replay.any_pipeline import AnyPipeline
@@ -62,7 +61,7 @@ def test_tokens_of_text_before_those_of_the_sample_are_left_out() -> None:
     assert tails([wider], x)[0] is wider
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Kandinsky5T2IPipeline", "BriaFibo2Pipeline", "QwenImage21Pipeline"])
 def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: Path) -> None:
     """Prompts of unlike lengths, with guidance, against the pipeline's own images."""
