@@ -31,6 +31,7 @@ from fluvial.models.replay.recipe import (
     kind_of,
     parts_of,
     stacked,
+    tails,
     tensors_of,
 )
 
@@ -129,6 +130,10 @@ class Capture:
         combinations: list[Combination | Fitted | Joined] = [
             found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v, x))
         ]
+        if not combinations or any(len(part.shape) == 3 and part.shape != v.shape for part in parts):
+            cut = tails(parts, v)
+            same = [made for made in _combinations(cut, v, self.scales) if made(cut, x).shape == v.shape]
+            combinations = [made for made in same if _fitting(made, cut, v, x)] or combinations
         sizes = _sizes(seen, x)
         if not combinations and (sum_of_parts := _joined(parts, v, x, sizes) if sizes else _fitted(parts, v, x)) is not None:
             combinations.append(sum_of_parts)

@@ -174,7 +174,16 @@ class StepRecipe:
             made.append(tensors_of(output))
             if call.component not in frozen:
                 parts += parts_of(output, x)
-        return self.combination(parts, x)
+        whole = isinstance(self.combination, Combination) and (
+            self.combination.first_half or self.combination.places is not None
+        )
+        return self.combination(parts if whole else tails(parts, x), x)
+
+
+def tails(parts: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Return parts of more tokens than the samples `[B, N, C]` without those that come first, as text in one sequence."""
+    longer = (part.ndim == x.ndim == 3 and part.shape[2] == x.shape[2] and part.shape[1] > x.shape[1] for part in parts)
+    return [part[:, -x.shape[1] :] if cut else part for part, cut in zip(parts, longer, strict=True)]
 
 
 def tensors_of(output: Any) -> list[Tensor]:

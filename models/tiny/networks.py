@@ -202,7 +202,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "out_channels": LATENT,
         "dense_moe_strategy": "leave_first_block_dense",
     },
-    "QwenImage21Transformer2DModel": {"axes_dims_rope": (2, 2, 4)},
+    "QwenImage21Transformer2DModel": {"axes_dims_rope": (2, 2, 4), "in_channels": LATENT, "out_channels": LATENT},
     "SanaWMTransformer3DModel": {
         "linear_head_dim": HEAD,
         "softmax_every_n": 1,
