@@ -40,7 +40,9 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", [Handwriting, pytest.param(HandwritingUNet, marks=pytest.mark.long)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["merged", "dora", *(pytest.param(name, marks=pytest.mark.long) for name in ("auto", "factors", "lokr"))]
+)
 def test_a_rollout_merges_once_per_chunk(kind: Any, form: str) -> None:
     """3 steps of 2 chunks: a third of the sums, and the same bits."""
     model = kind()

@@ -115,6 +115,7 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, cap
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
     given = ["--objective.preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
@@ -131,6 +132,7 @@ def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytes
         assert other["loss"] == pytest.approx(record["loss"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Compared with images of their size, whatever their captions; the best of four is fitted, at two levels."""
     given = ["--data", str(folder / "foxes"), "--objective.compare", "data", "--noising.each", "2", *SIZES]
