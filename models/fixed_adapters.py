@@ -59,7 +59,9 @@ class _Fixed:
 
 def _product(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Return the product of an adapted layer for inputs like x, None where the layer has no light pass for them."""
-    factors = None if is_transformed(x) else light_factors(layer, x)
+    # The layer dequantises the weights of another base layer in its own way.
+    plain = type(layer._modules["base_layer"]) is nn.Linear and not is_transformed(x)
+    factors = light_factors(layer, x) if plain else None
     if factors is None:
         return None
     weight, _, a, b, scale = factors

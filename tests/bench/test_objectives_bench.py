@@ -119,6 +119,7 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return replace(usual(), **tiny)
 
     monkeypatch.setitem(recipes.RECIPES, "grpo", small)
+    monkeypatch.setattr("fluvial.bench.objectives.cases.EVALUATED", 4)
     case = Case("grpo", 0, rollouts=5, seconds=0.0, folder=tmp_path)
     points = worker.points(case)
     assert [(p.updates, p.samples, p.evaluated) for p in points] == [(n, 4 * n, 4 if n in (0, 5) else 2) for n in range(6)]

@@ -16,9 +16,10 @@ def test_the_catalogue_imports_without_torch() -> None:
 
 
 def test_every_published_model_has_an_adapter() -> None:
-    """Of the stated prediction; and no adapter is missing from the catalogue."""
+    """Of the stated prediction; and no adapter from text alone is missing: the others share its weights."""
     adapters = built_in()
-    assert {known.pipeline for known in KNOWN} == set(adapters)
+    from_text = {name for name in adapters if not name.endswith(("Img2ImgPipeline", "InpaintPipeline"))}
+    assert {known.pipeline for known in KNOWN} == from_text
     for known in KNOWN:
         assert adapters[known.pipeline].prediction == known.prediction
         assert 0.5 < known.gibibytes / known.billions / 2 < 1
