@@ -196,7 +196,7 @@ def _served(words: list[str], folder: Path, command: Callable[[list[str]], int],
         args = ["train", recipe, *options, *source, "--out", str(folder / "served")]
         ended = wait([Forked(lambda: command(args), folder / "served.txt")])
     if ended.code:
-        return f"no: {_line(_said(ended))[:60]}"
+        return f"no: {_line(re.sub(rf'{ADDRESS.pattern}[^ ]*', 'the server', _said(ended)))[:120]}"
     one, other = (_adapter(folder / run) for run in ("run", "served"))
     same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     return "yes" if same else "no: other bits"
