@@ -6,6 +6,7 @@ depends on k alone, too, and has k's scale. So y = sqrt(l) (u - z) / UNIT is the
 first is so noisy that sqrt(1 - l) is 1 in float32, so y starts as the noise e: rollouts and samplers need no change.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -99,9 +100,9 @@ class FromImages(Pipeline):
             found.append(image)
         return found
 
+    @abstractmethod
     def of_images(self, *images: Image.Image) -> Tensor:
         """Return the conditioning of a prompt's images, `[1, C, h, w]` float32."""
-        raise NotImplementedError
 
     def latents_of(self, pixels: Tensor) -> Tensor:
         """Return the latents of images `[B, 3, H, W]` in [0, 1], the mode of the VAE's distribution."""

@@ -19,7 +19,7 @@ RATES = (
 
 
 class Output(NamedTuple):
-    """What a pipeline made of B samples: images or videos, sounds, or both."""
+    """The output of a pipeline for B samples: images or videos, sounds, or both."""
 
     images: Tensor | None  # [B, C, H, W] or [B, C, F, H, W], float in [0, 1]
     waves: Tensor | None  # [B, channels, n] float in [-1, 1]
