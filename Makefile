@@ -31,7 +31,7 @@ test-lesser-cpu: $(VENV)/installed-test
 
 # The shipped base weights are made again, to the last update; `make test` makes the first forty.
 test-pretraining: $(VENV)/installed-test
-	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(ARGS)
+	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(WORKERS) tests/engines/train/test_pretrain.py $(ARGS)
 
 # Every recipe and adapter on simulated GPUs, 1 and 8 ranks; no GPU and no compiler is needed.
 test-simulated-gpu: $(VENV)/installed-test

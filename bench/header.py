@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from fluvial.engines.report.images import BAD, GOOD, INK, PAPER
 from fluvial.engines.train.job import named
-from fluvial.models.replay.media import open_image
+from fluvial.models.replay.kinds import read_image
 
 WRONG, RIGHT, COLUMNS, SCALE, SEED = 8, 4, 4, 2, 0
 EVALUATOR = "heldout"
@@ -67,10 +67,10 @@ def sheet(picked: list[Cell]) -> Image.Image:
         x, y = gap + i % COLUMNS * cell_w, gap + i // COLUMNS * cell_h
         draw.text((x, y), cell.word, INK, font=font)
         shown = [
-            (open_image(path), GOOD if score == 1 else BAD) for path, score in zip(cell.images, cell.scores, strict=True)
+            (read_image(path), GOOD if score == 1 else BAD) for path, score in zip(cell.images, cell.scores, strict=True)
         ]
         if cell.edited is not None:
-            shown.insert(0, (open_image(cell.edited), INK))
+            shown.insert(0, (read_image(cell.edited), INK))
         for k, (image, colour) in enumerate(shown):
             top = y + line + k * (height + 4)
             page.paste(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC), (x, top))

@@ -32,8 +32,12 @@ KNOWN = (
     Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large", 8.1, "velocity", "images"),
     Known("FluxPipeline", "black-forest-labs/FLUX.1-dev", 12.0, "velocity", "images"),
     Known("QwenImagePipeline", "Qwen/Qwen-Image", 20.0, "velocity", "images"),
+    Known("QwenImageEditPipeline", "Qwen/Qwen-Image-Edit", 20.0, "velocity", "images from images"),
+    Known("QwenImageEditPlusPipeline", "Qwen/Qwen-Image-Edit-2509", 20.0, "velocity", "images from images"),
     Known("ZImagePipeline", "Tongyi-MAI/Z-Image", 6.0, "velocity", "images"),
     Known("WanPipeline", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.3, "velocity", "videos"),
     Known("WanPipeline", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.0, "velocity", "videos"),
     Known("WanPipeline", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 27.0, "velocity", "videos"),
+    Known("WanImageToVideoPipeline", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 14.0, "velocity", "videos from images"),
+    Known("WanImageToVideoPipeline", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", 27.0, "velocity", "videos from images"),
 )

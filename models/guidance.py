@@ -1,5 +1,6 @@
 """Classifier-free guidance of any model: the unconditional input is part of the conditioning, like the prompt."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import optree
@@ -50,12 +51,18 @@ def guided_velocity(
     halves = guidance_halves(
         model, module, x, level, cond, timestep=timestep, forwards=forwards, gradient=gradient, both=both
     )
-    return model.guide(*halves, cond.scale)
+    return model.guide(*halves, scale_at(model, cond, level, timestep))
 
 
 def is_classifier_free(model: DiffusionModel) -> bool:
     """Return whether a model combines the halves with `core.guidance.classifier_free` itself, as fused kernels do."""
     return model.guide is classifier_free
+
+
+def scale_at(model: DiffusionModel, cond: Guided, level: PerSample, timestep: PerSample | None) -> PerSample:
+    """Return the guidance scale of each sample at its level, `[B]`, which `model.scale_at` may change, where it has one."""
+    changed: Callable[[Tensor, PerSample, PerSample | None], Tensor] | None = getattr(model, "scale_at", None)
+    return cond.scale if changed is None else changed(cond.scale, level, timestep)
 
 
 def guidance_halves(

@@ -115,7 +115,8 @@ class DiffusionModel(Protocol):
 
         Args:
             v, v_uncond: conditional and unconditional prediction.
-            scale: guidance scale g of each sample, `[B]`.
+            scale: guidance scale g of each sample, `[B]`. A model may change it by the level: the optional method
+                `scale_at(scale, level, timestep)` returns it for samples at given levels (`models.guidance.scale_at`).
         """
         ...
 
@@ -188,7 +189,7 @@ def is_recorded(model: DiffusionModel) -> bool:
 
 
 def sound_rate(model: DiffusionModel) -> int | None:
-    """Return the rate of the sounds that a model makes, by `model.sounds(latents)`; None if it makes none."""
+    """Return the rate of the sounds that a model makes, by `model.sounds(latents, prompts)`; None if it makes none."""
     rate: int | None = getattr(model, "sound_rate", None)
     return rate
 

@@ -4,7 +4,7 @@ They are apart from `models.catalogue`, which must import without torch.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.quantised import Base
 
 # Inputs that are stored per sample; the others are shared by all samples or computed in the forward pass.
-CONDITIONING = ("encoder_hidden_states", "pooled_projections")
+CONDITIONING = ("encoder_hidden_states", "encoder_hidden_states_image", "pooled_projections")
 FRAMES = 81  # of a video
 
 
@@ -62,12 +62,15 @@ def _of_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], resol
         return made
 
     def decoder(samples: int, resolution: int, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], Tensor]]:
-        model = adapter(folder, dtype=dtype, device="meta")
         frames = FRAMES if inputs(samples, resolution)["hidden_states"].ndim == 5 else 1
+        size: dict[str, Any] = {"height": resolution, "width": resolution, "frames": frames}
+        sized = {name: size[name] for name in getattr(adapter, "sized", ())}
+        model = adapter(folder, dtype=dtype, device="meta", **sized)
         latents = _empty(samples, *model.latent_shape(resolution, resolution, frames))
         return model.vae, lambda: model.decode(latents)
 
-    return ModelShape(build, adapter.block_lists, adapter.lora_targets, inputs, resolution, decoder=decoder)
+    targets = adapter(folder, device="meta").lora_targets  # which may depend on the network's settings
+    return ModelShape(build, adapter.block_lists, targets, inputs, resolution, decoder=decoder)
 
 
 def _sd3_inputs(samples: int, resolution: int) -> dict[str, Any]:
@@ -91,6 +94,14 @@ def _qwen_inputs(samples: int, resolution: int) -> dict[str, Any]:
     return {
         **_inputs(samples, (side * side, 64), text=(512, 3584), pooled=None),
         "img_shapes": [[(1, side, side)]] * samples,
+    }
+
+
+def _edit_inputs(samples: int, resolution: int, *, text: int = 1536) -> dict[str, Any]:
+    side, image = resolution // 16, 64  # the image is scaled to about a megapixel, of 64 x 64 tokens
+    return {
+        **_inputs(samples, (side**2 + image**2, 64), text=(text, 3584), pooled=None),
+        "img_shapes": [[(1, side, side), (1, image, image)]] * samples,
     }
 
 
@@ -130,12 +141,14 @@ MODELS: dict[str, ModelShape] = {
 }
 
 
-# Inputs by the class of the network, which those of a folder differ from in their widths.
+# Inputs by the class of the network or the pipeline, which those of a folder differ from in their widths.
 NETWORKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "SD3Transformer2DModel": _sd3_inputs,
     "FluxTransformer2DModel": _flux_inputs,
     "QwenImageTransformer2DModel": _qwen_inputs,
     "WanTransformer3DModel": _wan_inputs,
+    "QwenImageEditPipeline": _edit_inputs,  # about 1400 tokens of text are the image's
+    "QwenImageEditPlusPipeline": partial(_edit_inputs, text=512),
 }
 
 
@@ -155,7 +168,8 @@ def model_shape(name: str) -> ModelShape | None:
     if adapter is None or adapter.network not in NETWORKS:
         network = "its network" if adapter is None else adapter.network
         raise ValueError(f"the inputs of {network} are not known, expected one of {', '.join(NETWORKS)}")
-    settings, known = read_settings(folder / adapter.part / "config.json"), NETWORKS[adapter.network]
+    settings = read_settings(folder / adapter.part / "config.json")
+    known = NETWORKS.get(adapter.pipeline, NETWORKS[adapter.network])
     widths = {
         "hidden_states": settings["in_channels"],
         "encoder_hidden_states": settings.get("joint_attention_dim", settings.get("text_dim")),
@@ -170,6 +184,8 @@ def model_shape(name: str) -> ModelShape | None:
                 shape = list(found[key].shape)
                 shape[1 if key == "hidden_states" and len(shape) > 3 else -1] = width
                 found[key] = _empty(*shape)
+        if settings.get("image_dim") is not None:  # Wan 2.1 from images; CLIP makes 257 tokens
+            found["encoder_hidden_states_image"] = _empty(samples, 257, settings["image_dim"])
         return found
 
     return _of_folder(folder, inputs, 1024)

@@ -33,6 +33,7 @@ RUN = {
     "--updates": "1",
     "--minibatches": "1",
     "--micro-batch": "2",
+    "--update-micro-batch": "rollout",
     "--eval-every": "0",
     "--eval-samples": "2",
     "--final-samples": "2",

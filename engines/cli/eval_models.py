@@ -31,7 +31,7 @@ from fluvial.engines.train.exports import export_run, policy_of
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
 from fluvial.engines.train.jobs.media import media_columns
-from fluvial.engines.train.jobs.pipeline import read_prompts_of
+from fluvial.engines.train.jobs.pipeline import check_second_scale, read_prompts_of
 from fluvial.engines.train.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
 from fluvial.engines.train.published.runs import published_runs
 from fluvial.models import is_recorded
@@ -309,6 +309,7 @@ def _of_weights(
     """Return a model with the weights that were typed or that a run has exported, and what it started from."""
     if source is None:
         start = _job(name, None, config)
+        check_second_scale(start.model, guided=config.guidance != 1)
         weights, lora, first_lora = config.weights, config.lora, None
         title, engine = str(lora or weights or name), _engine(config)
     else:

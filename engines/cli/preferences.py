@@ -32,6 +32,7 @@ from fluvial.engines.streams import Stream
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.pipeline import check_second_scale
 from fluvial.engines.train.jobs.weights import add_adapter
 from fluvial.models import decoded
 from fluvial.models.device import default_device
@@ -121,6 +122,8 @@ def _drawn_and_written(drawn: Drawn, config: PreferencesConfig) -> tuple[int, in
         weights=drawn.weights,
         prompts=config.prompts,
     )
+    if drawn.weights == config.weights:  # else it is a run's, whose rollouts may be guided
+        check_second_scale(job.model, guided=config.guidance.scale != 1)
     module = jobs.build(job)
     if config.lora is not None:
         add_adapter(module, job, config.lora, field="lora")

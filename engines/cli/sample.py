@@ -1,9 +1,10 @@
 """`fluvial sample MODEL`: draw images of prompts into one PNG."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,8 +16,8 @@ from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with,
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.prompt_sets import is_set
-from fluvial.engines.data.prompts import checked
-from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.data.prompts import checked, is_prompt_file, read_prompts
+from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.report import images
@@ -27,8 +28,12 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.media import check_columns, media_columns
+from fluvial.engines.train.jobs.pipeline import check_second_scale, is_adapter
 from fluvial.engines.train.jobs.weights import add_adapter
+from fluvial.models import is_recorded
 from fluvial.models.device import default_device
+from fluvial.models.pipelines.folder import local_folder
+from fluvial.models.pipelines.open import has_adapter
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class SampleConfig:
     checkpoints. A run and a checkpoint bring their steps, guidance and size.
 
     Args:
-        prompts: Prompts to draw.
+        prompts: Prompts to draw, or files of prompts, as for training. A word that ends in .txt, .jsonl, .json, .csv,
+            .parquet or .toml names a file.
         out: PNG file to write. Of a video it shows the first, the middle and the last frame.
         weights: Folder of weights in place of the model's own, such as the `weights` of a run folder.
         lora: File or folder of an adapter, with the keys of diffusers, PEFT or kohya/ComfyUI, such as the `lora` of a run
@@ -95,17 +101,28 @@ def sample(name: str, config: SampleConfig) -> Path:
     if config.out.suffix.lower() not in images.Image.registered_extensions():
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
     one_size(config.pipeline)
+    files = tuple(filter(is_prompt_file, config.prompts))  # a missing one is refused before a checkpoint is read
     with drawn_with(name, weights=config.weights, lora=config.lora) as drawn:
-        return _sample(name, drawn, config)
+        return _sample(name, drawn, config, files)
 
 
-def _sample(name: str, drawn: Drawn, config: SampleConfig) -> Path:
+def _sample(name: str, drawn: Drawn, config: SampleConfig, files: tuple[str, ...]) -> Path:
     """Draw with a model that is open, and return the path of the image."""
-    job = jobs.to_sample(drawn.model, config.pipeline, steps=config.steps, guidance=config.guidance, weights=drawn.weights)
-    known = {prompt.text: prompt for prompt in (*job.prompts, *job.heldout)}  # a job of edits brings their images
-    prompts = [known.get(text, Prompt(text)) for text in config.prompts]
-    checked((("`prompts`", prompt) for prompt in prompts), check=job.model.check_prompt, heldout=())
-    check_columns(job.model, [*job.prompts[:1], *prompts], media_columns(job.model, ()))
+    job = jobs.to_sample(
+        drawn.model,
+        config.pipeline,
+        steps=config.steps,
+        guidance=config.guidance,
+        weights=drawn.weights,
+        prompts=_recorded_on(drawn.model, config, files),
+    )
+    if drawn.weights == config.weights:  # else it is a run's, whose rollouts may be guided
+        check_second_scale(job.model, guided=config.guidance.scale != 1)
+    media = media_columns(job.model, config.pipeline.media)
+    prompts = [prompt for word in config.prompts for prompt in _named_by(word, job, media)]
+    check_columns(job.model, [*job.prompts[:1], *prompts], media)
+    if is_recorded(model := cast(Any, job.model)):
+        job = replace(job, model=model.given(model_inputs(prompts)))
     module = jobs.build(job).to(default_device()).eval()
     sheets = [_sheet(job, module, prompts, config, name)]
     if config.lora is not None:
@@ -117,6 +134,22 @@ def _sample(name: str, drawn: Drawn, config: SampleConfig) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a format that Pillow cannot write
         raise UsageError("out", config.out, hint=f"it cannot be written, {error}") from error
     return config.out
+
+
+def _recorded_on(model: str, config: SampleConfig, files: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the files of prompts that a pipeline without an adapter is recorded on: it may need their images."""
+    if not files or model in MODELS or is_adapter(model):
+        return ()
+    return () if has_adapter(local_folder(model, trust_remote_code=config.pipeline.trust_remote_code)) else files
+
+
+def _named_by(word: str, job: Job, media: Mapping[str, str]) -> tuple[Prompt, ...]:
+    """Return the prompts of a file, or the one prompt that a text is; a job of edits brings the images of its own."""
+    check = job.model.check_prompt
+    if is_prompt_file(word):
+        return read_prompts(Path(word), check=check, media=media)
+    known = {prompt.text: prompt for prompt in (*job.prompts, *job.heldout)}
+    return checked([("`prompts`", known.get(word, Prompt(word)))], check=check, heldout=())
 
 
 def _sheet(job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str) -> images.Image.Image:

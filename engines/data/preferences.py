@@ -18,7 +18,7 @@ from torch import Tensor
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.prompts import checked
-from fluvial.engines.data.records import Prompt, image_in
+from fluvial.engines.data.records import Prompt, file_in
 from fluvial.engines.data.tables import Row, is_data_set, rows
 from fluvial.engines.errors import UsageError
 
@@ -197,7 +197,7 @@ def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]
     columns = row.columns
 
     def image(value: Any, column: str) -> Path | bytes:
-        return image_in(value, f"{row.where}, column {column}", folder)
+        return file_in(value, f"{row.where}, column {column}", folder)
 
     for first, second in (("image_0", "image_1"), ("jpg_0", "jpg_1")):
         if {first, second, "label_0"} <= set(columns):

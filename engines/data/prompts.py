@@ -1,5 +1,6 @@
 """Prompts from files and prompt sets, with weights, and their split into prompts to train on and to evaluate on."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
-from fluvial.engines.data.tables import is_table, read_text, rows
+from fluvial.engines.data.tables import PROMPT_FILES, is_table, read_text, rows
 from fluvial.engines.errors import UsageError
 
 
@@ -51,6 +52,19 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
         Source(path.stem if stems[path.stem] == 1 and not is_set(path) else str(path), path, weight)
         for path, weight in found
     )
+
+
+def is_prompt_file(word: str) -> bool:
+    """Return whether a word names a file of prompts, by its ending, rather than being a prompt.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if not word.lower().endswith(PROMPT_FILES):
+        return False
+    if not os.path.isfile(word):  # False for names that are too long as well
+        raise UsageError(f"no such file: {word}")
+    return True
 
 
 def read_prompts(

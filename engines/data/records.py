@@ -13,11 +13,12 @@ from fluvial.engines.data.tables import Row
 from fluvial.engines.errors import UsageError
 
 if TYPE_CHECKING:
-    from fluvial.models.replay.media import TextPrompt
+    from fluvial.models.replay.media import Source, TextPrompt
 
 MOST_WEIGHT = 1000.0
 # Columns that a record's metadata leaves out, because they are what the run itself uses.
 OWN = ("prompt", "negative_prompt", "weight")
+FILES = ("image", "video", "audio")  # columns of files, which rewards may see
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,14 @@ class Prompt:
     Args:
         text: the prompt.
         negative: negative prompt of its samples, in place of the run's.
-        image: image file of the record, or the bytes of one.
+        image, video, audio: file that rewards see as `condition_images` and so on, or its bytes; of a list of images the
+            first. None stands for the one of that name in `media`.
         weight: how often the prompt is drawn, relative to the others of its source.
         tag: kind of prompt, by which metrics are split.
         source: name of the file that the prompt comes from, by which metrics are split.
         metadata: further columns of the record, which a reward with an argument `metadata` receives.
         size: size of its samples, in a run of several sizes; None where it is drawn.
-        media: image that each argument of a pipeline's call is given, as a file or its bytes.
+        media: file that each argument of a pipeline's call is given, or its bytes; several for a list of images.
 
     Raises:
         ValueError: the weight is not in (0, 1000].
@@ -44,16 +46,18 @@ class Prompt:
     text: str
     negative: str | None = None
     image: Path | bytes | None = None
+    video: Path | bytes | None = None
+    audio: Path | bytes | None = None
     weight: float = 1.0
     tag: str | None = None
     source: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     size: Size | None = None
-    media: Mapping[str, Path | bytes] = field(default_factory=dict, hash=False)
+    media: "Mapping[str, Source]" = field(default_factory=dict, hash=False)
 
     @property
     def model_input(self) -> "TextPrompt":
-        """The text, with the images that the pipeline is given; equal inputs are encoded alike."""
+        """The text, with the media that the pipeline is given; equal inputs are encoded alike."""
         if not self.media:
             return self.text
         from fluvial.models.replay.media import MediaPrompt
@@ -65,6 +69,9 @@ class Prompt:
             raise ValueError(
                 f"prompt {self.text!r} has the weight {self.weight}, expected a number above 0 and at most {MOST_WEIGHT:g}"
             )
+        for kind in FILES:
+            if getattr(self, kind) is None:
+                object.__setattr__(self, kind, _first(self.media.get(kind)))
 
 
 def as_prompts(prompts: Iterable[str | Prompt]) -> tuple[Prompt, ...]:
@@ -78,7 +85,7 @@ def texts(prompts: Iterable[Prompt]) -> list[str]:
 
 
 def model_inputs(prompts: Iterable[Prompt]) -> list[Any]:
-    """Return what the model encodes of each prompt: its text, or a `MediaPrompt` for a pipeline that is given images."""
+    """Return what the model encodes of each prompt: its text, or a `MediaPrompt` for a pipeline that is given media."""
     return [prompt.model_input for prompt in prompts]
 
 
@@ -102,15 +109,16 @@ def prompt_of(
 ) -> Prompt:
     """Return the prompt of a record.
 
-    The metadata holds all columns but `prompt`, `negative_prompt` and `weight`; `image` is the path of its file there, and
-    absent where the record holds the image itself.
+    The metadata holds all columns but `prompt`, `negative_prompt` and `weight`; `image`, `video` and `audio` are paths,
+    and absent where the record holds the file itself.
 
     Args:
-        row: record with a column `prompt`, and optionally `negative_prompt`, `image`, `weight`, `tag` and any others.
-        folder: folder that paths of images start from.
+        row: record with a column `prompt`, and optionally `negative_prompt`, `image`, `video`, `audio`, `weight`, `tag` and
+            any others.
+        folder: folder that paths of files start from.
         source: name of the file.
         columns: names that the column of the prompt may have; the first that the record has is taken.
-        media: column of each argument of the pipeline's call that is an image; a record may lack it.
+        media: column of each argument of the pipeline's call that is an image, a video or a sound; a record may lack it.
 
     Raises:
         UsageError: the record has no prompt, or a column has a value of another kind; the message names the column.
@@ -123,20 +131,18 @@ def prompt_of(
     text = text_of(row, column) or ""
     if not text.strip():
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
-    metadata = {name: value for name, value in found.items() if name not in (*OWN, column, "image")}
-    image = None if "image" not in found else image_in(found["image"], f"{row.where}, column image", folder)
-    given = {
-        argument: image_in(found[name], f"{row.where}, column {name}", folder)
-        for argument, name in media.items()
-        if name in found
-    }
-    named = {"image": image, **{media[argument]: file for argument, file in given.items()}}
-    metadata = {name: value for name, value in metadata.items() if name not in named}
-    metadata |= {name: str(file) for name, file in named.items() if isinstance(file, Path)}
+    media = {argument: name for argument, name in media.items() if name in found}
+    columns_of_files = dict.fromkeys([*(name for name in FILES if name in found), *media.values()])
+    files = {name: files_in(found[name], f"{row.where}, column {name}", folder) for name in columns_of_files}
+    metadata = {name: value for name, value in found.items() if name not in (*OWN, column, *files)}
+    metadata |= {name: str(file) for name, file in files.items() if isinstance(file, Path)}
+    given = {argument: files[name] for argument, name in media.items()}
     return Prompt(
         text.strip(),
         negative=text_of(row, "negative_prompt"),
-        image=given.get("image", image),
+        image=None if "image" in given else _first(files.get("image")),
+        video=None if "video" in given else _first(files.get("video")),
+        audio=None if "audio" in given else _first(files.get("audio")),
         weight=_weight(row),
         tag=text_of(row, "tag"),
         source=source,
@@ -153,13 +159,27 @@ def text_of(row: Row, column: str) -> str | None:
     return value
 
 
-def image_in(value: Any, where: str, folder: Path) -> Path | bytes:
-    """Return the image that a column names or holds: the path of a file, or the bytes of one.
+def files_in(value: Any, where: str, folder: Path) -> "Source":
+    """Return the file, or the files of a list of images, that a column names or holds, see `file_in`."""
+    if not isinstance(value, list):
+        return file_in(value, where, folder, or_folder=True)
+    if not value:
+        raise UsageError(f"{where} is an empty list, expected the paths of image files")
+    return tuple(file_in(one, where, folder) for one in value)
+
+
+def _first(source: "Source | None") -> Path | bytes | None:
+    return source[0] if isinstance(source, tuple) else source
+
+
+def file_in(value: Any, where: str, folder: Path, *, or_folder: bool = False) -> Path | bytes:
+    """Return the image, video or sound that a column names or holds: its path, or the bytes of its file.
 
     Args:
-        value: path, bytes of an image file, or both as Hugging Face's `datasets` stores them.
+        value: path, bytes of a file, or both as Hugging Face's `datasets` stores them.
         where: place of the column, which begins each message.
         folder: folder that a path starts from.
+        or_folder: whether the path may be a folder, of the frames of a video.
 
     Raises:
         UsageError: the column holds something else, or there is no such file.
@@ -169,9 +189,9 @@ def image_in(value: Any, where: str, folder: Path) -> Path | bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str) or not value:
-        raise UsageError(f"{where} is {type_of(value)}, expected the path of an image file")
+        raise UsageError(f"{where} is {type_of(value)}, expected the path of {'a' if or_folder else 'an image'} file")
     path = folder / value
-    if not path.is_file():
+    if not (path.is_file() or (or_folder and path.is_dir())):
         raise UsageError(f"{where} names {value}, and there is no such file in {folder}")
     return path.absolute()
 

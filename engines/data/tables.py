@@ -178,3 +178,4 @@ def _arrow_errors(label: str) -> Iterator[None]:
 
 
 _FORMATS = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".parquet": _parquet, ".toml": _toml}
+PROMPT_FILES = (".txt", *_FORMATS)  # endings of files of prompts

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import fold_in, key, uniform
 from fluvial.engines.data.labels import Split, split
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.rewards.invalid import check_scores
 from fluvial.engines.rewards.protocol import Reward
@@ -165,7 +165,8 @@ def evaluate(
             if count and mine[first] < show:
                 shown.append(chunk.images[: show - mine[first]].cpu())
                 if rate is not None:
-                    heard.append(task.model.sounds(chunk.trajectory.final[: show - mine[first]]).waves.cpu())  # type: ignore[attr-defined]
+                    final, inputs = chunk.trajectory.final[: show - mine[first]], model_inputs(chunk.prompts)
+                    heard.append(task.model.sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
             if keep is not None:
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count])

@@ -129,7 +129,12 @@ def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int) -> bool:
 
 
 def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's floating-point inputs to the dtype of the computation, except numbers per sample."""
+    """Cast a module's floating-point inputs to the dtype of the computation, except numbers per sample.
+
+    The inputs of linear layers that diffusers would keep in float32 are cast, too; a network names the parts that hold them
+    in `_keep_in_fp32_modules`. Some, as Kandinsky 5's embedding of the timestep, make their own input in float32 and leave
+    it so, which fails where the layer computes in the dtype of all others.
+    """
 
     def cast(value: Any) -> Any:
         samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
@@ -140,6 +145,10 @@ def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
 
     if dtype != torch.float32:
         module.register_forward_pre_hook(hook, with_kwargs=True)
+        kept = {name for part in module.modules() for name in getattr(part, "_keep_in_fp32_modules", None) or ()}
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear) and kept & {*name.split(".")}:
+                layer.register_forward_pre_hook(lambda layer, args: tuple(cast(value) for value in args))
 
 
 def quantise_base(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, dtype: torch.dtype) -> None:

@@ -23,7 +23,8 @@ FILE = "report.html"
 EVALUATION = "evaluation"  # of a summary: the rows of the last evaluation
 SHOWN = 8  # pairs of images that are not folded
 LARGE = 8192  # bytes of an image
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # not even a script of a prompt's would run
+# Not even a script of a prompt's would run.
+POLICY = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --dim: #667; --paper: #fff; --card: #f5f6f8; --line: #d8dbe0;
   --good: #147a3c; --bad: #b42318; --warn: #fff4d6; }
@@ -49,6 +50,7 @@ figcaption { font-weight: 600; } .samples figcaption { font-weight: 400; }
 .legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 12px; color: var(--dim); }
 .legend i { display: inline-block; width: 12px; height: 4px; border-radius: 2px; margin-right: 5px; vertical-align: 3px; }
 img { display: block; width: 100%; height: auto; border-radius: 4px; }
+audio { display: block; width: 100%; margin-top: 4px; }
 svg { display: block; width: 100%; height: auto; margin-top: auto; }
 .charts figure { display: flex; flex-direction: column; }
 .wide { overflow-x: auto; }
@@ -207,7 +209,7 @@ def before_and_after(samples: Path) -> str:
     figures = []
     for one, other in pairs:
         pair = "".join(
-            f"<div><span>{when} {score}</span>{_img(shown.image, f'{when}: {shown.prompt}')}</div>"
+            f"<div><span>{when} {score}</span>{_played(shown, f'{when}: {shown.prompt}')}</div>"
             for when, shown, score in (
                 ("before", one, coloured(one.score, one.score)),
                 ("after", other, coloured(other.score, one.score)),
@@ -225,8 +227,9 @@ def before_and_after(samples: Path) -> str:
 def alone(samples: Path, name: str) -> str:
     """Return the images of one sheet with prompts and scores."""
     figures = [
-        f"<figure>{_img(image, prompt)}<figcaption>{escape(prompt)} {coloured(score, score)}</figcaption></figure>"
-        for image, prompt, score in _sheet(samples, name)
+        f"<figure>{_played(one, one.prompt)}<figcaption>{escape(one.prompt)} {coloured(one.score, one.score)}"
+        "</figcaption></figure>"
+        for one in _sheet(samples, name)
     ]
     return f'<div class="samples">{"".join(figures)}</div>' if figures else ""
 
@@ -314,6 +317,7 @@ class Shown(NamedTuple):
     image: Image.Image
     prompt: str
     score: float | None
+    sound: bytes | None = None  # WAV file
 
 
 def _sheet(samples: Path, name: str) -> list[Shown]:
@@ -322,7 +326,24 @@ def _sheet(samples: Path, name: str) -> list[Shown]:
     if not isinstance(index, list) or not path.is_file():
         return []
     with Image.open(path) as sheet:
-        return [Shown(sheet.crop(tuple(row["box"])), str(row["prompt"]), row["score"]) for row in index]
+        return [
+            Shown(
+                sheet.crop(tuple(row["box"])), str(row["prompt"]), row["score"], _sound(samples / f"{name}-{number:02d}.wav")
+            )
+            for number, row in enumerate(index)
+        ]
+
+
+def _sound(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _played(shown: Shown, alt: str) -> str:
+    """Return the image of a sample, with a player of its sound if it has one."""
+    if shown.sound is None:
+        return _img(shown.image, alt)
+    source = f"data:audio/wav;base64,{base64.b64encode(shown.sound).decode()}"
+    return f'{_img(shown.image, alt)}<audio controls aria-label="{escape(alt)}" src="{source}"></audio>'
 
 
 def _img(image: Image.Image, alt: str) -> str:

@@ -10,6 +10,7 @@ from fluvial.engines.rewards.signature import signature_of
 from fluvial.models.protocol import DiffusionModel, sound_rate
 
 SOUNDS, RATE = "audios", "audio_rate"  # parameters of a reward
+OF_MODEL = ("latents", "model_inputs")  # what sounds are decoded from
 
 
 class Heard:
@@ -23,16 +24,16 @@ class Heard:
     def __init__(self, reward: Reward, model: Any) -> None:
         self.reward, self.model = reward, model
         self._own = inspect.signature(reward)
-        kept = [entry for name, entry in self._own.parameters.items() if name not in (SOUNDS, RATE, "latents")]
+        kept = [entry for name, entry in self._own.parameters.items() if name not in (SOUNDS, RATE, *OF_MODEL)]
         named = [entry.replace(kind=entry.KEYWORD_ONLY) for entry in kept if entry.kind is not entry.VAR_KEYWORD]
-        latents = inspect.Parameter("latents", inspect.Parameter.KEYWORD_ONLY)
-        self.__signature__ = inspect.Signature([latents, *named])
+        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in OF_MODEL]
+        self.__signature__ = inspect.Signature([*own, *named])
 
-    def __call__(self, *, latents: Any, **given: Any) -> Any:
+    def __call__(self, *, latents: Any, model_inputs: Any, **given: Any) -> Any:
         """Return the scores of samples."""
-        sounds = self.model.sounds(latents)
+        sounds = self.model.sounds(latents, model_inputs)
         takes = self._own.parameters
-        further = {SOUNDS: sounds.waves, RATE: sounds.rate, "latents": latents}
+        further = {SOUNDS: sounds.waves, RATE: sounds.rate, "latents": latents, "model_inputs": model_inputs}
         every = {**given, **{name: value for name, value in further.items() if name in takes}}
         placed = [every.pop(name) for name, entry in takes.items() if entry.kind is not entry.KEYWORD_ONLY and name in every]
         return self.reward(*placed, **every)

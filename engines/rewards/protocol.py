@@ -32,6 +32,10 @@ class Reward(Protocol):
         prompts            prompt of each sample
         metadata           record of each prompt: a dict of the further columns of the file that the prompt comes from
         condition_images   image of each prompt's record, a list of `[C, H, W]` in [0, 1]; a default makes it optional
+        condition_videos   video of each prompt's record, a list of `[3, F, H, W]` in [0, 1]; a default makes it optional
+        condition_audios   sound of each prompt's record, a list of `(wave, rate)`: `[channels, n]` in [-1, 1], and numbers
+                           per second and channel; a default makes it optional
+        model_inputs       what the model encoded of each prompt: its text, or a `MediaPrompt` of a prompt with media
         group              number of the group; the reward is then called with all samples of one group at once
 
         def counted(images, prompts, metadata):

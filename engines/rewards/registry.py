@@ -10,7 +10,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.options import from_factory, made, parse
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import weight_of
-from fluvial.engines.rewards.signature import reward_problem, signature_of
+from fluvial.engines.rewards.signature import CONDITIONS, condition_of, reward_problem, signature_of
 
 
 def select(
@@ -92,10 +92,10 @@ def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:
 def check_records(rewards: Mapping[str, Any], prompts: Sequence[Prompt], *, label: str = "reward") -> None:
     """Raise UsageError, in one line, if a reward needs a column that the prompts' records lack."""
     for name, reward in rewards.items():
-        if signature_of(reward).takes("condition_images"):
-            without = next((prompt for prompt in prompts if prompt.image is None), None)
+        for condition in filter(signature_of(reward).takes, CONDITIONS):
+            without = next((prompt for prompt in prompts if condition_of(prompt, condition) is None), None)
             if without is not None:
                 raise UsageError(
-                    f"{label} {name!r} takes condition_images, and prompt {without.text!r} has none: give its record a "
-                    "column image"
+                    f"{label} {name!r} takes {condition}, and prompt {without.text!r} has none: give its record a "
+                    f"column {CONDITIONS[condition]}"
                 )

@@ -4,18 +4,22 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fluvial.core.types import to_device
 from fluvial.engines.data.images import read_image
-from fluvial.engines.data.records import Prompt, metadata_of, texts
+from fluvial.engines.data.records import Prompt, metadata_of, model_inputs, texts
 from fluvial.engines.errors import UsageError
+from fluvial.models.replay.kinds import read_sound, read_video
 
 SAMPLES = ("images", "videos", "latents", "audios")  # a reward takes at least one of these
-KNOWN = (*SAMPLES, "audio_rate", "prompts", "metadata", "group", "condition_images")
-OPTIONAL = ("condition_images",)  # what prompts may lack; a parameter with a default keeps it then
+# What prompts may lack, and the column of their records; a parameter with a default keeps it then.
+CONDITIONS = {"condition_images": "image", "condition_videos": "video", "condition_audios": "audio"}
+KNOWN = (*SAMPLES, "audio_rate", "prompts", "metadata", "group", "model_inputs", *CONDITIONS)
 FIRST = ("images", "prompts")  # what the first two parameters stand for, if their names say nothing else
 EXPECTED = "a function of (images, prompts)"
 
@@ -41,7 +45,7 @@ class Signature:
     Args:
         positional: what is passed by position, in this order; names of `KNOWN`.
         named: what is passed by name.
-        optional: what is passed by name where all prompts have it; names of `OPTIONAL`.
+        optional: what is passed by name where all prompts have it; names of `CONDITIONS`.
     """
 
     positional: tuple[str, ...] = FIRST
@@ -63,7 +67,7 @@ class Signature:
             UsageError: the samples lack an input of the reward.
         """
         found = [_value(name, samples) for name in self.positional]
-        held = [name for name in self.optional if all(prompt.image is not None for prompt in samples.prompts)]
+        held = [name for name in self.optional if all(condition_of(prompt, name) is not None for prompt in samples.prompts)]
         return reward(*found, **{name: _value(name, samples) for name in (*self.named, *held)})
 
 
@@ -71,7 +75,8 @@ def signature_of(reward: Any) -> Signature:
     """Return how a reward is called.
 
     Its first two parameters are the images and the prompts, or what their names say. A further parameter is passed what its
-    name says; `condition_images` with a default keeps it where a prompt has no image. One of another name keeps its default.
+    name says; one of `CONDITIONS` with a default keeps it where a prompt has no such file. One of another name keeps its
+    default.
 
     Raises:
         ValueError: it cannot be called as a reward; the message continues after the name of the reward.
@@ -121,7 +126,7 @@ def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
         if by_place:
             positional.append(name if name in KNOWN else FIRST[place])
         elif name in KNOWN and parameter.kind is not parameter.POSITIONAL_ONLY:
-            (named if name not in OPTIONAL or parameter.default is parameter.empty else optional).append(name)
+            (named if name not in CONDITIONS or parameter.default is parameter.empty else optional).append(name)
         elif parameter.default is parameter.empty:
             return Signature(), f"there is nothing to pass for its parameter {name}"
     return Signature(tuple(positional), tuple(named), tuple(optional)), None
@@ -147,14 +152,39 @@ def _value(name: str, samples: Samples) -> Any:
         "prompts": lambda: texts(samples.prompts),
         "metadata": partial(metadata_of, samples.prompts),
         "group": lambda: samples.group,
+        "model_inputs": lambda: model_inputs(samples.prompts),
         "latents": lambda: samples.latents,
-        "condition_images": lambda: [_condition(prompt, samples.images) for prompt in samples.prompts],
+        **{name: lambda name=name: [_condition(prompt, name, samples) for prompt in samples.prompts] for name in CONDITIONS},  # type: ignore[misc]
     }
     return values[name]()
 
 
-def _condition(prompt: Prompt, like: Tensor) -> Tensor:
-    """Return the image of a prompt's record, `[C, H, W]` in [0, 1], on the device of the samples."""
-    if prompt.image is None:
-        raise UsageError(f"it takes condition_images, and prompt {prompt.text!r} has none: give its record a column image")
-    return to_device(read_image(prompt.image), like.device)
+def condition_of(prompt: Prompt, name: str) -> Path | bytes | None:
+    """Return the file of a prompt's record that a name of `CONDITIONS` stands for; None without one."""
+    found: Path | bytes | None = getattr(prompt, CONDITIONS[name])
+    return found
+
+
+def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:
+    """Return the image, video or sound of a prompt's record, see `Reward`, on the device of the samples."""
+    file, device = condition_of(prompt, name), samples.images.device
+    if file is None:
+        raise UsageError(
+            f"it takes {name}, and prompt {prompt.text!r} has none: give its record a column {CONDITIONS[name]}"
+        )
+    if name == "condition_images":
+        return to_device(read_image(file), device)
+    try:
+        if name == "condition_videos":
+            return to_device(video_of(read_video(file)), device)
+        sound = read_sound(file)
+        return sound._replace(wave=to_device(sound.wave, device))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def video_of(frames: Sequence[Any]) -> Tensor:
+    """Return frames, images of PIL in colour, as `[3, F, H, W]` in [0, 1]."""
+    import numpy as np
+
+    return torch.from_numpy(np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])).permute(3, 0, 1, 2) / 255

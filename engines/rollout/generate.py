@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -24,7 +24,7 @@ from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan,
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.core.types import to_device
-from fluvial.engines.data.records import Prompt, model_inputs, negatives, texts
+from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.world import World
@@ -79,14 +79,17 @@ class Guidance:
         cond = trimmed(model, model.encode(model_inputs(prompts)), tokens)
         if not self.is_guided(model):
             return cond
-        opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
-        inputs = model_inputs(replace(prompt, text=text) for prompt, text in opposed)  # with the prompts' images
-        unconditional = trimmed(model, model.encode(inputs), tokens)
+        unconditional = trimmed(model, model.encode(self._opposed(prompts)), tokens)
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
-    def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[str]:
-        """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each."""
-        return [*texts(prompts), *(negatives(prompts, self.negative) if self.is_guided(model) else ())]
+    def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[Any]:
+        """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each, with its images."""
+        return [*model_inputs(prompts), *(self._opposed(prompts) if self.is_guided(model) else ())]
+
+    def _opposed(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """Return the negative prompt of each prompt, with the images of that."""
+        opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
+        return model_inputs(replace(prompt, text=text) for prompt, text in opposed)
 
     def is_guided(self, model: DiffusionModel) -> bool:
         """Return whether samples of a model are given the conditioning of a negative prompt."""

@@ -32,9 +32,9 @@ class TextLengths:
 
     def __init__(self, model: DiffusionModel, world: World | None = None) -> None:
         self.model, self.world = model, world
-        self._known: dict[str, int] = {}
+        self._known: dict[Any, int] = {}
 
-    def padding(self, prompts: Sequence[str]) -> Padding | None:
+    def padding(self, prompts: Sequence[Any]) -> Padding | None:
         """Return the padding of this rank's prompts, negative ones included, None for the model's own.
 
         Every rank must take part.
@@ -49,7 +49,7 @@ class TextLengths:
         tokens = padded_length(longest, limit=model.text_tokens)
         return Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
 
-    def of(self, prompts: Sequence[str]) -> int | None:
+    def of(self, prompts: Sequence[Any]) -> int | None:
         """Return the length that these prompts are padded to, None for the model's own; every rank must take part."""
         padding = self.padding(prompts)
         return None if padding is None else padding.tokens
@@ -59,7 +59,7 @@ class TextLengths:
         padding = self.padding(guidance.texts(self.model, prompts))
         return guidance.encode(self.model, prompts, None if padding is None else padding.tokens), padding
 
-    def _tokens(self, prompt: str) -> int:
+    def _tokens(self, prompt: Any) -> int:
         """Return the number of tokens of a prompt, which is encoded when it is first asked for."""
         model: Any = self.model
         if prompt not in self._known:

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from fluvial.core.random import Key, bits, fold_in
 from fluvial.core.table import Mask, Record, plan
-from fluvial.engines.data.records import negatives
+from fluvial.engines.data.records import Prompt, negatives
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.config import RolloutConfig
@@ -157,9 +158,22 @@ class Asking:
         )
 
 
-def _data_url(image: Source) -> str:
-    """Return an image file as a data URL; servers look at its bytes, not at the type."""
-    file = image if isinstance(image, bytes) else image.read_bytes()
+def check_media(prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError if a prompt has a list of images, or a folder: a request has one file per argument."""
+    for prompt in prompts:
+        for argument, source in prompt.media.items():
+            if isinstance(source, tuple) or (isinstance(source, Path) and source.is_dir()):
+                what = "a list of images" if isinstance(source, tuple) else f"{source}, a folder of frames"
+                raise UsageError(
+                    f"prompt {prompt.text[:40]!r} has {what} in {argument}, which no server is sent: use one file, or make "
+                    "rollouts in the run itself"
+                )
+
+
+def _data_url(source: Source) -> str:
+    """Return a file as a data URL; servers look at its bytes, not at the type."""
+    assert not isinstance(source, tuple)  # see `check_media`
+    file = source if isinstance(source, bytes) else source.read_bytes()
     return f"data:image/png;base64,{base64.b64encode(file).decode('ascii')}"
 
 

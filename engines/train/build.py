@@ -33,13 +33,14 @@ from fluvial.engines.rollout.config import Schedules
 from fluvial.engines.rollout.generate import on_device
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.sources.build import build_source
+from fluvial.engines.sources.requests import check_media
 from fluvial.engines.sources.sampler_copy import Copy
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.base import has_one_size
 from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
-from fluvial.engines.train.jobs.media import check_images
+from fluvial.engines.train.jobs.media import check_used
 from fluvial.engines.train.jobs.weights import digest, read_adapter
 from fluvial.engines.train.learner import Learner
 from fluvial.engines.train.monitoring.gaming import evaluator_of
@@ -91,12 +92,14 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
         rewards, job = _rewards(config, job, world)
         job.check_prompts()
         _check_order(config, job)
+        if config.rollout.is_served:
+            check_media(job.prompts)
         asked = evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
         check_records(asked.evaluators, asked.heldout, label="evaluator")
         if config.prompts and not any(prompt.media for prompt in job.prompts):
             given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
-            check_images([*job.prompts, *asked.heldout], given)
+            check_used([*job.prompts, *asked.heldout], given)
         _check_watched(config, asked, rewards)
     group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
@@ -130,7 +133,8 @@ def _built(
     engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
     with world.agreed():
         try:
-            check_model(config, job.model.prediction, recorded=is_recorded(job.model))
+            conditioned = any(prompt.media for prompt in job.prompts)
+            check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
         except ValueError as error:
             raise UsageError(str(error)) from error
     _check_negative_prompt(config, job, asked)

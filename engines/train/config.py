@@ -38,8 +38,8 @@ class PipelineConfig:
         frames: Number of frames of a video; 1 for images.
         call: Further arguments of a pipeline without an adapter, as name=value, e.g. max_sequence_length=128; a value is
             JSON, or else text.
-        media: Columns of the prompts' records that are images for a pipeline without an adapter, as argument=column, e.g.
-            image=source mask_image=mask. A column with the name of an argument maps itself.
+        media: Columns of the prompts' records that are images, videos or sounds for a pipeline without an adapter, as
+            argument=column, e.g. image=source mask_image=hole video=clip. A column with the name of an argument maps itself.
         heldout: Files of prompts to evaluate on, one for all or one for each of `prompts`; by default every tenth training
             prompt of each file is held out.
         text_cache: Folder for prompt embeddings. All prompts are encoded before training and the text encoders dropped;

@@ -26,6 +26,7 @@ from fluvial.engines.train.jobs.media import check_columns, media_columns
 from fluvial.engines.train.jobs.pipeline import (
     PromptsOfRun,
     check_exists,
+    check_second_scale,
     is_adapter,
     opened,
     read_prompts_of,
@@ -109,7 +110,7 @@ def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data
 
     def known(split: Literal["train", "heldout"]) -> list[Prompt]:
         images = built_in.misspelt_images(split)
-        return [Prompt(word, image=image, media={"image": image}) for word, image in images.items()]
+        return [Prompt(word, media={"image": image}) for word, image in images.items()]
 
     def write(key: Key, prompts: Sequence[Any]) -> Tensor:
         return built_in.correct(prompts)
@@ -276,11 +277,15 @@ def to_train(
 
     def prepare(world: World, negative: Sequence[Any]) -> None:
         if settings.text_cache is not None:
-            own = [text for text in negatives([*train, *heldout], "") if text]
-            own += [text for text in negative if isinstance(text, str)]
-            negative = [text for text in negative if not isinstance(text, str)]
-            opposed = model_inputs(replace(train[0], text=text) for text in own)  # with images, if prompts have some
-            everything = list(dict.fromkeys([*model_inputs([*train, *heldout]), *opposed, *negative]))
+            given, opposed = [*train, *heldout], list[Any](negative)
+            if train[0].media:  # a negative prompt has the images of its prompt
+                own = [text for text in negative if isinstance(text, str)]
+                pairs = zip(given, negatives(given, own[0]), strict=True) if own else ()
+                opposed = [text for text in negative if not isinstance(text, str)]
+                opposed += model_inputs(replace(prompt, text=text) for prompt, text in pairs)
+            else:
+                opposed += [text for text in negatives(given, "") if text]
+            everything = list(dict.fromkeys([*model_inputs(given), *opposed]))
             with world.agreed():  # until every rank has written its prompts
                 try:
                     for prompt in everything[world.rank :: world.size]:
@@ -349,6 +354,7 @@ def of_run(config: TrainConfig) -> Job:
         data=config.data,
         preferences=preferences,
     )
+    check_second_scale(job.model, guided=config.is_guided)
     return with_images(job, config)
 
 

@@ -52,7 +52,7 @@ from fluvial.engines.train.rollouts import GivenPairs, Rollout
 from fluvial.engines.train.validate import knows_its_schedule_only
 from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, Schedule, decoded, is_recorded
-from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free
+from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
 
 
@@ -346,7 +346,8 @@ class Learner:
         folds = self.traits.folds_guidance and "ema" not in batch.predictions and is_classifier_free(self.job.model)
         if folds and isinstance(inputs[-1], Guided) and isinstance(batch, RecordedSteps):
             v, v_uncond = guidance_halves(self.job.model, module, *inputs, **options)
-            batch = _with(batch, uncond=v_uncond)._replace(guidance=inputs[-1].scale)
+            scale = scale_at(self.job.model, inputs[-1], batch.level, batch.timestep)
+            batch = _with(batch, uncond=v_uncond)._replace(guidance=scale)
         else:
             v = self._predict(module, batch, cond)
         if self.policies.old_is_the_policy and "old" not in batch.predictions:

@@ -179,7 +179,7 @@ def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
     return prediction == "epsilon" or recorded
 
 
-def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool = False) -> None:
+def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool = False, conditioned: bool = False) -> None:
     """Raise UsageError if a run does not fit its model.
 
     Args:
@@ -205,6 +205,9 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
         raise UsageError("rollout.window.tail", rollout.window.tail.solver, "its default", own_levels)
     if recorded and config.kl.guidance is not None:
         raise UsageError("kl.guidance", config.kl.guidance, "None", f"{model} has no adapter, and its pipeline's guidance")
+    if conditioned and config.kl.guidance not in (None, 1) and rollout.guidance.scale == 1:
+        hint = "prompts have images, and so has the negative prompt of a guided rollout only: guide the rollout, too"
+        raise UsageError("kl.guidance", config.kl.guidance, "None or 1", hint)
     noising = config.noising.chosen(on_schedule=on_schedule)
     if noising != config.noising:
         noising.check_steps(rollout.steps)

@@ -20,6 +20,8 @@ MICRO_BATCH = ("--micro-batch", "2")
 COLUMNS = ("pipeline", "by", "conditions", "error", "first ratio", "LoRA opens", "two ranks", "served", "result")
 ADDRESS = re.compile(r"http://[\d.]+:\d+")
 CLOSE = 1e-3  # relative difference of the gradient's norm on two ranks, whose sums have another order
+ENDINGS = {"image": "png", "video": "npy", "audio": "wav"}  # of the files of a kind
+FRAMES, SECONDS = 5, 0.32  # of a video, and of a sound
 STARTING = 60.0  # seconds until a server has to listen
 
 
@@ -95,12 +97,14 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
             trained, row = first, row._replace(guided=True)
     if trained.code:
         return row._replace(reason=_reason(_said(trained), name, folder))
+    if (log_ratio := _update(folder / "run")["first_pass_max_abs_log_ratio"]) is None:
+        return row._replace(reason="its log-probabilities are not finite numbers")
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
     adapted = re.search(r"LoRA adapts (\d+) linear layers, (\d+) parameters", trained.output)
     return row._replace(
         how="adapter" if name in built_in() else "recorded",
         error=None if within is None else float(within[1]),
-        ratio=math.exp(_update(folder / "run")["first_pass_max_abs_log_ratio"]),
+        ratio=math.exp(log_ratio),
         layers=0 if adapted is None else int(adapted[1]),
         parameters=0 if adapted is None else int(adapted[2]),
         opens=wait([Forked(lambda: print(_opens(name, folder)), folder / "opens.txt")]).last,
@@ -126,7 +130,7 @@ def measured_table(rows: Sequence[Row]) -> str:
 
 
 def _build(name: str, folder: Path) -> None:
-    """Save the tiny pipeline and its prompts, with images of random pixels."""
+    """Save the tiny pipeline and its prompts, with images, videos and sounds of random numbers."""
     from fluvial.models.tiny import pipelines as tiny
 
     asked = tiny.asked_of(name)
@@ -134,7 +138,7 @@ def _build(name: str, folder: Path) -> None:
     records = [
         {
             "prompt": tiny.prompt_of(name, text),
-            **{argument: _drawn(folder, 10 * number + place, asked.size) for place, argument in enumerate(asked.media)},
+            **{argument: _drawn(folder, argument, 10 * number + place, asked) for place, argument in enumerate(asked.media)},
         }
         for number, text in enumerate(PROMPTS)
     ]
@@ -233,29 +237,46 @@ def _opens(name: str, folder: Path) -> str:
     from diffusers import DiffusionPipeline
 
     from fluvial.models.pipelines.folder import quietly
-    from fluvial.models.replay.processors import read_processors
+    from fluvial.models.replay.processors import add_tokenizers, read_processors
     from fluvial.models.tiny.pipelines import surroundings
 
     try:
         with quietly(), surroundings(name, 0):
             own = read_processors(folder / "model")
             pipe = DiffusionPipeline.from_pretrained(folder / "model", local_files_only=True, **own)
+            add_tokenizers(pipe, folder / "model", {})
             if not hasattr(pipe, "load_lora_weights"):
                 return "no loader"
-            pipe.load_lora_weights(folder / "run" / "lora")
             network = getattr(pipe, "transformer", None) or pipe.unet
+            if not hasattr(network, "load_lora_adapter"):  # which the pipeline's loader calls
+                return "no: diffusers' loader fails"
+            pipe.load_lora_weights(folder / "run" / "lora")
             return "yes" if getattr(network, "peft_config", None) else "no layer"
     except Exception as error:  # of diffusers
         return f"no: {_line(error)[:60]}"
 
 
-def _drawn(folder: Path, seed: int, size: int) -> str:
-    """Write an image of random pixels, and return its name."""
+def _drawn(folder: Path, argument: str, seed: int, asked: Any) -> str:
+    """Write an image, a video or a sound of random numbers for an argument of a tiny pipeline, and return its name."""
     import numpy as np
+    import torch
     from PIL import Image
 
-    name = f"{seed}.png"
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)).save(folder / name)
+    from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound, write_sound
+
+    kind = next((kind for kind in KINDS if argument in kind.arguments), IMAGE)
+    numbers, size = np.random.default_rng(seed), asked.size
+    name = f"{seed}.{ENDINGS[kind.name]}"
+    if kind is SOUND:
+        vae = json.loads((folder / "model" / "vae" / "config.json").read_text())
+        rate = next(vae[key] for key in ("sampling_rate", "sample_rate") if key in vae)
+        wave = numbers.uniform(-1, 1, (vae.get("audio_channels", 2), int(SECONDS * rate)))
+        (folder / name).write_bytes(write_sound(Sound(torch.from_numpy(wave).float(), rate)))
+    elif kind is IMAGE:
+        Image.fromarray(numbers.integers(0, 256, (size, size, 3), dtype=np.uint8)).save(folder / name)
+    else:
+        frames = asked.frames if asked.frames > 1 else FRAMES
+        np.save(folder / name, numbers.integers(0, 256, (frames, size, size, 3), dtype=np.uint8))
     return name
 
 

@@ -187,6 +187,17 @@ def _wan(config: Any) -> Names:
         "blocks.*.ffn.net.0.proj": "blocks.*.ffn.0",
         "blocks.*.ffn.net.2": "blocks.*.ffn.2",
     }
+    if config.get("image_dim") is not None:  # Wan 2.1 from images
+        embedder = {
+            "norm1": "proj.0",
+            "ff.net.0.proj": "proj.1",
+            "ff.net.2": "proj.3",
+            "norm2": "proj.4",
+            "pos_embed": "emb_pos",
+        }
+        names |= {f"condition_embedder.image_embedder.{ours}": f"img_emb.{theirs}" for ours, theirs in embedder.items()}
+        for ours, theirs in (("add_k_proj", "k_img"), ("add_v_proj", "v_img"), ("norm_added_k", "norm_k_img")):
+            names[f"blocks.*.attn2.{ours}"] = f"blocks.*.cross_attn.{theirs}"
     for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn")):
         for layer, original in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o")):
             names[f"blocks.*.{ours}.{layer}"] = f"blocks.*.{theirs}.{original}"
@@ -262,7 +273,10 @@ LAYOUTS: dict[str, Layout] = {
     "StableDiffusion3Pipeline": Layout(_sd3, prefix="model.diffusion_model.", kohya=True),
     "FluxPipeline": Layout(_flux, kohya=True),
     "QwenImagePipeline": Layout(lambda config: {}, same=True),
+    "QwenImageEditPipeline": Layout(lambda config: {}, same=True),
+    "QwenImageEditPlusPipeline": Layout(lambda config: {}, same=True),
     "WanPipeline": Layout(_wan),
+    "WanImageToVideoPipeline": Layout(_wan),
     "ZImagePipeline": Layout(_z_image, same=True, adapters_renamed=False),
     "StableDiffusionXLPipeline": Layout(_sdxl, prefix="model.diffusion_model.", kohya=True),
 }

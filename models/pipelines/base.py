@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
+from fluvial.core.types import to_device
 from fluvial.models.device import default_device, has_values, is_accelerator
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 from fluvial.models.quantised import Base, quantise_linear
+from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.processors import add_tokenizers, read_processors
 
 EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
 PATCH = 2  # latents per token along each side
@@ -77,9 +80,10 @@ class Pipeline:
     text_lengths: tuple[int, int]  # number of tokens that a prompt is padded to: default and maximum
     encoding: ClassVar[Mapping[str, Any]] = {}  # further arguments of the pipeline's encode_prompt
     encoded: ClassVar[tuple[str, ...]]  # names of what it returns in the conditioning; "" leaves one out
-    lora_targets: ClassVar[tuple[str, ...]]
+    lora_targets: tuple[str, ...]
     conditioning: ClassVar[type] = TextCond  # type of the conditioning, whose fields are the tensors of `text`
     prompt_layers: ClassVar[tuple[str, ...]] = ()  # layers that see the prompt alone, see `models.prompt_layers`
+    encoders: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")  # first parts of the names of what encodes a prompt
     prediction: Prediction = "velocity"
     guide = staticmethod(classifier_free)
 
@@ -154,12 +158,17 @@ class Pipeline:
     def predict(self, module: nn.Module, x: Tensor, level: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
         """Return v `[B, *event]`, see `DiffusionModel.predict`."""
         v = module(
-            hidden_states=pack(x) if self.packed else x,
+            hidden_states=self.network_input(x, cond),
             encoder_hidden_states=cond.tokens.to(x.dtype),
             **self.inputs(x, level * 1000 if timestep is None else timestep, cond),
             return_dict=False,
         )[0]
-        return unpack(v, x.shape[-2]) if self.packed else v
+        # A network that is given further tokens returns a velocity for each of them.
+        return unpack(v[:, : x.shape[-2] * x.shape[-1] // PATCH**2], x.shape[-2]) if self.packed else v
+
+    def network_input(self, x: Tensor, cond: Any) -> Tensor:
+        """Return the samples as the network takes them; a subclass adds tokens or channels of the conditioning."""
+        return pack(x) if self.packed else x
 
     def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
         """Return the network's arguments apart from the sample and the tokens of the prompt."""
@@ -181,7 +190,7 @@ class Pipeline:
         config, latents = self.vae.config, self.encode_with_vae(images, key)
         return (latents if config.shift_factor is None else latents - config.shift_factor) * config.scaling_factor
 
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return the encoding of a prompt as tensors `[1, ...]` by name.
 
         Args:
@@ -189,7 +198,7 @@ class Pipeline:
             prompt: the prompt.
         """
         options = {"device": self.device, "max_sequence_length": self.text_tokens, **self.encoding}
-        returned = zip(self.encoded, encoders.encode_prompt(prompt, **options), strict=True)
+        returned = zip(self.encoded, encoders.encode_prompt(text_of(prompt), **options), strict=True)
         return {name: tensor for name, tensor in returned if name}
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
@@ -234,7 +243,7 @@ class Pipeline:
         """Return the repeated blocks, in the order they run."""
         return [block for name in self.block_lists for block in module.get_submodule(name).children()]
 
-    def check_prompt(self, prompt: str) -> None:
+    def check_prompt(self, prompt: TextPrompt) -> None:
         """Raise a ValueError of one line if a prompt has more tokens than the encoder with the largest limit takes.
 
         Encoders with a smaller limit use the beginning of the prompt, as in diffusers' pipeline.
@@ -243,16 +252,16 @@ class Pipeline:
             self._tokenizers = self._load("tokenizer")
         with quietly():
             tokenizer, most = self.longest(self._tokenizers)
-            count = self.count_tokens(tokenizer, prompt)
+            count = self.count_tokens(tokenizer, text_of(prompt))
         if count > most:
-            raise ValueError(f"the prompt {prompt[:40]!r}... has {count} tokens, expected at most {most}")
+            raise ValueError(f"the prompt {text_of(prompt)[:40]!r}... has {count} tokens, expected at most {most}")
 
     def count_tokens(self, tokenizer: Any, prompt: str) -> int:
         """Return the number of tokens of a prompt."""
         return len(tokenizer(prompt).input_ids)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts, on the CPU.
 
         Each prompt is encoded alone, so that its bits depend neither on its batch nor on the cache.
@@ -359,7 +368,7 @@ class Pipeline:
             ValueError: there is a key, and the VAE has no distribution to sample from.
         """
         coloured = images if images.shape[1] == 3 else images.expand(-1, 3, *images.shape[2:])
-        chunks = (coloured * 2 - 1).to(self.device, self.vae_dtype).split(self.decode_chunk)
+        chunks = to_device((coloured * 2 - 1).to(self.vae_dtype), self.device).split(self.decode_chunk)
         with self._vae_at_work(differentiable=False) as vae:
             encoded = [vae.encode(chunk) for chunk in chunks]
         if not hasattr(encoded[0], "latent_dist"):  # a deterministic VAE
@@ -372,7 +381,7 @@ class Pipeline:
         std = torch.cat([each.latent_dist.std for each in encoded]).to(latents)
         return latents + std * normal(key, tuple(latents.shape))
 
-    def _cached(self, prompt: str) -> dict[str, Tensor]:
+    def _cached(self, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
             return self._encoded(prompt)
@@ -397,16 +406,18 @@ class Pipeline:
             raise OSError(f"encoded prompts cannot be written to {self.cache}: {reason}") from error
         return texts
 
-    def _encoded(self, prompt: str) -> dict[str, Tensor]:
+    def _encoded(self, prompt: TextPrompt) -> dict[str, Tensor]:
         self.check_prompt(prompt)
         if self._text is None:
-            self._text = self._load("tokenizer", "text_encoder")
+            self._text = self._load(*self.encoders)
             for name in self.parts:
-                if name.startswith("text_encoder"):
-                    encoder = getattr(self._text, name).requires_grad_(False).eval()
-                    if self.text_base is not None and has_values(self.device):
-                        quantise_linear(encoder, self.text_base, self.dtype)
-                    encoder.to(self.device)
+                encoder = getattr(self._text, name, None)
+                if not name.startswith(self.encoders) or not isinstance(encoder, nn.Module):
+                    continue
+                encoder.requires_grad_(False).eval()
+                if name.startswith("text_encoder") and self.text_base is not None and has_values(self.device):
+                    quantise_linear(encoder, self.text_base, self.dtype)
+                encoder.to(self.device)
         with quietly():
             texts = self.text(self._text, prompt)
         # Copied together, so that the device is waited for once.
@@ -433,14 +444,17 @@ class Pipeline:
         from diffusers import DiffusionPipeline
 
         options = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": self.trust_remote_code}
+        given = {**read_processors(self.folder), **parts}
         with quietly():
-            return DiffusionPipeline.from_pretrained(self.folder, **parts, torch_dtype=self.dtype, **options)
+            pipe = DiffusionPipeline.from_pretrained(self.folder, **given, torch_dtype=self.dtype, **options)
+            add_tokenizers(pipe, self.folder, parts)
+            return pipe
 
     def _encoders(self) -> str:
         """Return a fingerprint of the tokenizers, text encoders and settings that an encoded prompt depends on."""
         base = "" if self.text_base is None else f" {self.text_base}"
         settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base}"
-        return self._fingerprint_of(settings, ("tokenizer", "text_encoder"))
+        return self._fingerprint_of(settings, self.encoders)
 
     def image_encoder(self) -> str:
         """Return a fingerprint of the VAE and the settings that encoded images depend on."""

@@ -116,7 +116,7 @@ def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True)
         if name not in parts:
             raise ValueError(f"{folder / INDEX} names no {name}: save or download the whole pipeline")
     for name in parts if weights else ():
-        if lacks := _lacks(folder / name, weights=name.startswith((network, "vae", "text_encoder"))):
+        if lacks := _lacks(folder / name, weights=name.startswith((network, "vae", "text_encoder", "image_encoder"))):
             raise ValueError(f"{folder / name} is incomplete: there is no {lacks}; save or download the pipeline again")
     return parts
 

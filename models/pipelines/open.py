@@ -54,7 +54,7 @@ def open_model(
 def calls_of(folder: Path) -> tuple[str, ...]:
     """Return the arguments of the pipeline's call that are options of its built-in adapter; none without one."""
     adapter = built_in().get(str(read_index(folder).get("_class_name")))
-    return (*getattr(adapter, "calls", ()), *(("height", "width") if getattr(adapter, "takes", ()) else ()))
+    return (*getattr(adapter, "calls", ()), *getattr(adapter, "sized", ()))
 
 
 def has_adapter(folder: Path) -> bool:
@@ -84,6 +84,7 @@ def built_in() -> dict[str, type[Pipeline]]:
     """Return the built-in adapters by the class of diffusers' pipeline."""
     from fluvial.models.pipelines.flux import Flux
     from fluvial.models.pipelines.qwen_image import QwenImage
+    from fluvial.models.pipelines.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
     from fluvial.models.pipelines.sd3 import SD3
     from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
     from fluvial.models.pipelines.unet_edits import (
@@ -92,11 +93,12 @@ def built_in() -> dict[str, type[Pipeline]]:
         StableDiffusionXLImageToImage,
         StableDiffusionXLInpaint,
     )
-    from fluvial.models.pipelines.wan import Wan
+    from fluvial.models.pipelines.wan import Wan, WanImageToVideo
     from fluvial.models.pipelines.z_image import ZImage
 
     adapters: tuple[type[Pipeline], ...] = (
-        *(SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, QwenImage, ZImage),
+        *(SD3, Flux, StableDiffusion, StableDiffusionXL, Wan, WanImageToVideo, QwenImage, ZImage),
+        *(QwenImageEdit, QwenImageEditPlus),
         *(StableDiffusionImageToImage, StableDiffusionInpaint, StableDiffusionXLImageToImage, StableDiffusionXLInpaint),
     )
     return {adapter.pipeline: adapter for adapter in adapters}

@@ -1,6 +1,6 @@
 """Qwen-Image: packed latents, masked tokens of a vision-language model, and guidance that keeps the norm of each token."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from fluvial.core.random import Key
 from fluvial.core.types import to_device
 from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import PATCH, Pipeline, pack, unpack
+from fluvial.models.replay.media import TextPrompt, text_of
 
 
 class QwenCond(NamedTuple):
@@ -29,7 +30,7 @@ class QwenImage(Pipeline):
 
     pipeline = "QwenImagePipeline"
     network = "QwenImageTransformer2DModel"
-    conditioning = QwenCond
+    conditioning: ClassVar[type] = QwenCond
     block_lists = ("transformer_blocks",)
     packed = True
     linspace = staticmethod(np.linspace)
@@ -48,9 +49,13 @@ class QwenImage(Pipeline):
         template = tokenizers.tokenizer(tokenizers.prompt_template_encode.format("")).input_ids
         return tokenizers.tokenizer, self.text_tokens - (len(template) - tokenizers.prompt_template_encode_start_idx)
 
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and mask `[1, L]`."""
-        tokens, _ = encoders.encode_prompt(prompt, device=self.device, max_sequence_length=self.text_tokens)
+        options = {"device": self.device, "max_sequence_length": self.text_tokens}
+        return self.padded(encoders.encode_prompt(text_of(prompt), **options)[0])
+
+    def padded(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return tokens of a prompt `[1, l, D]`, padded to the model's own number, and the mask."""
         pad = self.text_tokens - tokens.shape[1]
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool)
         return {"tokens": nn.functional.pad(tokens, (0, 0, 0, pad)), "mask": nn.functional.pad(mask, (0, pad))}
@@ -61,16 +66,19 @@ class QwenImage(Pipeline):
 
     def trimmed(self, cond: QwenCond, tokens: int) -> QwenCond:
         """Return the conditioning with the first tokens of each prompt."""
-        return QwenCond(cond.tokens[:, :tokens], cond.mask[:, :tokens])
+        return cond._replace(tokens=cond.tokens[:, :tokens], mask=cond.mask[:, :tokens])
 
     def inputs(self, x: Tensor, timestep: Tensor, cond: Any) -> dict[str, Any]:
         """See `Pipeline.inputs`; the network takes timesteps from 0 to 1."""
-        height, width = (side // PATCH for side in x.shape[-2:])
         return {
             "timestep": timestep / 1000,
             "encoder_hidden_states_mask": cond.mask,
-            "img_shapes": [[(1, height, width)]] * len(x),
+            "img_shapes": [[(1, *token_grid(x)), *self.further_grids(cond)]] * len(x),
         }
+
+    def further_grids(self, cond: Any) -> list[tuple[int, int, int]]:
+        """Return frames, height and width in tokens of the images whose tokens follow the samples'."""
+        return []
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor | float) -> Tensor:
         """Return the guided velocity, v_uncond + g (v - v_uncond), each token rescaled to the norm of v's token."""
@@ -95,3 +103,8 @@ class QwenImage(Pipeline):
         moments = (torch.tensor(each, dtype=like.dtype) for each in (config.latents_mean, config.latents_std))
         mean, std = (to_device(values[:, None, None], like.device) for values in moments)
         return mean, std
+
+
+def token_grid(latents: Tensor) -> tuple[int, int]:
+    """Return height and width of latents `[..., H, W]` in tokens."""
+    return latents.shape[-2] // PATCH, latents.shape[-1] // PATCH

@@ -12,6 +12,7 @@ from fluvial.core.types import to_device
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
+from fluvial.models.replay.media import TextPrompt, text_of
 
 
 class StableDiffusion(Pipeline):
@@ -28,7 +29,7 @@ class StableDiffusion(Pipeline):
     part = "unet"
     text_lengths = (77, 77)
     prompt_layers: ClassVar[tuple[str, ...]] = ("*.attn2.to_k", "*.attn2.to_v")
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "time_emb_proj")
+    lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "time_emb_proj")
     prediction: Prediction = "epsilon"
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
@@ -78,10 +79,10 @@ class StableDiffusion(Pipeline):
             f"{self.folder}'s scheduler has no {steps} steps whose alpha_bar rises from above 0: use another number of steps"
         )
 
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]`."""
         encoders.tokenizer.model_max_length = self.text_tokens  # the pipeline pads to it
-        return {"tokens": encoders.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)[0]}
+        return {"tokens": encoders.encode_prompt(text_of(prompt), self.device, 1, do_classifier_free_guidance=False)[0]}
 
     def network_input(self, x: Tensor, cond: Any) -> Tensor:
         """Return what the network is given in place of the samples; a subclass adds channels of the conditioning."""
@@ -115,12 +116,12 @@ class StableDiffusionXL(StableDiffusion):
 
     pipeline = "StableDiffusionXLPipeline"
     prompt_layers: ClassVar[tuple[str, ...]] = (*StableDiffusion.prompt_layers, "add_embedding")
-    lora_targets: ClassVar[tuple[str, ...]] = (*StableDiffusion.lora_targets, "proj_in", "proj_out")
+    lora_targets: tuple[str, ...] = (*StableDiffusion.lora_targets, "proj_in", "proj_out")
 
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and pooled `[1, P]`."""
         encoders.tokenizer.model_max_length = encoders.tokenizer_2.model_max_length = self.text_tokens
-        tokens, _, pooled, _ = encoders.encode_prompt(prompt, device=self.device, do_classifier_free_guidance=False)
+        tokens, _, pooled, _ = encoders.encode_prompt(text_of(prompt), device=self.device, do_classifier_free_guidance=False)
         if not prompt and encoders.config.force_zeros_for_empty_prompt:
             tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)
         return {"tokens": tokens, "pooled": pooled}

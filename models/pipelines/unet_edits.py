@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
-from fluvial.models.pipelines.base import Pipeline
+from fluvial.core.types import to_device
+from fluvial.models.pipelines.conditioned import Conditioned, images_of
 from fluvial.models.pipelines.folder import read_index
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.protocol import Schedule
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, open_image, text_of
+from fluvial.models.replay.media import TextPrompt, text_of
 
 UNIT = 2.0**-16  # noise k of which one unit in y is made
 MOST_STEPS = 1000  # timesteps of the schedulers
@@ -33,23 +34,17 @@ class EditCond(NamedTuple):
     """Conditioning by a prompt and images."""
 
     tokens: Tensor  # [B, L, D]
-    pooled: Tensor | None
     image: Tensor  # [B, C, h, w] latents of an image, or a mask and the latents of the rest
+    pooled: Tensor | None = None
 
 
-class FromImages(Pipeline):
-    """Prompts with images, of the samples' size; a subclass makes the conditioning of a prompt's images.
+class FromImages(Conditioned):
+    """Prompts with images, of the samples' size; a subclass makes the conditioning of a prompt's images."""
 
-    Args:
-        height, width: size of the images, in pixels.
-    """
+    conditioning = EditCond
 
-    takes: ClassVar[tuple[str, ...]]  # names of the images of a prompt, which are those of the pipeline's arguments
-    calls: ClassVar[tuple[str, ...]] = ()  # further arguments of the pipeline's call that are options here
-
-    def __init__(self, folder: str | Path, *, height: int = 512, width: int = 512, **options: Any) -> None:
+    def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder, **options)
-        self.size = (height, width)
         if read_index(self.folder).get("requires_aesthetics_score"):
             raise ValueError(f"{self.folder} is a refiner, whose network is given an aesthetic score: use a base model")
         channels, latents = self.config["in_channels"], self.config["out_channels"]
@@ -70,34 +65,28 @@ class FromImages(Pipeline):
             raise ValueError(f"the size is {height}x{width}, expected that of the images, {self.size[0]}x{self.size[1]}")
         return (self.config["out_channels"], *super().latent_shape(height, width, frames)[1:])
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[TextPrompt]) -> EditCond:
-        """Return the conditioning of prompts with images, on the CPU.
-
-        Raises:
-            ValueError: a prompt is too long, lacks an image, or has one of another size; the message names the prompt.
-        """
-        text = super().encode([text_of(prompt) for prompt in prompts])
-        return EditCond(text.tokens, text.pooled, self.images_of(prompts))
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
+        """Return what encodes the text, and the conditioning of the images, see `EditCond`."""
+        image = self.of_images(*self.opened(prompt))
+        return {**super().text(encoders, text_of(prompt)), "image": image}
 
     def images_of(self, prompts: Sequence[TextPrompt]) -> Tensor:
-        """Return the conditioning of the images of prompts, `[B, C, h, w]` float32, each computed once."""
-        known = {prompt: self.of_images(*self.opened(prompt)) for prompt in dict.fromkeys(prompts)}
+        """Return the conditioning of the images of prompts, `[B, C, h, w]` float32: cached with the text, or computed."""
+        known = {
+            prompt: self.of_images(*self.opened(prompt)) if self.cache is None else self._cached(prompt)["image"]
+            for prompt in dict.fromkeys(prompts)
+        }
         return torch.cat([known[prompt] for prompt in prompts])
 
     def opened(self, prompt: TextPrompt) -> list[Image.Image]:
         """Return the images of a prompt; ValueError if one is missing or has another size."""
-        found, (height, width) = [], self.size
-        for name in self.takes:
-            if not isinstance(prompt, MediaPrompt) or name not in prompt.media:
-                raise ValueError(f"prompt {text_of(prompt)[:40]!r} has no {name}: give its record a column {name}")
-            image = open_image(prompt.media[name])
+        found, (height, width) = images_of(prompt, self.takes), self.size
+        for name, image in zip(self.takes, found, strict=True):
             if image.size != (width, height):
                 raise ValueError(
                     f"the {name} of prompt {text_of(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
                     f"{width}x{height}, the size of the samples"
                 )
-            found.append(image)
         return found
 
     @abstractmethod
@@ -106,7 +95,7 @@ class FromImages(Pipeline):
 
     def latents_of(self, pixels: Tensor) -> Tensor:
         """Return the latents of images `[B, 3, H, W]` in [0, 1], the mode of the VAE's distribution."""
-        return super().encode_images(pixels.to(self.device)).cpu()
+        return super().encode_images(pixels)
 
 
 class ImageToImage(FromImages):
@@ -156,8 +145,9 @@ class ImageToImage(FromImages):
 
     def decode(self, latents: Tensor, prompts: Sequence[TextPrompt] = ()) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1], of samples y of prompts."""
-        last = _rescaled(self.scheduler().final_alpha_cumprod, 1 / UNIT).to(latents).expand(len(latents))
-        return super().decode(_with_image(latents, last, self.images_of(prompts)))
+        last = _rescaled(self.scheduler().final_alpha_cumprod, 1 / UNIT).to(latents.dtype).expand(len(latents))
+        last, images = (to_device(each, latents.device) for each in (last, self.images_of(prompts)))
+        return super().decode(_with_image(latents, last, images))
 
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
         """Raise ValueError: the samples of images depend on the image that they start from."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from fluvial.models.pipelines.folder import read_settings
 from fluvial.models.quantised import Base, quantise_linear
 
+MOST_TOKENS = 2048  # of a text with an image
+
 
 def network(
     library: Any, kind: str, folder: Path, *, dtype: torch.dtype, device: torch.device, base: Base | None = None
@@ -79,7 +81,10 @@ def pipeline(
     device: torch.device,
     base: Base | None = None,
 ) -> Any:
-    """Return diffusers' pipeline with tokenizers and text encoders, given as classes by name, and parts that are built."""
+    """Return diffusers' pipeline with its encoders, given as classes by name, and parts that are built.
+
+    Processors of images are read from the folder; a text with an image has the most tokens, and no pixels.
+    """
     import diffusers
     import transformers
 
@@ -88,6 +93,10 @@ def pipeline(
     for name, part in parts.items():
         if name.startswith("tokenizer"):
             built[name] = Tokens(77 if part.startswith("CLIP") else 512)
+        elif name == "processor":  # of a text with an image; shapes within a vision transformer depend on values: no pixels
+            built[name] = Tokens(MOST_TOKENS)
+        elif name.endswith("processor"):  # of images
+            built[name] = getattr(transformers, part).from_pretrained(folder / name)
         else:
             built[name] = network(transformers, part, folder / name, dtype=dtype, device=device, base=base)
     return made(**{**built, **extra})

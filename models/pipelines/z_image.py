@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fluvial.core.host_values import read
 from fluvial.models.pipelines.base import Pipeline
+from fluvial.models.replay.media import TextPrompt, text_of
 
 
 class ZImageCond(NamedTuple):
@@ -48,10 +49,10 @@ class ZImage(Pipeline):
         template = tokenizer.apply_chat_template([{"role": "user", "content": ""}], **chat)
         return tokenizer, self.text_tokens - len(tokenizer(template).input_ids)
 
-    def text(self, encoders: Any, prompt: str) -> dict[str, Tensor]:
+    def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and lengths `[1]`."""
         (tokens,), _ = encoders.encode_prompt(
-            prompt, device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+            text_of(prompt), device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
         )
         padded = nn.functional.pad(tokens, (0, 0, 0, self.text_tokens - len(tokens)))
         return {"tokens": padded[None], "lengths": torch.tensor([len(tokens)])}

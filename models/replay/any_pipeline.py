@@ -12,28 +12,46 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
 from fluvial.core.random import Key, fold_in, key
-from fluvial.core.table import Record
 from fluvial.models.lora import attention_layers
-from fluvial.models.pipelines.folder import entries, local_folder, quietly, read_index
+from fluvial.models.pipelines.folder import local_folder, quietly
 from fluvial.models.pipelines.wan import EXPERTS, WithExperts
 from fluvial.models.protocol import Cond, Schedule, Sounds
-from fluvial.models.replay.arguments import LYRICS, ONE_OF_EACH, arguments, called, exactly, forms, parameters, shown
-from fluvial.models.replay.capture import Capture, control_networks, same_steps
-from fluvial.models.replay.checks import ReplayError, check_images, check_initial_noise, check_tail, foreign, refusal
+from fluvial.models.replay.arguments import (
+    LYRICS,
+    ONE_OF_EACH,
+    Form,
+    arguments,
+    called,
+    class_of,
+    compression,
+    exactly,
+    forms,
+    parameters,
+)
+from fluvial.models.replay.capture import frozen_networks, same_steps
+from fluvial.models.replay.checks import (
+    ReplayError,
+    check_images,
+    check_initial_noise,
+    check_tail,
+    check_together,
+    foreign,
+    refusal,
+)
+from fluvial.models.replay.dry import COMPONENT, Dry, Known, dry_run
 from fluvial.models.replay.experts import placed
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, as_png, inverted, open_image, text_of, use_modes
-from fluvial.models.replay.processors import read_processors
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of, use_modes
+from fluvial.models.replay.recipe import Holds
 from fluvial.models.replay.recorded import (
     TOLERANCES,
-    RecordedModel,
     Recording,
     check_replay,
     generators,
@@ -44,34 +62,12 @@ from fluvial.models.replay.recorded import (
 )
 from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
 from fluvial.models.replay.stand_in import answering, emptied, pieces_of, stand_in
-from fluvial.models.replay.start import start_of, taken_of, with_offset, without_offset
+from fluvial.models.replay.start import least_steps, taken_of, with_offset, without_offset
 
 # A prompt is encoded as several samples, so that an input with one row per sample differs from one that all share.
 COPIES = (3, 5, 7)
-COMPONENT = "transformer"
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
-LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 SIZES, OFFSET = "sizes", "offset"  # names of the shapes of a prompt's inputs, and of what its samples start from
-
-
-class _Known(NamedTuple):
-    """Values that do not depend on the prompt."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # of the samples that the pipeline ends with and decodes
-    schedule: Schedule
-    model: RecordedModel
-    rows: tuple[tuple[torch.Size, ...], ...]  # shapes of the inputs with one row per sample
-    pieces: tuple[torch.Size, ...]  # shapes of the pieces of a flat sample; empty for a sample of one piece
-    levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
-
-
-class _Dry(NamedTuple):
-    """A run of the pipeline without its network on one prompt."""
-
-    known: _Known
-    cond: Cond  # rows of the prompt, by recipe
-    offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
 
 
 class AnyPipeline(WithExperts):
@@ -115,20 +111,9 @@ class AnyPipeline(WithExperts):
         compute: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        import diffusers
-
         local = local_folder(folder, trust_remote_code=options.get("trust_remote_code", False))
-        self.pipeline, parts = str(read_index(local).get("_class_name")), entries(local)
-        kind = getattr(diffusers, self.pipeline, None)
-        if kind is None:
-            raise ValueError(f"{local} holds a {self.pipeline}, which diffusers {diffusers.__version__} does not have")
-        if parts.get(COMPONENT) is None:
-            raise ValueError(
-                f"{local} holds a {self.pipeline}, which there is no adapter for, and without one only flow pipelines with "
-                f"a {COMPONENT} can be trained (fluvial models)"
-            )
-        self.network = str(parts[COMPONENT])
-        self.takes = parameters(kind)
+        kind, self.network = class_of(local, COMPONENT)
+        self.pipeline, self.takes = kind.__name__, parameters(kind)
         most = (call or {}).get("max_sequence_length", getattr(self.takes.get("max_sequence_length"), "default", None))
         most = most if isinstance(most, int) else 2**31
         self.text_lengths = (most, 2**31)
@@ -140,15 +125,15 @@ class AnyPipeline(WithExperts):
         )
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             self.asked["max_sequence_length"] = self.text_tokens
-        if "strength" in self.takes:
-            strength = self.asked.get("strength", self.takes["strength"].default)
-            self.asked["num_inference_steps"] = taken_of(steps, float(strength))
+        self._strength = float(self.asked.get("strength", getattr(self.takes.get("strength"), "default", 1.0)))
+        self._counts = taken_of(steps, self._strength)  # numbers of steps to ask for, to be tried in order
         self.steps, self.compute, self.example, self.size = steps, compute, example, (height, width, frames)
         self.shortest = example
-        self._form = 0  # index of the form of the call that makes several samples of a prompt
+        self._form = 0  # index of the form of the call that makes samples of a prompt
+        self._single = False  # whether it makes one at a time
         self._pipe: Any = None
         self._frozen: dict[str, Any] = {}  # control networks, in whose place the pipeline has stand-ins, too
-        self._once: _Known | None = None
+        self._once: Known | None = None
         self._latents: LatentLayout | None = None
         self._sees: bool | None = None  # see `_decoding_sees_images`
 
@@ -157,7 +142,7 @@ class AnyPipeline(WithExperts):
         """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
         layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
-        return usual or attention_layers(self._loaded().transformer)
+        return usual if {*usual} - {"to_out.0"} else attention_layers(self._loaded().transformer)
 
     def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
@@ -227,10 +212,11 @@ class AnyPipeline(WithExperts):
             if fits and same_steps(run.known.model.recipes, self.known.model.recipes):
                 break
         else:
+            way_out = "" if isinstance(prompt, str) else ": give all prompts images of one size"
             raise refusal(
                 self.pipeline,
                 f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
-                "for others; samples of both cannot be in one batch",
+                f"for others; samples of both cannot be in one batch{way_out}",
             )
         found, cond, offset = run
         start = {} if offset is None else {OFFSET: offset}
@@ -245,7 +231,7 @@ class AnyPipeline(WithExperts):
 
     def encode(self, prompts: Sequence[TextPrompt]) -> Cond:
         """Return the conditioning of a batch of prompts with or without images, see `Pipeline.encode`."""
-        return super().encode(prompts)  # type: ignore[arg-type]
+        return super().encode(prompts)
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
         """Return the conditioning of the recorded model."""
@@ -272,17 +258,21 @@ class AnyPipeline(WithExperts):
             prompts: prompt of each sample, by default the example. A pipeline whose images depend on those of the prompt
                 besides the samples decodes the samples of each prompt apart.
         """
+        return torch.cat([made.shown(self.size) for made in self._outputs(latents, prompts)]).to(latents.device)
+
+    def _outputs(self, latents: Tensor, prompts: Sequence[TextPrompt] | None) -> Iterator[Output]:
+        """Yield what the pipeline makes of samples, see `decode`."""
         asked = [self.example] * len(latents) if prompts is None else list(prompts)
         if (scale := self.known.model.scale) != 1:
             latents = with_offset(latents, scale, self.encode(asked)[-1])
         if not self._decoding_sees_images():
             asked = [self.example] * len(latents)
-        images, first = list[Tensor](), 0
+        first = 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
-            images += [self._made(chunk, prompt).shown(self.size) for chunk in latents[first:last].split(self.decode_chunk)]
+            size = 1 if self._single else self.decode_chunk
+            yield from (self._made(chunk, prompt) for chunk in latents[first:last].split(size))
             first = last
-        return torch.cat(images).to(latents.device)
 
     @property
     def sound_rate(self) -> int | None:
@@ -295,13 +285,13 @@ class AnyPipeline(WithExperts):
         return self.sound_rate is None or "height" in self.takes
 
     @torch.no_grad()
-    def sounds(self, latents: Tensor) -> Sounds:
-        """Return the sounds of samples `[B, *event]`, which depend on no prompt.
+    def sounds(self, latents: Tensor, prompts: Sequence[TextPrompt] | None = None) -> Sounds:
+        """Return the sounds of samples `[B, *event]`; for `prompts` see `decode`.
 
         Raises:
             ValueError: the pipeline makes none.
         """
-        made = [self._made(chunk, self.example).waves for chunk in latents.split(self.decode_chunk)]
+        made = [output.waves for output in self._outputs(latents, prompts)]
         waves, rate = [part for part in made if part is not None], self.sound_rate
         if not waves or rate is None:
             raise ValueError(f"{self.pipeline} makes no sounds")
@@ -313,8 +303,7 @@ class AnyPipeline(WithExperts):
             return False
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
-            changed = {name: as_png(inverted(open_image(source))) for name, source in self.example.media.items()}
-            both = (self.example, MediaPrompt(self.example.text, changed))
+            both = (self.example, self.example.changed(*self.example.media))
             one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
@@ -346,7 +335,7 @@ class AnyPipeline(WithExperts):
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
 
         Prompts with images are run one by one, because pipelines take lists of images as they please. Each image must have
-        an effect on the conditioning.
+        an effect on the conditioning, and samples that are decoded together none on each other.
 
         Args:
             module: the transformer, as it is trained.
@@ -359,8 +348,8 @@ class AnyPipeline(WithExperts):
             ValueError: something differs by more than rounding; the message names the pipeline and what differs.
         """
         conditioned = [prompt for prompt in prompts if isinstance(prompt, MediaPrompt)]
+        alone = self.known.model.ragged or bool(conditioned)  # a batch would be padded
         self._check_effects(conditioned[:1])
-        alone = bool(conditioned) or self.known.model.ragged  # a batch would be padded
         each, errors = [[prompt] for prompt in prompts], list[float]()
         batches = each if alone else [list(prompts)]
         try:
@@ -383,11 +372,12 @@ class AnyPipeline(WithExperts):
                 decoded = self.decode(final, batch)
                 errors.append(check_images(self.pipeline, decoded, theirs.images, tolerance=TOLERANCES[self.dtype]))
             if theirs.waves is not None:
-                waves = self.sounds(final).waves
+                waves = self.sounds(final, batch).waves
                 errors.append(
                     check_images(self.pipeline, waves, theirs.waves, tolerance=TOLERANCES[self.dtype], what="sounds")
                 )
         final = torch.cat([run.trajectory.final for run in runs])
+        errors.append(self._check_together(final[:2], prompts[0]))
         cond = optree.tree_map(lambda row: row.to(final.device), self.encode(prompts))
         trajectory = optree.tree_map(lambda *parts: torch.cat(parts), *(run.trajectory for run in runs))
         trajectory = trajectory._replace(steps=trajectory.steps - (len(self.known.levels) - 1 - self.steps))
@@ -397,6 +387,20 @@ class AnyPipeline(WithExperts):
         error = check_replay(module, ours, micro_batch=max(len(prompts) - 1, 1), tolerance=rounding(runs[0].model))
         return max(error, *errors)
 
+    @torch.no_grad()
+    def _check_together(self, samples: Tensor, prompt: TextPrompt) -> float:
+        """Return the relative error of two samples that are decoded together; ValueError if it is more than rounding."""
+        if self._single or self.decode_chunk == 1 or len(samples) == 1:
+            return 0.0
+        (both,) = self._outputs(samples, [prompt, prompt])
+        one, other = (made for sample in samples.split(1) for made in self._outputs(sample, [prompt]))
+        errors = [0.0]
+        for together, *apart in zip(both, one, other, strict=True):
+            if together is not None:
+                made = torch.cat([part for part in apart if part is not None])
+                errors.append(check_together(self.pipeline, together, made, tolerance=TOLERANCES[self.dtype]))
+        return max(errors)
+
     @alone
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
@@ -404,9 +408,13 @@ class AnyPipeline(WithExperts):
         own = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
-        if isinstance(prompts[0], MediaPrompt):
-            asked |= {**prompts[0].opened(), "prompt": prompts[0].text}
+        calls = [call for recipe in self.known.model.recipes for call in recipe.calls]
+        asked["places"] = [leaf.places for call in calls for leaf in call.leaves if isinstance(leaf, Holds)]
         start, texts = key(number), [text_of(prompt) for prompt in prompts]
+        if isinstance(prompts[0], MediaPrompt) or self._single:
+            asked |= self._forms(prompts[0], 1)[self._form].one
+        if self._single:
+            (asked["generator"],) = generators(fold_in(start, torch.arange(1)))
         asked |= {name: value for name, value in called(self.takes, {**asked, "prompt": texts}).items() if name == LYRICS}
         for part in self._networks:
             setattr(pipe, part, placed(module, part))
@@ -414,9 +422,7 @@ class AnyPipeline(WithExperts):
             setattr(pipe, part, real)
         try:
             with quietly(), torch.no_grad():
-                return record(
-                    pipe, texts, key=start, steps=self.asked["num_inference_steps"], sampler="ode", form="unscaled", **asked
-                )
+                return record(pipe, texts, key=start, steps=self._counts[0], sampler="ode", form="unscaled", **asked)
         finally:
             for part, network in own.items():
                 setattr(pipe, part, network)
@@ -425,10 +431,8 @@ class AnyPipeline(WithExperts):
         """Return a run in the coordinates in which samples start as noise, see `replay.start`."""
         if (scale := self.known.model.scale) == 1:
             return run
-        offset, kept = self.encode(prompts)[-1], run.trajectory
-        x, x_next, final, initial = (
-            without_offset(part, scale, offset) for part in (kept.x, kept.x_next, kept.final, run.initial)
-        )
+        kept, parts = run.trajectory, (run.trajectory.x, run.trajectory.x_next, run.trajectory.final, run.initial)
+        x, x_next, final, initial = (without_offset(part, scale, self.encode(prompts)[-1]) for part in parts)
         return dataclasses.replace(run, trajectory=kept._replace(x=x, x_next=x_next, final=final), initial=initial)
 
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
@@ -436,22 +440,21 @@ class AnyPipeline(WithExperts):
         for prompt in prompts:
             copies, (_, *cond) = next(self._runs(self._loaded(), prompt, apart=True))
             for name in prompt.media:
-                other = MediaPrompt(prompt.text, {**prompt.media, name: as_png(inverted(open_image(prompt.media[name])))})
                 try:
-                    _, *changed = self._dry(self._loaded(), other, copies, apart=True)
+                    _, *changed = self._dry(self._loaded(), prompt.changed(name), copies, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
                 if all(optree.tree_leaves(same)):
-                    raise refusal(self.pipeline, f"its {name} has no effect on the images; leave it out")
+                    raise refusal(self.pipeline, f"its {name} has no effect on the samples; leave it out")
 
     @property
-    def known(self) -> _Known:
+    def known(self) -> Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            pipe, runs, same = self._loaded(), dict[int, _Known](), None
-            for copies, run in self._runs(pipe, self.example):
-                if (same := next((number for number, other in runs.items() if _alike(other, run.known)), None)) is not None:
+            pipe, runs, same = self._loaded(), dict[int, Known](), None
+            for copies, run in self._runs(pipe, self.example, single=[True] if self._single else [False, True]):
+                if (same := next((number for number, other in runs.items() if other.alike(run.known)), None)) is not None:
                     break
                 runs[copies] = run.known
             if same is None:
@@ -459,7 +462,7 @@ class AnyPipeline(WithExperts):
                 raise refusal(self.pipeline, f"its {COMPONENT} is given inputs of unlike kinds for {numbers} samples")
             found = runs[same]
             shortest = () if self.shortest == self.example else self._runs(pipe, self.shortest)
-            if shortest and not any(_alike(run.known, found) for _, run in shortest):
+            if pipe.transformer.unlike or (shortest and not any(run.known.alike(found) for _, run in shortest)):
                 found = self._dry(pipe, self.example, same, apart=True).known
                 found = found._replace(model=dataclasses.replace(found.model, ragged=True))
             self._once = found
@@ -484,12 +487,13 @@ class AnyPipeline(WithExperts):
             from diffusers import FlowMatchEulerDiscreteScheduler
 
             stand_ins = {
-                part: stand_in(self.build_part(part, empty=True), self.device, self.compute, guess=True)
-                for part in self._networks
+                part: stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                pipe = self._opened(**stand_ins, **read_processors(self.folder))
-                self._frozen = control_networks(pipe)
+                pipe = self._opened(**stand_ins)
+                for name, network in stand_ins.items():  # parts that are optional are read from the folder all the same
+                    setattr(pipe, name, network)
+                self._frozen = frozen_networks(pipe)
                 for name, part in pipe.components.items():
                     if isinstance(part, nn.Module) and name not in stand_ins:
                         part.requires_grad_(False).eval().to(self.device)
@@ -505,96 +509,69 @@ class AnyPipeline(WithExperts):
             self._pipe = pipe
         return self._pipe
 
-    def _runs(self, pipe: Any, prompt: TextPrompt, *, apart: bool = False) -> Iterator[tuple[int, _Dry]]:
-        """Yield runs on several numbers of copies, see `_dry`: an input may be as long as one of them by coincidence."""
-        errors = list[ReplayError]()
-        for copies in COPIES:
-            try:
-                found = self._dry(pipe, prompt, copies, apart=apart)
-            except ReplayError as error:
-                if errors:
-                    raise errors[0] from error
-                errors.append(error)
-            else:
-                yield copies, found
+    def _runs(
+        self, pipe: Any, prompt: TextPrompt, *, apart: bool = False, single: Sequence[bool] | None = None
+    ) -> Iterator[tuple[int, Dry]]:
+        """Yield runs on several numbers of copies, see `_dry`: an input may be as long as one of them by coincidence.
 
-    @torch.no_grad()
-    def _dry(self, pipe: Any, prompt: TextPrompt, copies: int = COPIES[0], *, apart: bool = False) -> _Dry:
+        Args:
+            pipe, prompt, apart: see `_dry`.
+            single: kinds of forms to try, of several samples or of single ones; by default the one that is known to work.
+        """
+        failed = list[ValueError]()
+        for kind in (self._single,) if single is None else single:
+            errors = list[ValueError]()
+            for copies in COPIES:
+                try:
+                    found = self._dry(pipe, prompt, copies, apart=apart, single=kind)
+                except ValueError as error:
+                    errors.append(error)
+                    if len(errors) == 2 or not isinstance(error, ReplayError):
+                        break
+                else:
+                    yield copies, found
+            failed += errors if len(errors) == 2 or not all(isinstance(error, ReplayError) for error in errors) else []
+        if failed:  # where the pipeline itself makes no several samples, what matters is why it cannot make one
+            raise failed[0 if isinstance(failed[0], ReplayError) else -1]
+
+    def _forms(self, prompt: TextPrompt, number: int) -> list[Form]:
+        """Return the forms of the call that may make several samples of a prompt."""
+        pipe = self._loaded()
+        crf = compression(pipe, self.asked)
+        return forms(self.takes, prompt, number, steps=self._counts, rate=rate_of(pipe), crf=crf)
+
+    def _dry(
+        self, pipe: Any, prompt: TextPrompt, copies: int = COPIES[0], *, apart: bool = False, single: bool | None = None
+    ) -> Dry:
         """Run the pipeline with the stand-in on several copies of one prompt; for `apart` see `Capture`.
 
         The forms of the call are tried in order until one gives as many samples as asked for.
         """
-        tried, errors = forms(self.takes, prompt, copies), list[ValueError]()
+        single = self._single if single is None else single
+        tried, errors = self._forms(prompt, copies), list[ValueError]()
+        settings: dict[str, Any] = {"steps": self.steps, "takes": self.takes, "frozen": self._frozen, "apart": apart}
         for number in range(self._form, len(tried)):
+            if tried[number].single is not single:
+                continue
             try:
-                found = self._dry_run(pipe, tried[number], copies, apart)
+                found = dry_run(pipe, self.asked, tried[number], copies, **settings)
             except ValueError as error:
                 errors.append(error)
             else:
-                self._form = number
+                self._form, self._single = number, single
                 return found
         raise errors[0]
-
-    @alone
-    def _dry_run(self, pipe: Any, form: dict[str, Any], copies: int, apart: bool) -> _Dry:
-        """Run the pipeline with the stand-in on one form of several samples of a prompt, see `_dry`."""
-        from fluvial.models.replay.scheduler import RecordingScheduler
-
-        seeds = generators(fold_in(key(0), torch.arange(copies)))
-        asked = called(self.takes, {**self.asked, **form, "generator": seeds})
-        capture = Capture(pipe, COMPONENT, asked, apart=apart)
-        theirs = pipe.scheduler
-        with foreign(self.pipeline, "be trained without an adapter"):
-            scheduler = RecordingScheduler.from_config({**theirs.config, "_class_name": type(theirs).__name__})
-        with (
-            quietly(),
-            capture.watching(pipe, scheduler),
-            scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
-        ):
-            with foreign(self.pipeline, f"be called with {shown(self.asked)}"):
-                pipe(**asked)
-            if capture.initial is None:
-                raise refusal(self.pipeline, "its scheduler takes no step")
-        if len(capture.initial) != copies:
-            raise refusal(self.pipeline, f"it makes {len(capture.initial)} samples of a prompt, expected {copies} as asked")
-        levels = recorder.scheduled.sigmas
-        first = check_tail(self.pipeline, capture.taken, len(levels) - 1, self.steps)
-        start = None
-        if float(levels[first]) != 1 and recorder.mixtures:
-            start = start_of(self.pipeline, capture.initial, recorder.mixtures, float(levels[first]))
-        elif first:
-            raise refusal(self.pipeline, f"it takes the last {self.steps} steps only, and starts from no image")
-        check_initial_noise(self.pipeline, capture.initial if start is None else start.noise)
-        recipes, cond = capture.recipes()
-        if any(not torch.equal(row[0], other) for rows in cond for row in rows for other in row[1:]):
-            raise refusal(self.pipeline, f"its {COMPONENT} is given something besides the sample that depends on it")
-        shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
-        own = levels if start is None else levels[first:] / levels[first]
-        model = RecordedModel(
-            self.pipeline, own[:-1], recipes, frozen=self._frozen, scale=1.0 if start is None else start.scale
-        )
-        last = recorder.trajectory().x_next
-        rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
-        schedule = Schedule(own, scheduler.timesteps[-self.steps :])
-        known = _Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
-        return _Dry(known, rows_of_one, None if start is None else start.offset[:1])
 
     @alone
     def _made(self, latents: Tensor, prompt: TextPrompt) -> Output:
         """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
-        tried = forms(self.takes, prompt, len(latents))
-        steps = next((least for name, least in LEAST_STEPS.items() if own.config.get(name)), 1)
-        once = {**tried[self._form], "num_inference_steps": steps, "output_type": "pt"}
+        once = {**self._forms(prompt, len(latents))[self._form].several, "output_type": "pt"}
+        once["num_inference_steps"] = least_steps(own.config, self._strength)
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
                 pipe.scheduler = answering(own, *pieces_of(latents.to(self.device, self.known.dtype), self.known.pieces))
                 return output_of(pipe(**called(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own
-
-
-def _alike(one: _Known, other: _Known) -> bool:
-    """Return whether two runs have the same recipes, with inputs of the same shapes."""
-    return one.rows == other.rows and same_steps(one.model.recipes, other.model.recipes)

@@ -1,22 +1,68 @@
 """Arguments of a pipeline's call: those of a run, and those that make several samples of a prompt."""
 
 import inspect
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from fluvial.models.pipelines.folder import entries, read_index
 from fluvial.models.replay.capture import SCALES
+from fluvial.models.replay.checks import foreign
+from fluvial.models.replay.kinds import VIDEO, Sound
 from fluvial.models.replay.media import TextPrompt, media_of, text_of
 
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 CACHE = "use_kv_cache"  # argument that lets a step reuse what the network computed in the step before
+PERTURBED = "pag_scale"  # argument with the scale of perturbed attention guidance
+INFERENCE = "force_inference_output"  # setting of HiDream's network, whose experts have no gradient as it is sampled from
+# Arguments of pipelines whose samples are no rollout at one noise level per step, and why.
+OTHERWISE = {
+    "ar_step": "it denoises each frame at a noise level of its own (diffusion forcing)",
+    "prev_segment_conditioning_frames": "it makes a video in segments, each from the last frames of the one before",
+}
+CRF = "image_crf"  # argument with the strength of H.264 that LTX-2 compresses one image by, and no list of them
 LYRICS = "lyrics"  # argument with a text for each prompt
-# Pipelines that make inputs of one sample where they are asked for several of a prompt, and whose VAE takes one at a time.
-ONE_OF_EACH = ("HunyuanVideo15Pipeline",)
+# Pipelines that make inputs of one sample where they are asked for several of a prompt, or decode one sample at a time: the
+# VAE takes no more, or the first frames are scaled by a mean over the batch (Kandinsky 5).
+ONE_OF_EACH = ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline", "Kandinsky5I2VPipeline")
 UNSHOWN = ("output_type", "return_dict")  # arguments that the caller does not choose
+
+
+def class_of(folder: Path, component: str) -> tuple[type, str]:
+    """Return the class of diffusers of a pipeline's folder, and that of its network.
+
+    Raises:
+        ValueError: diffusers does not have it, or it has no network of that name.
+    """
+    import diffusers
+
+    name, network = str(read_index(folder).get("_class_name")), entries(folder).get(component)
+    kind = getattr(diffusers, name, None)
+    if kind is None:
+        raise ValueError(f"{folder} holds a {name}, which diffusers {diffusers.__version__} does not have")
+    if network is None:
+        raise ValueError(
+            f"{folder} holds a {name}, which there is no adapter for, and without one only flow pipelines with a "
+            f"{component} can be trained (fluvial models)"
+        )
+    if "vae" not in inspect.signature(kind.__init__).parameters:
+        raise ValueError(f"{name} cannot be trained without an adapter: it has no VAE, and makes images of pixels")
+    takes = inspect.signature(kind.__call__).parameters
+    if (why := next((reason for argument, reason in OTHERWISE.items() if argument in takes), None)) is not None:
+        raise ValueError(f"{name} cannot be trained without an adapter: {why}")
+    made = getattr(diffusers, network, None)
+    if made is not None and INFERENCE in inspect.signature(made.__init__).parameters:
+        raise ValueError(
+            f"{name} cannot be trained without an adapter: its network has other operations in training than for samples "
+            f"({INFERENCE}), so that no policy would be on policy"
+        )
+    return kind, network
 
 
 def parameters(kind: type) -> dict[str, inspect.Parameter]:
@@ -62,13 +108,18 @@ def arguments(
     asked |= {name: pixels for name, pixels in (("height", height), ("width", width)) if name in takes}
     if (counted := next((name for name in FRAMES if name in takes), None)) is not None:
         asked[counted] = frames
-    elif frames != 1:
+    elif frames != 1 and not {*VIDEO.arguments} & {*takes}:  # else its videos are as long as those that it is given
         raise ValueError(f"frames is {frames}, expected 1: {pipeline} makes images")
     guidance = next((name for name in (SCALES if embedded else SCALES[::-1]) if name in takes), None)
     if guidance is not None:
         asked[guidance] = scale
     elif scale != 1:
         raise ValueError(f"the scale of guidance is {scale:g}, expected 1: {pipeline} has no guidance")
+    if call.get(PERTURBED, getattr(takes.get(PERTURBED), "default", 0)):
+        raise ValueError(
+            f"{pipeline} exchanges layers of its network during the call, for perturbed attention guidance (PAG), and is "
+            f"replayed without: --pipeline.call {PERTURBED}=0"
+        )
     if CACHE in takes:
         asked[CACHE] = False
     if scale != 1 and "negative_prompt" in takes:
@@ -79,15 +130,92 @@ def arguments(
     return asked
 
 
-def forms(takes: Collection[str], prompt: TextPrompt, number: int) -> list[dict[str, Any]]:
-    """Return the forms of a call that may make several samples of a prompt, to be tried in order."""
+class Form(NamedTuple):
+    """A form of a pipeline's call that may make several samples of a prompt."""
+
+    several: dict[str, Any]  # arguments of several samples
+    one: dict[str, Any]  # of one sample
+    single: bool = False  # whether `several` is one sample as well, of a pipeline that makes no more in a call
+
+
+def forms(
+    takes: Collection[str],
+    prompt: TextPrompt,
+    number: int,
+    *,
+    steps: Sequence[int],
+    rate: int | None = None,
+    crf: int = 0,
+) -> list[Form]:
+    """Return the forms of a call that may make several samples of a prompt, to be tried in order.
+
+    Forms that make single samples, which no batch can be compared with, come last.
+
+    Args:
+        takes: names of the arguments that the call has.
+        prompt: the prompt, with or without media.
+        number: number of samples.
+        steps: numbers of steps to ask for, of which one makes the pipeline take as many as wanted.
+        rate: numbers per second and channel of the pipeline's sounds.
+        crf: strength of the compression that the pipeline applies to an image of its own; lists of images are given to it
+            compressed.
+
+    Raises:
+        ValueError: a sound of the prompt has another rate.
+    """
     text, media = text_of(prompt), media_of(prompt)
     several = next((name for name in SEVERAL if name in takes), None)
-    if not media:
-        return [*([{"prompt": text, several: number}] if several else []), {"prompt": [text] * number}]
-    lists = {name: [image] * number for name, image in media.items()}
-    once = [{"prompt": text, several: number, **given} for given in (media, lists)] if several else []
-    return [*once, {"prompt": [text] * number, **media}, {"prompt": [text] * number, **lists}]
+    found = []
+    for given, count in product(_as_tensors(media, rate), steps):
+        once = {**given, "num_inference_steps": count}
+        lists = once | {name: _repeated(_compressed(value, crf), number) for name, value in given.items()}
+        lists |= {CRF: 0} if crf else {}
+        values = [once, lists] if media else [once]
+        asked = [{"prompt": text, several: number, **each} for each in values] if several else []
+        asked += [{"prompt": [text] * number, **each} for each in values]
+        alone = {"prompt": text, **once}
+        found += [*(Form(each, alone) for each in asked), Form(alone, alone, single=True)]
+    return sorted(found, key=lambda form: form.single)
+
+
+def _as_tensors(media: Mapping[str, Any], rate: int | None) -> Iterator[dict[str, Any]]:
+    """Yield media with sounds as tensors: with a batch dimension, `[1, channels, n]`, then without."""
+    sounds = {name: value for name, value in media.items() if isinstance(value, Sound)}
+    for name, sound in sounds.items():
+        if rate is not None and sound.rate != rate:
+            raise ValueError(
+                f"the {name} of a prompt has {sound.rate} numbers per second, and the pipeline takes {rate}: resample it"
+            )
+    yield {**media, **{name: sound.wave[None] for name, sound in sounds.items()}}
+    if sounds:
+        yield {**media, **{name: sound.wave for name, sound in sounds.items()}}
+
+
+def compression(pipe: Any, asked: Mapping[str, Any]) -> int:
+    """Return the strength of H.264 that a pipeline compresses an image by, by default its own; 0 if it does not."""
+    if CRF not in inspect.signature(pipe.__call__).parameters:
+        return 0
+    from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
+
+    given = asked.get(CRF)
+    return int(resolve_default_image_crf(pipe.text_encoder) if given is None else given)
+
+
+def _compressed(value: Any, crf: int) -> Any:
+    """Return an image compressed as LTX-2 does; anything else as it is."""
+    if not crf or not isinstance(value, Image.Image):
+        return value
+    from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
+
+    with foreign("LTX-2", "compress an image"):
+        return Image.fromarray(apply_image_conditioning_crf(np.array(value.convert("RGB")), crf))
+
+
+def _repeated(value: Any, number: int) -> Any:
+    """Return one image, video or sound per sample."""
+    if not isinstance(value, Tensor):
+        return [value] * number
+    return (value if value.ndim == 3 else value[None]).repeat(number, 1, 1)
 
 
 def called(takes: Mapping[str, inspect.Parameter], asked: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Find out how a pipeline of diffusers makes a step's velocity from its transformer's outputs, by watching a run."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -13,41 +12,38 @@ from torch import Tensor, nn
 
 from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
+from fluvial.models.replay.combinations import Combined, combinations_of
 from fluvial.models.replay.experts import trained_parts
-from fluvial.models.replay.places import Places, places_in_input, places_in_output
+from fluvial.models.replay.places import Places, Whole, blocks, places_in_input, whole_of
 from fluvial.models.replay.recipe import (
+    CONTROL,
     Call,
-    Combination,
-    Fitted,
     Fixed,
     Holds,
-    Joined,
     Latent,
     Leaf,
     Made,
-    Norm,
     Row,
     StepRecipe,
     kind_of,
     parts_of,
     stacked,
-    tails,
     tensors_of,
 )
 
-CONTROL = ("controlnet",)  # parts whose outputs the transformer is given
-MOST_PARTS = 4  # outputs that a velocity may be a weighted sum of
-LEAST_WEIGHT = 1e-6  # weights below are rounding
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a weighted sum
+UNGUIDED = ("unconditional_transformer",)  # networks whose outputs guidance leads away from, as Ideogram 4's
 SCALES = ("guidance_scale", "true_cfg_scale")  # names that diffusers' pipelines have for the scale of guidance
 FURTHER_SCALES = ("guidance_scale_2",)  # of some of the steps, or of a part of the sample
+RESCALES = ("guidance_rescale", "audio_guidance_rescale")  # strengths of rescaled guidance
+
+Sought = tuple[int, tuple[Places, Tensor] | None]  # see `_sought`
 
 
 class _Group(NamedTuple):
     """Recorded steps with the same recipe."""
 
     calls: list[Call]
-    combinations: list[Combination | Fitted | Joined]  # combinations that gave the velocity of all these steps
+    combinations: list[Combined]  # combinations that gave the velocity of all these steps
     positions: list[int]
     rows: list[list[Tensor]]  # rows of each step; the same objects where they are equal
 
@@ -56,30 +52,41 @@ class Capture:
     """Record the inputs and outputs of a part within each step until the scheduler receives the velocity.
 
     `asked` are the arguments of the pipeline's call. With `apart`, each sample will have a pass of its own, and tensors
-    that all samples share are those of their prompt.
+    that all samples share are those of their prompt. With `single`, there is one sample, many of whose numbers are equal in
+    low precision, where it is found among others as one block only. `places` are known from a run on several samples, see
+    `places_in_input`.
 
     Raises:
         ValueError: the pipeline does not take those arguments.
     """
 
-    def __init__(self, pipe: Any, component: str, asked: dict[str, Any], *, apart: bool = False) -> None:
-        self.apart = apart
+    def __init__(
+        self,
+        pipe: Any,
+        component: str,
+        asked: dict[str, Any],
+        *,
+        apart: bool = False,
+        single: bool = False,
+        places: Sequence[Places] = (),
+    ) -> None:
+        self.apart, self.sought = apart, partial(_sought, single=single, known=places)
         self.pipeline, self.component, self.scales = type(pipe).__name__, component, _scales(pipe, asked)
-        self.frozen = control_networks(pipe)
-        rescales = "guidance_rescale" in inspect.signature(pipe.__call__).parameters
-        self.hint = "; a rescaled guidance is not one: call it with guidance_rescale=0" if rescales else ""
+        self.frozen = frozen_networks(pipe)
+        self.rescales = _numbers(pipe, asked, RESCALES)
         self.taken: list[int] = []  # steps of the schedule, in the order they were taken
         self.initial: Tensor | None = None  # samples before the first step
         self._output: Tensor | None = None  # of the last step
         self._calls: list[tuple[str, Any, Any]] = []  # of a step: part, (args, kwargs), output
         self._given: Any = None  # inputs of the call under way
         self._groups: list[_Group] = []
+        self._levels: Callable[[int], Tensor]  # noise level of a step
         self._recorded = 0
 
     @contextmanager
     def watching(self, pipe: Any, scheduler: Any) -> Iterator[None]:
         """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
-        own = pipe.scheduler
+        own, self._levels = pipe.scheduler, lambda step: scheduler.sigmas[step]
         networks = {name: pipe.components[name] for name in (*trained_parts(pipe, self.component), *self.frozen)}
         handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in networks.values()]
         for name, module in networks.items():
@@ -115,34 +122,41 @@ class Capture:
         parts: list[Tensor] = []
         made: list[list[Tensor]] = []  # outputs of control networks that depend on the sample, by call
         for component, given, output in seen:
-            returned = parts_of(output, x) if component == self.component else tensors_of(output)
+            gives_parts = component not in CONTROL
+            returned = parts_of(output, x) if gives_parts else tensors_of(output)
             if not returned:
                 raise self._refusal(step, f"the {component} does not return one output per sample")
-            kinds, others, tree = _sources(given, x, made, self.apart)
+            kinds, others, tree = _sources(given, x, made, self.apart, self.sought)
             if not any(isinstance(kind, Latent | Holds) for kind in kinds):
-                if component != self.component:
+                if not gives_parts:
                     continue  # what it returns depends on the prompt alone
                 raise self._refusal(step, f"the {component} is called without the sample that the scheduler has")
             calls.append(Call(component, tree, tuple(kinds), returned[0].dtype))
             rows += others
-            made.append([] if component == self.component else returned)
-            parts += returned if component == self.component else []
-        combinations: list[Combination | Fitted | Joined] = [
-            found for made in _combinations(parts, v, self.scales) if (found := _fitting(made, parts, v, x))
-        ]
-        if not combinations or any(len(part.shape) == 3 and part.shape != v.shape for part in parts):
-            cut = tails(parts, v)
-            same = [made for made in _combinations(cut, v, self.scales) if made(cut, x).shape == v.shape]
-            combinations = [made for made in same if _fitting(made, cut, v, x)] or combinations
-        sizes = _sizes(seen, x)
-        if not combinations and (sum_of_parts := _joined(parts, v, x, sizes) if sizes else _fitted(parts, v, x)) is not None:
-            combinations.append(sum_of_parts)
+            made.append([] if gives_parts else returned)
+            parts += returned if gives_parts else []
+        if not bool(v.isfinite().all()):
+            raise self._refusal(
+                step, f"its velocity is not finite: the {self.component} or its inputs overflow, or hold no text"
+            )
+        level = self._levels(step).expand(len(x))
+        combinations = combinations_of(
+            parts,
+            v,
+            x,
+            level,
+            scales=self.scales,
+            rescales=self.rescales,
+            sizes=_sizes(seen, x),
+            whole=_whole(calls[0], rows, seen[-1][2], x),
+        )
         if not combinations:
             scales = " or ".join(f"{scale:g}" for scale in self.scales) or "none"
+            without = "; try it with guidance_rescale=0" if any(self.rescales) else ""
             raise self._refusal(
                 step,
-                f"its velocity is no known combination of {len(parts)} outputs of the {self.component} (guidance {scales})"
-                f"{self.hint}",
+                f"its velocity is no known combination of {len(parts)} outputs of the {self.component} "
+                f"(guidance {scales}){without}",
             )
         self._add(calls, rows, combinations)
 
@@ -170,7 +184,7 @@ class Capture:
             cond.append(tuple(torch.stack(column, dim=1) if differs else column[0] for column, differs in columns))
         return tuple(recipes), tuple(cond)
 
-    def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combination | Fitted | Joined]) -> None:
+    def _add(self, calls: list[Call], rows: list[Tensor], combinations: list[Combined]) -> None:
         """Add a step to the group of its recipe; tensors that equal those of another step are stored once."""
         position, self._recorded = self._recorded, self._recorded + 1
         for at, group in enumerate(self._groups):
@@ -204,75 +218,36 @@ def same_steps(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
     )
 
 
-def _combinations(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -> Iterator[Combination]:
-    """Yield the combinations of parts that have the shape of v, simple ones first."""
-    if len(parts) > 2 or any(part.shape != parts[0].shape for part in parts):
-        return
-    dtype = None if parts[0].dtype == v.dtype else v.dtype
-    half = parts[0].shape[1:] == (2 * v.shape[1], *v.shape[2:])
-    for negative in (False, True):
-        made = partial(Combination, first_half=half, negative=negative, dtype=dtype)
-        if len(parts) == 1:
-            yield made()
-            continue
-        for scale, cond, from_cond, norm in product(scales, (1, 0), (False, True), get_args(Norm)):
-            yield made(cond=cond, scale=scale, from_cond=from_cond, norm=norm)
-
-
-def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Combination | None:
-    """Return a combination that gives v to the bit, as it is or by some elements of it; None if it does not."""
-    made = combination(parts, x)
-    if made.shape == v.shape:
-        return combination if _same(made, v) else None
-    places = places_in_output(-v if combination.negative else v, combination._replace(negative=False)(parts, x))
-    return None if places is None else combination._replace(places=places)
-
-
-def _fitted(parts: Sequence[Tensor], v: Tensor, x: Tensor) -> Fitted | None:
-    """Return the weighted sum of parts and sample that v is up to rounding; None if it is not one.
-
-    The weights are least squares in float64, rounded to at most seven digits, so that two prompts give the same.
-    One part has the weight 1: another would be a scale that no guidance has.
-    """
-    if len(parts) > MOST_PARTS or v.dtype not in ROUNDING or any(part.shape != v.shape for part in parts):
-        return None
-    columns = torch.stack([tensor.detach().double().flatten() for tensor in (*parts, x)], dim=1).cpu()
-    wanted = v.detach().double().flatten().cpu()
-    solved = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0].tolist()
-    found = [_rounded(solved, digits, v.dtype) for digits in range(2, 8)]
-    errors = [float((each(parts, x).double() - v.double()).norm() / v.double().norm()) for each in found]
-    # The fewest digits that fit as well, because scales have few, and rounding moves the last ones from prompt to prompt.
-    best = next(each for each, error in zip(found, errors, strict=True) if error <= 2 * errors[-1])
-    if len(parts) == 1 and (best.weights[0] != 1 or best.of_sample != 0):
-        return None
-    return best if errors[-1] <= ROUNDING[v.dtype] else None
-
-
-def _rounded(weights: Sequence[float], digits: int, dtype: torch.dtype) -> Fitted:
-    """Return the sum of some weights, the last of the sample, rounded to a number of digits."""
-    *of_parts, of_sample = (0.0 if abs(weight) < LEAST_WEIGHT else float(f"{weight:.{digits}g}") for weight in weights)
-    return Fitted(tuple(of_parts), of_sample, dtype)
-
-
 def _sizes(seen: Sequence[tuple[str, Any, Any]], x: Tensor) -> tuple[int, ...]:
     """Return the numbers of each piece of flat samples x, of which a step's calls return one output each; else none."""
     made = tensors_of(seen[-1][2])
     return tuple(output[0].numel() for output in made) if x.ndim == 2 and len(made) > 1 else ()
 
 
-def _joined(parts: Sequence[Tensor], v: Tensor, x: Tensor, sizes: tuple[int, ...]) -> Joined | None:
-    """Return the weighted sums of the pieces of flat samples; None if a piece has no such sum, see `_fitted`."""
-    if sum(sizes) != x.shape[1] or any(part.shape != x.shape for part in parts):
+def _whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[Whole, Tensor] | None:
+    """Return what of a call's larger outputs is the flat sample, and the inputs in its place; None where they are no larger.
+
+    Args:
+        call: first call of a step.
+        rows: its inputs with one row per sample, then those of other calls.
+        output: what the last call returned.
+        x: samples, `[B, n]` if they are flat.
+    """
+    if x.ndim != 2:
         return None
-    pieces = zip(*(tensor.split(sizes, dim=1) for tensor in (*parts, v, x)), strict=True)
-    sums = [_fitted(made, velocity, sample) for *made, velocity, sample in pieces]
-    return None if None in sums else Joined(sizes, tuple(one for one in sums if one is not None))
+    numbered = {number: row for row, number in enumerate(n for n, leaf in enumerate(call.leaves) if isinstance(leaf, Row))}
+    held = [(leaf.places, rows[numbered[n + 1]]) for n, leaf in enumerate(call.leaves) if isinstance(leaf, Holds)]
+    if (known := whole_of([places for places, _ in held], tensors_of(output), x.shape[1])) is None:
+        return None
+    return known, known.joined([places.gather(torch.cat([x, others[:, 0].to(x.dtype)], 1)) for places, others in held])
 
 
-def _sought(leaf: Any, x: Tensor) -> tuple[int, tuple[Places, Tensor] | None]:
+def _sought(leaf: Any, x: Tensor, *, single: bool, known: Sequence[Places]) -> Sought:
     """Return the number of copies of the sample that an input consists of, or where it has the sample among others."""
     count = _copies(leaf, x)
-    return count, None if count else places_in_input(leaf, x)
+    if low := single and isinstance(leaf, Tensor) and leaf.is_floating_point() and torch.finfo(leaf.dtype).bits < 32:
+        known = [each for each in (*known, *blocks(leaf.shape[1:], x.shape[1:])) if each.shape == leaf.shape[1:]]
+    return count, None if count or (low and not known) else places_in_input(leaf, x, known)
 
 
 def _copies(leaf: Any, x: Tensor) -> int:
@@ -285,7 +260,9 @@ def _copies(leaf: Any, x: Tensor) -> int:
     return count if torch.equal(leaf, x.to(leaf.dtype).repeat(count, *[1] * (x.ndim - 1))) else 0
 
 
-def _sources(given: Any, x: Tensor, made: list[list[Tensor]], apart: bool) -> tuple[list[Leaf], list[Tensor], Any]:
+def _sources(
+    given: Any, x: Tensor, made: list[list[Tensor]], apart: bool, sought: Callable[[Any, Tensor], Sought]
+) -> tuple[list[Leaf], list[Tensor], Any]:
     """Return the source of each input of a call, the inputs with one row per sample, and the pytree.
 
     Args:
@@ -293,12 +270,13 @@ def _sources(given: Any, x: Tensor, made: list[list[Tensor]], apart: bool) -> tu
         x: samples `[B, *event]`.
         made: tensors that each earlier call of the step returned, if it is a control network's.
         apart: see `Capture`.
+        sought: see `_sought`.
     """
     leaves, tree = optree.tree_flatten(given)
-    copies, held = zip(*(_sought(leaf, x) for leaf in leaves), strict=True)
+    copies, held = zip(*(sought(leaf, x) for leaf in leaves), strict=True)
     if listed := not any(copies) and all(inside is None for inside in held):
         leaves, tree = optree.tree_flatten(stacked(given, len(x)))
-        copies, held = zip(*(_sought(leaf, x) for leaf in leaves), strict=True)
+        copies, held = zip(*(sought(leaf, x) for leaf in leaves), strict=True)
     samples = [
         count or len(leaf) // len(x) for leaf, count, inside in zip(leaves, copies, held, strict=True) if count or inside
     ]
@@ -324,16 +302,18 @@ def _sources(given: Any, x: Tensor, made: list[list[Tensor]], apart: bool) -> tu
     return kinds, rows, tree
 
 
-def control_networks(pipe: Any) -> dict[str, Any]:
-    """Return the frozen networks of a pipeline whose outputs its transformer is given, by part.
+def frozen_networks(pipe: Any) -> dict[str, Any]:
+    """Return the frozen networks of a pipeline that are called in each step, by part.
+
+    Their outputs are given to the transformer (control networks), or guided away from.
 
     Raises:
         ReplayError: one shares layers with the transformer, as Z-Image's, and so would change as that is trained.
     """
-    found = {name: part for name in CONTROL if isinstance(part := getattr(pipe, name, None), nn.Module)}
+    found = {name: part for name in (*CONTROL, *UNGUIDED) if isinstance(part := getattr(pipe, name, None), nn.Module)}
     trained = {id(each) for each in getattr(pipe, "transformer", nn.Identity()).parameters()}
     if any(id(each) in trained for network in found.values() for each in network.parameters()):
-        raise refusal(type(pipe).__name__, "its control network shares layers with the transformer, which is trained")
+        raise refusal(type(pipe).__name__, "a network beside the transformer shares layers with it, which are trained")
     return found
 
 
@@ -371,12 +351,18 @@ def _equal(left: Leaf, right: Leaf) -> bool:
 
 def _scales(pipe: Any, asked: dict[str, Any]) -> list[float]:
     """Return the scales of guidance among the arguments of a pipeline's call, defaults included."""
+    # A part of the pipeline may guide instead of an argument.
+    part = getattr(getattr(pipe, "guider", None), "guidance_scale", None)
+    given = _numbers(pipe, asked, (*SCALES, *FURTHER_SCALES))
+    return list(dict.fromkeys([*given, float(part)] if isinstance(part, int | float) else given))
+
+
+def _numbers(pipe: Any, asked: dict[str, Any], names: Sequence[str]) -> list[float]:
+    """Return the numbers among some arguments of a pipeline's call, defaults included, without doubles."""
     try:
         bound = inspect.signature(pipe.__call__).bind(**asked)
     except TypeError as error:
         raise ValueError(f"{type(pipe).__name__} cannot be called so: {error}") from error
     bound.apply_defaults()
-    # A part of the pipeline may guide instead of an argument.
-    names = (*SCALES, *FURTHER_SCALES)
-    given = (*(bound.arguments.get(name) for name in names), getattr(getattr(pipe, "guider", None), "guidance_scale", None))
-    return list(dict.fromkeys(float(scale) for scale in given if isinstance(scale, int | float)))
+    given = (bound.arguments.get(name) for name in names)
+    return list(dict.fromkeys(float(number) for number in given if isinstance(number, int | float)))

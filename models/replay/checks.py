@@ -122,3 +122,19 @@ def check_images(pipeline: str, decoded: Tensor, images: Tensor, *, tolerance: f
             f"{tolerance:g}: it may change the samples after the last step",
         )
     return error
+
+
+def check_together(pipeline: str, together: Tensor, apart: Tensor, *, tolerance: float) -> float:
+    """Return the relative error, in root mean square, of samples that are decoded together against the same ones apart.
+
+    Raises:
+        ReplayError: it is above the tolerance.
+    """
+    error = float((together - apart).norm() / apart.norm())
+    if not error <= tolerance:
+        raise refusal(
+            pipeline,
+            f"samples that it decodes together differ from the same ones decoded apart by {error:.2g} of their norm, "
+            f"expected at most {tolerance:g}: its decoding mixes the samples of a batch",
+        )
+    return error

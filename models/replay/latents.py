@@ -44,8 +44,13 @@ def latent_layout(vae_input: Callable[[Tensor], Tensor], shape: tuple[int, ...],
     zeros = probe(torch.zeros(count))
     offset = zeros.flatten()
     scale = probe(torch.ones(count)).flatten() - offset
-    if len(offset) != count or not (scale != 0).all():
-        raise refusal(pipeline, f"its VAE is given {len(offset)} latents of samples of {count} elements, expected as many")
+    varying = int((scale != 0).sum())
+    if len(offset) != count or varying != count:
+        raise refusal(
+            pipeline,
+            f"its VAE is given {len(offset)} latents, of which {varying} depend on the sample, expected {count}, as many as "
+            "elements of the sample",
+        )
     place, unit, index = torch.zeros(count, dtype=torch.int64), 1, torch.arange(count)
     while unit < count:
         digit = (probe((index // unit % BASE).float()).flatten() - offset) / scale

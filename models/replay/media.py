@@ -1,37 +1,26 @@
-"""Prompts with images: what a pipeline is given besides the text, by the names of its arguments."""
+"""Prompts with images, videos and sounds: what a pipeline is given besides the text, by the names of its arguments."""
 
 import hashlib
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from torch import Tensor
 
-Source = Path | bytes  # image file, or the bytes of one
+from fluvial.models.replay.kinds import ARGUMENTS, File, Kind, kind_of
 
-# Names of diffusers' arguments that are images.
-IMAGES = (
-    "image",
-    "mask_image",
-    "control_image",
-    "control_mask",
-    "last_image",
-    "reference_image",
-    "image_reference",
-    "ip_adapter_image",
-)
+Source = File | tuple[File, ...]  # of one argument; several for an argument that takes a list of images
 
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """A prompt with images; two are equal if their texts and the contents of their images are.
+    """A prompt with images, videos or sounds; two are equal if their texts and the contents of their files are.
 
     Args:
         text: the prompt.
-        media: image of each argument of the pipeline's call, as a file or its bytes.
+        media: file of each argument of the pipeline's call, or its bytes; several for a list of images.
     """
 
     text: str
@@ -44,57 +33,67 @@ class MediaPrompt:
         return hash(str(self))
 
     def __str__(self) -> str:
-        """Return the text with the digest of each image: the key of caches."""
+        """Return the text with the digest of each file: the key of caches."""
         return "\n".join((self.text, *(f"{name} {digest(self.media[name])}" for name in sorted(self.media))))
 
     def opened(self) -> dict[str, Any]:
-        """Return the images by argument, as PIL images."""
-        return {name: open_image(source) for name, source in self.media.items()}
+        """Return by argument an image of PIL, the list of a video's or of several images, or a `Sound`."""
+        return {name: _opened(name, source) for name, source in self.media.items()}
+
+    def changed(self, *names: str) -> "MediaPrompt":
+        """Return the prompt with other images, videos or sounds of the same sizes for some arguments."""
+        return MediaPrompt(self.text, {**self.media, **{name: _changed(name, self.media[name]) for name in names}})
 
 
 TextPrompt = str | MediaPrompt
 
 
 def text_of(prompt: TextPrompt) -> str:
-    """Return the text of a prompt with or without images."""
+    """Return the text of a prompt with or without media."""
     return prompt if isinstance(prompt, str) else prompt.text
 
 
 def arguments_of(model: Any) -> tuple[str, ...]:
-    """Return the arguments that the images of a model's prompts are; none for a model of text alone.
+    """Return the arguments that the media of a model's prompts are; none for a model of text alone.
 
     They are those of the prompt that a pipeline was recorded on, or else those that the model takes (`takes`), in the order
-    of `IMAGES`, then others by name.
+    of `kinds.ARGUMENTS`, then others by name.
     """
     example = getattr(model, "example", None)
     names = getattr(model, "takes", ()) if example is None else () if isinstance(example, str) else example.media
-    return tuple(sorted(names, key=lambda name: (name not in IMAGES, IMAGES.index(name) if name in IMAGES else 0, name)))
+    known = {name: number for number, name in enumerate(ARGUMENTS)}
+    return tuple(sorted(names, key=lambda name: (known.get(name, len(known)), name)))
 
 
 def media_of(prompt: TextPrompt) -> dict[str, Any]:
-    """Return the images of a prompt by argument, as PIL images; none for plain text."""
+    """Return the images, videos and sounds of a prompt by argument, see `MediaPrompt.opened`; none for plain text."""
     return {} if isinstance(prompt, str) else prompt.opened()
 
 
-def open_image(source: Source) -> Image.Image:
-    """Return an image in colour, or in grey if it is stored so, turned as it is seen.
+def _opened(argument: str, source: Source) -> Any:
+    if isinstance(source, tuple):
+        return [kind_of(argument, one).read(one) for one in source]
+    return kind_of(argument, source).read(source)
 
-    Raises:
-        ValueError: the file cannot be read as an image; the message names it.
-    """
-    try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
-            turned = ImageOps.exif_transpose(opened)
-            return turned.copy() if turned.mode == "L" else turned.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        shown = f"an image of {len(source)} bytes" if isinstance(source, bytes) else str(source)
-        raise ValueError(f"{shown} cannot be read as an image: {' '.join(str(error).split())}") from error
+
+def _changed(argument: str, source: Source) -> Source:
+    if isinstance(source, tuple):
+        return tuple(_other(kind_of(argument, one), one) for one in source)
+    return _other(kind_of(argument, source), source)
+
+
+def _other(kind: Kind, file: File) -> bytes:
+    return kind.write(kind.changed(kind.read(file)))
 
 
 def digest(source: Source) -> str:
-    """Return the SHA-256 of an image file's bytes."""
+    """Return the SHA-256 of a file's bytes, or of each of several files, or of the files of a folder."""
+    if isinstance(source, tuple):
+        return " ".join(map(digest, source))
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest()
+    if source.is_dir():
+        return digest(" ".join(f"{file.name} {digest(file)}" for file in sorted(source.iterdir())).encode())
     status = source.stat()
     return _digest_of_file(source, status.st_mtime_ns, status.st_size)
 
@@ -104,24 +103,16 @@ def _digest_of_file(path: Path, changed: int, size: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def as_png(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    with io.BytesIO() as file:
-        image.save(file, "PNG")
-        return file.getvalue()
-
-
-def inverted(image: Image.Image) -> Image.Image:
-    """Return an image of the same size whose pixels all differ: its negative, upside down."""
-    return ImageOps.flip(ImageOps.invert(image))
-
-
 def use_modes(vae: Any) -> None:
-    """Make a VAE's samples of encoded images the mode of the distribution, so that they depend on no generator."""
+    """Make a VAE's samples of encoded images the mode of the distribution, so that they depend on no generator.
+
+    What it encodes is cast to its dtype, which some pipelines (Lucy Edit) leave to one of float32.
+    """
     encode = vae.encode
 
     def to_mode(*args: Any, **kwargs: Any) -> Any:
-        output = encode(*args, **kwargs)
+        cast = [arg.to(vae.dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
+        output = encode(*cast, **kwargs)
         distribution = getattr(output, "latent_dist", None)
         if distribution is None and isinstance(output, tuple) and hasattr(output[0], "mode"):
             distribution = output[0]

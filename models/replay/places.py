@@ -5,7 +5,10 @@ Each element of such an input is an element of the sample or a number of the con
 values, which several samples of random noise tell apart.
 """
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +42,20 @@ class Places:
         return rows.index_select(-1, self.index.to(rows.device)).unflatten(-1, self.shape)
 
 
+class Whole(NamedTuple):
+    """Flat samples of several pieces among all that the transformer is given in their place, as behind a held frame.
+
+    Its outputs are as large as these inputs, and guidance may be rescaled by the deviation of all that is in them.
+    """
+
+    inputs: tuple[int, ...]  # index, among the inputs that hold the sample, of the one that each output is the velocity of
+    at: tuple[Places, ...]  # elements of each output that are the sample's
+
+    def joined(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the inputs that hold the sample, each `[B, ...]`, in the order of the outputs, `[B, m]`."""
+        return torch.cat([inputs[number].flatten(1) for number in self.inputs], dim=1)
+
+
 def locate(want: Tensor, have: Tensor) -> Tensor:
     """Return for each element of `want` `[B, n]` the element of `have` `[B, m]` with its values in all rows, or -1.
 
@@ -58,12 +75,25 @@ def locate(want: Tensor, have: Tensor) -> Tensor:
     return torch.where((have[:, place] == want).all(0), place, -1)
 
 
-def places_in_input(leaf: object, x: Tensor) -> tuple[Places, Tensor] | None:
+def without_coincidences(place: Tensor) -> Tensor:
+    """Return elements of a sample, -1 for others, without those that are another's by coincidence, as one sample has some.
+
+    They are found twice: beside others of the sample, and alone among other numbers.
+    """
+    inside = place >= 0
+    beside = (inside.roll(1) | inside.roll(-1)) & inside
+    twice = torch.isin(place, place[beside])
+    return torch.where(inside & ~beside & twice, -1, place)
+
+
+def places_in_input(leaf: object, x: Tensor, known: Sequence[Places] = ()) -> tuple[Places, Tensor] | None:
     """Return where an input has the sample, and its other numbers; None if it does not hold the sample.
 
     Args:
         leaf: input of the transformer.
         x: samples `[B, *event]` of n elements each.
+        known: places to expect in inputs of their shape, which are verified and not searched for: in low precision one
+            sample alone has elements of equal values.
 
     Returns:
         (places in the sample's n elements followed by the others, the others `[B, repeats, m]`).
@@ -75,15 +105,33 @@ def places_in_input(leaf: object, x: Tensor) -> tuple[Places, Tensor] | None:
     least = LEAST * (flat.shape[1] if x.ndim > 2 else min(flat.shape[1], rows.shape[-1]))
     if rows.shape[-1] < least:
         return None
-    place = locate(rows[0], flat)
-    inside = place >= 0
-    if len(place[inside].unique()) < max(least, 1):
-        return None
-    expected = flat[:, place[inside].to(flat.device)]
-    if any(not torch.equal(each[:, inside.to(each.device)], expected) for each in rows):
-        return None
-    place[~inside] = flat.shape[1] + torch.arange(int((~inside).sum()))
-    return Places(place, tuple(leaf.shape[1:])), rows[..., (~inside).to(rows.device)].transpose(0, 1)
+    expected = [places.index for places in known if places.shape == leaf.shape[1:]]
+    for index in expected or [without_coincidences(locate(rows[0], flat))]:
+        inside = (index >= 0) & (index < flat.shape[1])
+        own = flat[:, index[inside].to(flat.device)]
+        if len(index[inside].unique()) < max(least, 1) or any(
+            not torch.equal(each[:, inside.to(each.device)], own) for each in rows
+        ):
+            continue
+        place = index.clone()
+        place[~inside] = flat.shape[1] + torch.arange(int((~inside).sum()))
+        return Places(place, tuple(leaf.shape[1:])), rows[..., (~inside).to(rows.device)].transpose(0, 1)
+    return None
+
+
+def blocks(shape: Sequence[int], event: Sequence[int]) -> Iterator[Places]:
+    """Yield the places of a sample that is one block of an input along an axis, such as its first channels.
+
+    Args:
+        shape, event: of the input and of the sample, without the batch.
+    """
+    own = torch.arange(math.prod(event)).reshape(*event)
+    for axis in range(len(event)):
+        if len(shape) == len(event) and (*shape[:axis], *shape[axis + 1 :]) == (*event[:axis], *event[axis + 1 :]):
+            for first in range(shape[axis] - event[axis] + 1):
+                index = torch.full((*shape,), -1)
+                index.narrow(axis, first, event[axis]).copy_(own)
+                yield Places(index.flatten(), tuple(shape))
 
 
 def places_in_output(v: Tensor, output: Tensor) -> Places | None:
@@ -92,3 +140,29 @@ def places_in_output(v: Tensor, output: Tensor) -> Places | None:
         return None
     place = locate(v.flatten(1), output.flatten(1))
     return Places(place, tuple(v.shape[1:])) if bool((place >= 0).all()) else None
+
+
+def whole_of(inputs: Sequence[Places], outputs: Sequence[Tensor], count: int) -> Whole | None:
+    """Return what of larger outputs is a flat sample of several pieces; None where they are no larger, or it is not found.
+
+    Args:
+        inputs: where each input that holds the sample has it.
+        outputs: output for each piece, `[B, ...]`, of the shape of the input that it is the velocity of.
+        count: elements of the sample.
+    """
+    if sum(output[0].numel() for output in outputs) <= count:
+        return None
+    order, at, first = list[int](), list[Places](), 0
+    for output in outputs:
+        alike = [number for number, places in enumerate(inputs) if places.shape == output.shape[1:] and number not in order]
+        if not alike:
+            return None
+        order.append(alike[0])
+        index = inputs[alike[0]].index
+        own = torch.nonzero(index < count).flatten()
+        own = own[index[own].argsort()]  # in the sample's order
+        if not torch.equal(index[own], torch.arange(first, first + len(own))):
+            return None
+        at.append(Places(own, (len(own),)))
+        first += len(own)
+    return Whole(tuple(order), tuple(at)) if first == count else None

@@ -1,5 +1,6 @@
 """Processors of text and images without torchvision, which transformers' own processors need for videos."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from fluvial.models.pipelines.folder import entries
 
 # Processors that are the tokenizer, an image processor, and a processor of videos that no edit of images uses.
 WITHOUT_VIDEO = frozenset({"Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"})
+# A processor that FLUX.2 dev's pipeline (see its docstring) calls with text alone, as the tokenizer can be.
+OF_TEXT = frozenset({"PixtralProcessor"})
 
 
 def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Qwen2VLProcessor") -> Any:
@@ -35,11 +38,30 @@ def processor_without_video(image_processor: Any, tokenizer: Any, kind: str = "Q
 def read_processors(folder: Path) -> dict[str, Any]:
     """Return the processors of a pipeline's folder that transformers cannot read without torchvision, by part.
 
-    The images are scaled by PIL rather than torchvision, which rounds differently.
+    The images are scaled by PIL rather than torchvision, which rounds differently. None stands for one of text alone:
+    diffusers takes no object of another class when it opens the pipeline, so that `add_tokenizers` gives it the tokenizer.
     """
     if find_spec("torchvision") is not None:
         return {}
-    return {part: _read(folder / part, kind) for part, kind in entries(folder).items() if kind in WITHOUT_VIDEO}
+    parts = entries(folder)
+    videos = {part: _read(folder / part, kind) for part, kind in parts.items() if kind in WITHOUT_VIDEO}
+    return videos | {part: None for part, kind in parts.items() if kind in OF_TEXT}
+
+
+def add_tokenizers(pipe: Any, folder: Path, opened: Mapping[str, Any]) -> None:
+    """Give a pipeline the tokenizers in place of the processors that `read_processors` has left out.
+
+    Args:
+        pipe: pipeline of diffusers.
+        folder: folder that it was opened from.
+        opened: parts that it was opened with; those that the caller has left out, too, are None.
+    """
+    from transformers import AutoTokenizer
+
+    left_out = entries(folder).items() if find_spec("torchvision") is None else ()
+    for part, kind in left_out:
+        if kind in OF_TEXT and part not in opened:
+            pipe.register_modules(**{part: AutoTokenizer.from_pretrained(folder / part, local_files_only=True)})
 
 
 def _read(folder: Path, kind: str) -> Any:

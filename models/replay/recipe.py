@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.models.replay.combinations import Combination, Combined, Joined, tails
 from fluvial.models.replay.places import Places
 
-Norm = Literal["own", "kept", "capped"]
+CONTROL = ("controlnet",)  # parts whose outputs the transformer is given
 
 
 class Latent(NamedTuple):
@@ -70,76 +71,22 @@ class Call(NamedTuple):
     dtype: torch.dtype  # of the output
 
 
-class Combination(NamedTuple):
-    """A step's velocity as a function of one part, or of two with classifier-free guidance: c + g (c - u) or u + g (c - u).
-
-    A part is the transformer's output for one copy of the batch; the parts of all calls are numbered in order.
-    """
-
-    cond: int | None = None  # index of c among two parts; None if there is one part
-    scale: float = 1.0  # g
-    from_cond: bool = False  # starts from c, as in Z-Image
-    norm: Norm = "own"  # over the last dimension: that of c, as in Lumina 2; or at most that of c, as in LongCat-Image
-    first_half: bool = False  # takes the first half of the channels; the other half is a learned variance
-    negative: bool = False  # the transformer predicts x0 - eps
-    dtype: torch.dtype | None = None  # dtype that the parts are cast to first
-    places: Places | None = None  # elements of the output that the velocity consists of; None if it is the whole
-
-    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the velocity of the parts, each `[B, ...]`, at samples x."""
-        if self.dtype is not None:
-            parts = [part.to(self.dtype) for part in parts]
-        v = parts[0]
-        if self.cond is not None:
-            c, u = parts[self.cond], parts[1 - self.cond]
-            v = (c if self.from_cond else u) + self.scale * (c - u)
-            wanted, made = (torch.norm(part, dim=-1, keepdim=True) for part in (c, v))
-            if self.norm == "kept":
-                v = v * (wanted / made)
-            elif self.norm == "capped":
-                v = v * (wanted / (made + 1e-8)).clamp(max=1.0)
-        if self.first_half:
-            v = v.chunk(2, dim=1)[0]
-        if self.places is not None:
-            v = self.places.gather(v.flatten(1))
-        return -v if self.negative else v
-
-
-class Fitted(NamedTuple):
-    """A step's velocity as a weighted sum of parts and of the sample, fitted where no formula of `Combination` gives it."""
-
-    weights: tuple[float, ...]  # of the parts
-    of_sample: float
-    dtype: torch.dtype  # of the velocity
-
-    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the velocity of the parts, each `[B, ...]`, at samples x; the sum is taken in float64."""
-        v = sum(weight * part.double() for weight, part in zip(self.weights, parts, strict=True))
-        return (v + self.of_sample * x.double()).to(self.dtype)
-
-
-class Joined(NamedTuple):
-    """A step's velocity of flat samples of several pieces, e.g. a video and its sound, each with weights of its own."""
-
-    sizes: tuple[int, ...]  # numbers of each piece
-    sums: tuple[Fitted, ...]
-
-    def __call__(self, parts: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the velocity of the parts, each `[B, n]`, at samples x."""
-        pieces = zip(*(tensor.split(self.sizes, dim=1) for tensor in (*parts, x)), strict=True)
-        return torch.cat([made(each[:-1], each[-1]) for made, each in zip(self.sums, pieces, strict=True)], dim=1)
-
-
 @dataclass(frozen=True)
 class StepRecipe:
     """Calls and combination that give the velocity of one or more recorded steps."""
 
     calls: tuple[Call, ...]
-    combination: Combination | Fitted | Joined
+    combination: Combined
     positions: tuple[int, ...]  # indices of the steps among the recorded ones
 
     def predict(
-        self, module: nn.Module, x: Tensor, rows: Sequence[Tensor], place: Tensor, frozen: Mapping[str, nn.Module]
+        self,
+        module: nn.Module,
+        x: Tensor,
+        rows: Sequence[Tensor],
+        place: Tensor,
+        level: Tensor,
+        frozen: Mapping[str, nn.Module],
     ) -> Tensor:
         """Return the velocity of P pairs of a sample and a step.
 
@@ -148,9 +95,11 @@ class StepRecipe:
             x: samples, `[P, *event]`.
             rows: inputs with one row per sample, `[P, repeats, ...]`, or `[P, S, repeats, ...]` if they differ by step.
             place: index of each pair's step among the S steps, `[P]` int64.
-            frozen: control networks, by the names of the pipeline's parts.
+            level: noise level of each pair, `[P]`.
+            frozen: networks beside the transformer, by the names of the pipeline's parts.
         """
         values, pairs, parts, made = iter(rows), torch.arange(len(x), device=x.device), list[Tensor](), list[list[Tensor]]()
+        held = list[Tensor]()  # inputs that hold the sample
         for call in self.calls:
             leaves = []
             kinds = iter(call.leaves)
@@ -164,6 +113,7 @@ class StepRecipe:
                     if isinstance(leaf, Holds):
                         sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
                         value = leaf.places.gather(torch.cat([sample, value], dim=-1))
+                        held.append(value[:, 0])
                     leaves.append(value.transpose(0, 1).flatten(0, 1) if leaf.repeats else value[0])
                 elif isinstance(leaf, Made):
                     leaves.append(made[leaf.call][leaf.output].to(leaf.dtype))
@@ -172,18 +122,14 @@ class StepRecipe:
             args, kwargs = unbound(optree.tree_unflatten(call.tree, leaves))
             output = frozen.get(call.component, module)(*args, **kwargs)
             made.append(tensors_of(output))
-            if call.component not in frozen:
+            if call.component not in CONTROL:
                 parts += parts_of(output, x)
-        whole = isinstance(self.combination, Combination) and (
+        if isinstance(self.combination, Joined) and self.combination.whole is not None:
+            return self.combination(parts, self.combination.whole.joined(held).to(x.dtype), level)
+        uncut = isinstance(self.combination, Combination) and (
             self.combination.first_half or self.combination.places is not None
         )
-        return self.combination(parts if whole else tails(parts, x), x)
-
-
-def tails(parts: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-    """Return parts of more tokens than the samples `[B, N, C]` without those that come first, as text in one sequence."""
-    longer = (part.ndim == x.ndim == 3 and part.shape[2] == x.shape[2] and part.shape[1] > x.shape[1] for part in parts)
-    return [part[:, -x.shape[1] :] if cut else part for part, cut in zip(parts, longer, strict=True)]
+        return self.combination(parts if uncut else tails(parts, x), x, level)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -36,6 +36,7 @@ from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture
 from fluvial.models.replay.checks import foreign, refusal
 from fluvial.models.replay.experts import joined
+from fluvial.models.replay.places import Places
 from fluvial.models.replay.recipe import StepRecipe
 from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.start import with_offset
@@ -59,7 +60,7 @@ class RecordedModel:
     recipes: tuple[StepRecipe, ...]
     prediction: Prediction = "velocity"
     ragged: bool = False  # whether samples have inputs of unlike sizes, see `predict`
-    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # control networks, by part of the pipeline
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)  # networks beside the trained one, by part of the pipeline
     scale: float = 1.0  # of samples that start as noise; below 1, cond ends with their offset, see `replay.start`
 
     def predict(
@@ -105,7 +106,7 @@ class RecordedModel:
                 f"{', '.join(f'{level:g}' for level in self.sigmas)}"
             )
         if len(self.recipes) == 1:
-            v = self.recipes[0].predict(module, x, cond[0], position, self.frozen)
+            v = self.recipes[0].predict(module, x, cond[0], position, sigma, self.frozen)
         else:
             order, parts = [], []
             for recipe, rows in zip(self.recipes, cond, strict=True):
@@ -115,7 +116,8 @@ class RecordedModel:
                     # Batches of another size round differently, and the rollout's are filled: repeat the last pair.
                     filled = torch.cat([mine, mine[-1:].expand(len(x) - len(mine))])
                     place, mine_of = torch.searchsorted(positions, position[filled]), [row[filled] for row in rows]
-                    parts.append(recipe.predict(module, x[filled], mine_of, place, self.frozen)[: len(mine)])
+                    v = recipe.predict(module, x[filled], mine_of, place, sigma[filled], self.frozen)
+                    parts.append(v[: len(mine)])
                     order.append(mine)
             v = torch.cat(parts)[torch.cat(order).argsort()]
         return torch.where(per_sample(found, v), v, torch.nan)
@@ -155,6 +157,7 @@ def record(
     debug: bool = False,
     component: str = "transformer",
     tolerance: float | None = None,
+    places: Sequence[Places] = (),
     **options: Any,
 ) -> Recording:
     """Run a flow pipeline of diffusers and record its steps and the inputs of its transformer.
@@ -172,6 +175,7 @@ def record(
         window, record, form, reduction, debug: see `RecordingScheduler.recording`.
         component: name of the pipeline's part that is trained.
         tolerance: see `check_replay`.
+        places: see `Capture`.
         options: arguments of the pipeline's call, e.g. height, width and guidance_scale.
 
     Raises:
@@ -199,7 +203,7 @@ def record(
     config = {**own.config, "_class_name": type(own).__name__}  # only a config loaded from a file names its class
     scheduler = RecordingScheduler.from_config(config, sampler=sampler, eta=eta)
     scheduler.set_shift(own.shift)  # it may have been changed after the scheduler was configured
-    capture = Capture(pipe, component, asked)
+    capture = Capture(pipe, component, asked, places=places)
     with (
         capture.watching(pipe, scheduler),
         scheduler.recording(
@@ -226,9 +230,16 @@ def record(
 
 
 def cut(cond: Cond, sizes: Sequence[int]) -> Cond:
-    """Return the inputs of a recorded pipeline without their padding, given the shape of each without the batch."""
+    """Return the inputs of a recorded pipeline without their padding, given the shape of each without the batch.
+
+    They are contiguous, as the pipeline's, because the bits of a product in bfloat16 depend on the layout.
+    """
     rest = iter(sizes)
-    return tuple(tuple(row[(slice(None), *(slice(next(rest)) for _ in row.shape[1:]))] for row in rows) for rows in cond)
+
+    def own(row: Tensor) -> Tensor:
+        return row[(slice(None), *(slice(next(rest)) for _ in row.shape[1:]))].contiguous()
+
+    return tuple(tuple(own(row) for row in rows) for rows in cond)
 
 
 def within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:

@@ -44,13 +44,18 @@ def alone(run: Callable[P, R]) -> Callable[P, R]:
 
 
 def output_of(returned: Any) -> Output:
-    """Return the images and sounds of what a pipeline's call returned, a tuple of tensors."""
+    """Return the images and sounds of what a pipeline's call returned, a tuple of tensors.
+
+    Images with a fourth channel, their opacity (Qwen-Image 2.1), are shown over white: rewards take red, green and blue.
+    """
     images = waves = None
     for made in returned if isinstance(returned, tuple) else (returned,):
         if not isinstance(made, Tensor):
             continue
         if made.ndim > 3:
             images = (made.transpose(1, 2) if made.ndim == 5 else made).float().clamp(0, 1)
+            if images.shape[1] == 4:
+                images = images[:, :3] * images[:, 3:] + (1 - images[:, 3:])
         else:
             waves = (made if made.ndim == 3 else made[:, None]).float().clamp(-1, 1)
     return Output(images, waves)

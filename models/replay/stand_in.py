@@ -2,18 +2,22 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from fluvial.models.replay.start import WithoutNoise
 
-def stand_in(network: Any, on: torch.device, compute: torch.dtype, *, guess: bool = False) -> Any:
+
+def stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
     """Return the empty network with another device and dtype, whose forward pass returns noise.
 
     The noise has the shapes and the type of output of the network itself, which runs on the meta device once for each kind
-    of input. A network that reads values, which the meta device does not have, returns one tensor like its input if `guess`.
+    of input. A network that reads values, which the meta device does not have, returns one tensor like its input.
+    It is `unlike` a batch if the network does not take the shapes of its inputs: PRX's guidance is for one sample at a time.
     """
     kind, source = type(network), torch.Generator().manual_seed(0)
     empty = copy.deepcopy(network).to("meta")
@@ -29,12 +33,13 @@ def stand_in(network: Any, on: torch.device, compute: torch.dtype, *, guess: boo
         return (rows * along + 0.03 * rest).to(on, compute)
 
     class StandIn(kind):  # type: ignore[misc, valid-type]
-        device, dtype = property(lambda self: on), property(lambda self: compute)
+        device, dtype, unlike = property(lambda self: on), property(lambda self: compute), False
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             signature = _signature((args, kwargs))
             if signature not in known:
-                known[signature] = _output_of(empty, args, kwargs, guess)
+                known[signature], unlike = _output_of(empty, args, kwargs)
+                type(self).unlike |= unlike
             output = known[signature]
             if not hasattr(output, "to_tuple"):
                 return optree.tree_map(noise, output)
@@ -70,6 +75,32 @@ def answering(scheduler: Any, *latents: Tensor) -> Any:
     return Answer.from_config(scheduler.config)
 
 
+UNLIKE = ("must match the size", "Attempting to broadcast")  # in torch's messages of shapes that do not fit
+
+
+class _Stopped(Exception):
+    """A run of a pipeline has come to its first step."""
+
+
+def first_samples(pipe: Any, asked: dict[str, Any]) -> Tensor:
+    """Return the samples before the first step of a run of a pipeline whose noise is zero."""
+    found = list[Tensor]()
+
+    class Stop(type(pipe.scheduler)):  # type: ignore[misc]
+        def step(self, v: Tensor, t: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found.append(sample.detach().clone())
+            raise _Stopped
+
+    own = pipe.scheduler
+    pipe.scheduler = Stop.from_config(own.config)
+    try:
+        with suppress(_Stopped), WithoutNoise():
+            pipe(**asked)
+    finally:
+        pipe.scheduler = own
+    return found[0]
+
+
 def pieces_of(latents: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Return the pieces of flat samples `[B, n]`, each `[B, *shape]`; the samples themselves without shapes."""
     if not shapes:
@@ -84,23 +115,22 @@ def _signature(given: Any) -> Any:
 
 
 @torch.no_grad()
-def _output_of(empty: Any, args: Any, kwargs: Any, guess: bool) -> Any:
-    """Return the output of a network on the meta device, see `stand_in`."""
+def _output_of(empty: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return the output of a network on the meta device, and whether it does not take the inputs' shapes, see `stand_in`."""
     try:
         meta = optree.tree_map(lambda leaf: _on_meta(leaf), (args, kwargs))
-        return empty(*meta[0], **meta[1])
-    except (RuntimeError, NotImplementedError):
-        if not guess:
-            raise
+        return empty(*meta[0], **meta[1]), False
+    except (RuntimeError, NotImplementedError) as error:
+        unlike = any(part in str(error) for part in UNLIKE)
         sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if isinstance(sample, list):
-            return ([torch.empty(one.shape, device="meta") for one in sample],)
+            return ([torch.empty(one.shape, device="meta") for one in sample],), unlike
         shape = list(sample.shape)
         channels = empty.config.get("out_channels")
         # A sequence of tokens `[B, N, C]` keeps its shape.
         if isinstance(channels, int) and len(shape) > 3 and shape[1] == empty.config.get("in_channels"):
             shape[1] = channels  # more for a learned variance, fewer where an image is joined to the sample
-        return (torch.empty(shape, device="meta"),)
+        return (torch.empty(shape, device="meta"),), unlike
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -5,13 +5,17 @@ pure noise in other coordinates: with x = s y + (1 - s) z, y starts as eps, its 
 pipeline's own, because dx / d sigma = dy / d (sigma / s). So a rollout draws noise, as for any other model.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fluvial.models.replay.checks import refusal
 from fluvial.models.replay.places import places_in_output
 
+LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 TOLERANCE = 1e-2  # relative error of the sum in the lowest precision
 
 
@@ -31,8 +35,18 @@ class Start(NamedTuple):
     offset: Tensor  # [B, *event] float32
 
 
-def start_of(pipeline: str, initial: Tensor, mixtures: list[Mixture], sigma: float) -> Start:
-    """Return what initial samples `[B, *event]` at a noise level below 1 consist of.
+def start_of(
+    pipeline: str, initial: Tensor, mixtures: list[Mixture], sigma: float, noiseless: Callable[[], Tensor]
+) -> Start | None:
+    """Return what initial samples `[B, *event]` at a noise level below 1 consist of; None if they are noise alone.
+
+    Args:
+        pipeline: class of the pipeline, for messages.
+        initial: the samples.
+        mixtures: what the scheduler has mixed.
+        sigma: the noise level.
+        noiseless: function that returns the initial samples of a run whose noise is zero, for a pipeline that mixes noise
+            and latents itself.
 
     Raises:
         ReplayError: they are not noise mixed with an image by the scheduler.
@@ -48,27 +62,56 @@ def start_of(pipeline: str, initial: Tensor, mixtures: list[Mixture], sigma: flo
         offset = (1 - sigma) * latents
         if (sigma * noise + offset - initial.float()).norm() <= TOLERANCE * initial.float().norm():
             return Start(sigma, noise, offset)
-    raise refusal(pipeline, f"it starts at noise level {sigma:g}, from samples that are no noise mixed with an image")
+    if mixtures:
+        raise refusal(pipeline, f"it starts at noise level {sigma:g}, from samples that are no noise mixed with an image")
+    offset = noiseless().float()
+    return Start(sigma, (initial.float() - offset) / sigma, offset) if offset.any() else None
+
+
+class WithoutNoise(TorchFunctionMode):
+    """Makes torch draw zeros in place of normal noise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return torch.zeros_like(made) if func in (torch.randn, torch.randn_like) else made
 
 
 def with_offset(x: Tensor, scale: float, offset: Tensor) -> Tensor:
-    """Return the pipeline's samples `[B, *event]` of those that start as noise."""
-    return (scale * x + offset.to(x.device)).to(x.dtype)
+    """Return the pipeline's samples `[B, *event]` of those that start as noise, computed in float64."""
+    return (scale * x.double() + offset.to(x.device)).to(x.dtype)
 
 
 def without_offset(x: Tensor, scale: float, offset: Tensor) -> Tensor:
     """Return samples `[B, ..., *event]` in the coordinates that start as noise, see `with_offset`."""
     between = x.ndim - offset.ndim
-    return (x - offset.to(x.device).reshape(len(offset), *[1] * between, *offset.shape[1:])) / scale
+    moved = x.double() - offset.to(x.device).reshape(len(offset), *[1] * between, *offset.shape[1:])
+    return (moved / scale).to(x.dtype)
 
 
-def taken_of(steps: int, strength: float) -> int:
-    """Return the number of steps to ask a pipeline for, so that it takes `steps` of them at a strength.
+def taken_of(steps: int, strength: float) -> tuple[int, ...]:
+    """Return the numbers of steps to ask a pipeline for, so that it takes `steps` of them at a strength.
+
+    Pipelines take n strength of n steps, and round it up or down.
 
     Raises:
         ValueError: no number gives as many.
     """
-    for count in range(steps, 1000 * steps):
-        if count - int(max(count - min(count * strength, count), 0)) == steps:
-            return count
-    raise ValueError(f"strength is {strength:g}, with which no schedule takes {steps} steps")
+    found = [
+        next(
+            (count for count in range(steps, 1000 * steps) if count - int(count - rounded(count * strength)) == steps), None
+        )
+        for rounded in (float, int)
+    ]
+    if None in found:
+        raise ValueError(f"strength is {strength:g}, with which no schedule takes {steps} steps")
+    return tuple(dict.fromkeys(count for count in found if count is not None))
+
+
+def least_steps(settings: Mapping[str, Any], strength: float) -> int:
+    """Return the least number of steps to ask a pipeline for, so that it takes one at a strength.
+
+    Args:
+        settings: those of its scheduler, some of which need longer schedules.
+        strength: the strength.
+    """
+    return next((least for name, least in LEAST_STEPS.items() if settings.get(name)), max(taken_of(1, strength)))

@@ -9,7 +9,7 @@ CHANNELS = 32  # of every block; a multiple of the 32 groups that some have buil
 
 AUTOENCODERS: dict[str, dict[str, Any]] = {
     "AutoencoderOobleck": {
-        "encoder_hidden_size": 4,
+        "encoder_hidden_size": 2 * LATENT,  # mean and scale
         "downsampling_ratios": [2, 4],
         "channel_multiples": [1, 2],
         "decoder_channels": 4,
@@ -154,11 +154,17 @@ AUTOENCODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def autoencoder_settings(kind: type) -> dict[str, Any]:
-    """Return the settings of a tiny autoencoder of a class: those of the table, then the rules for each name."""
+# Settings where a pipeline has the factor between the sizes of images and latents built in.
+FACTOR_16 = {"dim_mult": [1] * 5, "temperal_downsample": [False] * 4, "scale_factor_spatial": 16}
+BUILT_IN: dict[str, dict[str, Any]] = {"BriaFiboPipeline": FACTOR_16, "BriaFiboEditPipeline": FACTOR_16}
+
+
+def autoencoder_settings(kind: type, pipeline: str) -> dict[str, Any]:
+    """Return the settings of a pipeline's tiny autoencoder of a class: those of tables, else by rules for their names."""
     defaults = {name: entry.default for name, entry in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
     by_rule = {name: _setting(name, default) for name, default in defaults.items()}
-    return AUTOENCODERS.get(kind.__name__, {name: value for name, value in by_rule.items() if value is not None})
+    known = AUTOENCODERS.get(kind.__name__, {name: value for name, value in by_rule.items() if value is not None})
+    return {**known, **BUILT_IN.get(pipeline, {})}
 
 
 def _setting(name: str, default: Any) -> Any:

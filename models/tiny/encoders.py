@@ -14,6 +14,9 @@ CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+LLAVA_MARKS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<image>", "<pad>"]
+LLAVA_SIZE = 384  # height and width of its images, of 24 x 24 patches
+
 
 @cache
 def pairs() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -258,6 +261,48 @@ def _tiny_config(config: Any, model: str, layers: int) -> Any:
         if "gemma" in subs["text_config"].__name__.lower():
             text.pop("rope_parameters")
     return config(text_config=text, vision_config=sees)
+
+
+@cache
+def _llava_words() -> Any:
+    """Return a tokenizer of bytes, and of the words and marks of HunyuanVideo's template with an image."""
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video import DEFAULT_PROMPT_TEMPLATE
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000,
+        min_frequency=0,
+        show_progress=False,
+        special_tokens=LLAVA_MARKS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    words.train_from_iterator(re.split(r"<[^>]+>|\{\}", DEFAULT_PROMPT_TEMPLATE["template"]), trainer)
+    first = LLAVA_MARKS[0]
+    words.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    return words
+
+
+def llava_tokenizer() -> Any:
+    """Build a tokenizer that splits HunyuanVideo's template like the real one: the pipeline knows where the image is."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_llava_words(), bos_token=LLAVA_MARKS[0], eos_token=LLAVA_MARKS[3], pad_token=LLAVA_MARKS[5]
+    )
+
+
+def llava_encoder() -> Any:
+    """Build a LLaVA of two layers that sees an image of 384 x 384 as 576 tokens, the number that HunyuanVideo expects."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    text = {**settings(16), "model_type": "llama", "vocab_size": len(llava_tokenizer()), "max_position_embeddings": 1024}
+    sees = {**vision_settings(), "model_type": "clip_vision_model", "image_size": LLAVA_SIZE}
+    mark, pad = LLAVA_MARKS.index("<image>"), LLAVA_MARKS.index("<pad>")
+    config = LlavaConfig(text_config=text, vision_config=sees, image_token_index=mark, pad_token_id=pad)
+    return LlavaForConditionalGeneration(config)
 
 
 def vision_settings(width: int = 16) -> dict[str, Any]:

@@ -13,22 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fluvial.models.replay.capture import SCALES
-from fluvial.models.replay.media import IMAGES
+from fluvial.models.replay.kinds import ARGUMENTS
 from fluvial.models.replay.processors import processor_without_video
 from fluvial.models.tiny import encoders
 from fluvial.models.tiny.autoencoders import AUTOENCODERS, autoencoder_settings
 from fluvial.models.tiny.networks import LATENT, PACKED, WIDTH, network_settings
 
-TEXT_ALONE = ("Kandinsky6TI2VAPipeline",)  # whose image would overwrite a frame at every step
+# Pipelines that are tried without their image: it would overwrite a frame at every step of the first, and the second's later
+# steps read what its first step has kept of it.
+TEXT_ALONE = ("Kandinsky6TI2VAPipeline", "Flux2KleinKVPipeline")
 # Parts of the names of pipelines that are tried with images, which others take, too, and can do without.
 CONDITIONED = (
     *("Img2Img", "Edit", "ToVideo", "I2V", "I2I", "Inpaint", "Fill", "Kontext", "Control", "Image2Video", "Refiner"),
-    "Layered",
+    *("Layered", "VideoToVideo", "VACE", "AudioToAudio", "AceStep", "Flux2"),
 )
 MOST = 20e6  # parameters of a part
-UNTRIED = ("ip_adapter_image", "last_image", "reference_image", "image_reference")
+UNTRIED = (
+    *("ip_adapter_image", "last_image", "reference_image", "image_reference"),
+    *("images", "input_images", "reference_images", "face_video", "pose_video", "background_video", "mask_video"),
+    "src_audio",
+)
 
 
 class UnknownPart(ValueError):
@@ -38,7 +45,7 @@ class UnknownPart(ValueError):
 class Asked(NamedTuple):
     """How a tiny pipeline is called."""
 
-    media: tuple[str, ...]  # arguments that are images
+    media: tuple[str, ...]  # arguments that are images, videos or sounds
     call: dict[str, Any]
     scale: float
     negative: str  # negative prompt; empty where the pipeline takes none
@@ -65,6 +72,7 @@ WIDER: dict[str, dict[str, Any]] = {
     "Kandinsky5I2VPipeline": {"visual_cond": True},
     "Kandinsky5I2IPipeline": {"visual_cond": True},
     "HunyuanVideo15Pipeline": {"task_type": "t2v"},
+    "HunyuanVideo15ImageToVideoPipeline": {"target_size": 32},
     "PRXPixelPipeline": {"in_channels": 3},
     "Kandinsky6TI2VAPipeline": {"visual_token_type_num_embeddings": 2},
     "StableDiffusion3InpaintPipeline": {"in_channels": 16 + 16 + 1, "out_channels": 16},
@@ -118,6 +126,8 @@ IMAGE_VAES: dict[str, dict[str, int]] = {
     "StableDiffusion3InpaintPipeline": {"channels": 16},
     "LuminaPipeline": {"blocks": 4},
     "Lumina2Pipeline": {"blocks": 4},
+    "Kandinsky5T2IPipeline": {"blocks": 4},
+    "Kandinsky5I2IPipeline": {"blocks": 4},
 }
 
 TEXT_ENCODERS = {"Ideogram4Pipeline": "Qwen3VLModel"}  # where the type of the part is a base class
@@ -127,13 +137,11 @@ DEPTHS = {"NucleusMoEImagePipeline": 8, "BriaFibo2Pipeline": 36, "Ideogram4Pipel
 
 # Arguments of the call, by pipeline.
 CALLS: dict[str, dict[str, Any]] = {
-    **{
-        f"LTX2{name}Pipeline": {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
-        for name in ("", "ImageToVideo", "Condition", "InContext")
-    },
     "AceStepPipeline": {"audio_duration": 0.32},
     "LongCatAudioDiTPipeline": {"audio_duration_s": 0.32},
     "StableAudio3Pipeline": {"duration": 0.32},
+    "StableAudio3AudioToAudioPipeline": {"duration": 0.32, "init_noise_level": 0.6, "logsnr_min": -2.0},
+    "StableAudio3InpaintPipeline": {"duration": 0.32, "mask_start_seconds": 0.1, "mask_end_seconds": 0.2},
     "FluxKontextPipeline": {"max_area": 256, "_auto_resize": False},
     "FluxKontextInpaintPipeline": {"max_area": 256, "_auto_resize": False},
     "Flux2KleinPipeline": {"text_encoder_out_layers": [0, 1, 2]},
@@ -141,20 +149,26 @@ CALLS: dict[str, dict[str, Any]] = {
     "Flux2KleinKVPipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "Flux2Pipeline": {"text_encoder_out_layers": [0, 1, 2]},
     "ErnieImagePipeline": {"use_pe": False},
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": {"overlap_history": 1, "base_num_frames": 5},
     "Ideogram4Pipeline": {"guidance_schedule": None, "max_sequence_length": 128},
     "Kandinsky6TI2VAPipeline": {"sample_audio": False},
+    "Kandinsky5I2IPipeline": {"max_sequence_length": 512},
+    "LTX2ImageToVideoPipeline": {"image_crf": 0},
     "LongCatImagePipeline": {"enable_prompt_rewrite": False},
     "Lumina2Pipeline": {"system_prompt": ""},
     "QwenImageEditPipeline": {"max_sequence_length": 128},
     "QwenImageEditPlusPipeline": {"max_sequence_length": 128},
     "QwenImageLayeredPipeline": {"max_sequence_length": 128},
 }
-FRAMES = {"MochiPipeline": 7}  # of a video, where 5 are not a whole number of the VAE's
+LISTED = ("Kandinsky5T2IPipeline", "Kandinsky5I2IPipeline")  # whose images have one of a list of sizes
+# Of a video, where 5 are not a whole number of the VAE's, or fewer than the pipeline scales its first ones by.
+FRAMES = {"MochiPipeline": 7, "Kandinsky5I2VPipeline": 17}
 # First parts of the names of pipelines that are tried with images of 32 x 32, the smallest that some take.
 LARGE = (
-    *("Flux2", "Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
+    *("Lumina", "Sana", "Hunyuan", "LTX", "Mochi", "Cosmos", "Kandinsky", "Easy", "PRX", "HiDream", "Helios"),
     *("BriaFibo", "Motif", "QwenImage21"),
 )
+LARGEST = "Flux2"  # first part of those that refuse images below 64 x 64
 
 
 def pipelines() -> list[str]:
@@ -200,8 +214,11 @@ def asked_of(name: str) -> Asked:
 
     takes = inspect.signature(getattr(diffusers, name).__call__).parameters
     conditioned = any(word in name for word in CONDITIONED) and name not in TEXT_ALONE
-    could = [one for one in IMAGES if one in takes and one not in UNTRIED]
-    media = tuple(one for one in could if conditioned or takes[one].default is inspect.Parameter.empty)
+    media = tuple(
+        one
+        for one in ARGUMENTS
+        if one in takes and ((conditioned and one not in UNTRIED) or takes[one].default is inspect.Parameter.empty)
+    )
     call = {
         key: value
         for key, value in {
@@ -212,8 +229,8 @@ def asked_of(name: str) -> Asked:
         }.items()
         if key in takes
     }
-    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length"} & {*takes} else 1
-    size = 32 if any(name.startswith(word) for word in LARGE) else 16
+    frames = FRAMES.get(name, 5) if {"num_frames", "frames", "video_length", "video", "pose_video"} & {*takes} else 1
+    size = 64 if name.startswith(LARGEST) else 32 if name.startswith(LARGE) else 16
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
     sounds = "height" not in takes and any("duration" in one for one in takes)
@@ -242,7 +259,7 @@ def build(name: str) -> Any:
                 parts[part] = None
             continue
         parts[part] = _part(part, hints[part], name, hints)
-    both = parts.get("processor", parts.get("text_processor"))
+    both = parts.get("processor", parts.get("text_processor", parts.get("tokenizer")))
     encoder: Any = parts.get("text_encoder")
     if both is not None and hasattr(both, "image_token_id") and hasattr(encoder, "resize_token_embeddings"):
         if "tokenizer" in parts:
@@ -256,12 +273,13 @@ def build(name: str) -> Any:
 def surroundings(name: str, size: int) -> Iterator[None]:
     """Replace what the module of a pipeline does besides sampling that no tiny pipeline can.
 
-    Images keep their size, where it scales them to about a megapixel, and Cosmos' guardrail, a package with networks of its
-    own, accepts all prompts and videos.
+    Images keep their size, where it scales them to about a megapixel or has a list of sizes, and Cosmos' guardrail, a
+    package with networks of its own, accepts all prompts and videos.
     """
     import diffusers
 
-    module = sys.modules[getattr(diffusers, name).__module__]
+    kind = getattr(diffusers, name)
+    module = sys.modules[kind.__module__]
     own: dict[str, Any] = {
         one: vars(module)[one] for one in ("calculate_dimensions", "CosmosSafetyChecker") if one in vars(module)
     }
@@ -270,10 +288,17 @@ def surroundings(name: str, size: int) -> Iterator[None]:
         module.calculate_dimensions = lambda *_: (size, size, *rest)  # type: ignore[attr-defined]
     if "CosmosSafetyChecker" in own:
         module.CosmosSafetyChecker = _Unchecked  # type: ignore[attr-defined]
+    before = vars(kind).get("resolutions")
+    if name in LISTED:
+        kind.resolutions = property(lambda self: [(size, size)], lambda self, sizes: None)
     try:
         yield
     finally:
         vars(module).update(own)
+        if before is not None:
+            kind.resolutions = before
+        elif name in LISTED:
+            del kind.resolutions
 
 
 class _Unchecked:
@@ -289,16 +314,35 @@ class _Unchecked:
         return video
 
 
-def save(name: str, folder: Path) -> Path:
-    """Save a tiny random pipeline of a class of diffusers, and return the folder."""
-    with torch.random.fork_rng(devices=[]), surroundings(name, 0):
+class _EmptyIsZero(TorchFunctionMode):
+    """Makes zeros of `torch.empty`, from which some networks take weights that only a checkpoint fills."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.zeros if function is torch.empty else function)(*args, **(kwargs or {}))
+
+
+def random_weights(make: Callable[[], Any], scale: float) -> Any:
+    """Build a pipeline whose weights are the same at every call, with none that starts at zero or one, and return it.
+
+    Args:
+        make: builds the pipeline.
+        scale: standard deviation of what is added to each weight of diffusers' parts; zeros and ones would hide errors.
+    """
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = build(name)
-        # Weights that start at zero or one would hide errors.
+        with _EmptyIsZero():
+            pipeline = make()
         for part in pipeline.components.values():
             if isinstance(part, nn.Module) and type(part).__module__.startswith("diffusers"):
                 for parameter in part.parameters():
-                    parameter.data += 0.2 * torch.randn_like(parameter)
+                    parameter.data += scale * torch.randn_like(parameter)
+    return pipeline
+
+
+def save(name: str, folder: Path) -> Path:
+    """Save a tiny random pipeline of a class of diffusers, and return the folder."""
+    with surroundings(name, 0):
+        pipeline = random_weights(partial(build, name), 0.2)
     if isinstance(getattr(pipeline, "safety_checker", None), _Unchecked):
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
@@ -338,10 +382,12 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
             return encoders.vae(**IMAGE_VAES[pipeline])
         if part == "text_encoder_3" and pipeline.startswith("StableDiffusion3"):
             return encoders.t5_encoder(width=2 * WIDTH)  # as wide as both of CLIP's embeddings
+        if part == "image_processor" and pipeline == "HunyuanVideoImageToVideoPipeline":
+            return _images(kind.__name__, encoders.LLAVA_SIZE)
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):
-            return _sized(kind, autoencoder_settings(kind))
+            return _sized(kind, autoencoder_settings(kind, pipeline))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
             return encoders.language_model(kind, layers=DEPTHS.get(pipeline, 2))
         if part.endswith("guider"):
@@ -408,6 +454,8 @@ def _scheduler(names: list[str], pipeline: str) -> Any:
         return kind(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     if pipeline in UNGUIDED:
         return kind(num_train_timesteps=1)
+    if name == own and pipeline.startswith("StableAudio3"):
+        return kind(shift=1.0)
     if name == own:
         return kind(shift=1.0, invert_sigmas=True) if pipeline in INVERTED else kind(shift=3.0)
     return (
@@ -437,14 +485,14 @@ def _vision(config: str, model: str) -> Any:
     return getattr(transformers, model)(getattr(transformers, config)(**encoders.vision_settings()))
 
 
-def _images(name: str) -> Any:
-    """Return an image processor of transformers for images of 32 x 32."""
+def _images(name: str, side: int = 32) -> Any:
+    """Return an image processor of transformers for square images."""
     import transformers
 
     if name.startswith("Siglip2"):
         return getattr(transformers, name)(patch_size=16, max_num_patches=4)
-    size = {"crop_size": 32} if "CLIP" in name else {}
-    return getattr(transformers, name)(size={"height": 32, "width": 32} if not size else 32, **size)
+    size = {"crop_size": side} if "CLIP" in name else {}
+    return getattr(transformers, name)(size={"height": side, "width": side} if not size else side, **size)
 
 
 def _qwen_vl_text() -> Any:
@@ -459,6 +507,7 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "GemmaTokenizer": encoders.gemma_tokenizer,
     "ByT5Tokenizer": lambda: _byt5(),
     "Qwen2VLProcessor": _qwen_processor,
+    "LlavaForConditionalGeneration": encoders.llava_tokenizer,
 }
 
 
@@ -479,6 +528,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "PreTrainedModel": encoders.qwen3_encoder,
     "Qwen2_5_VLForConditionalGeneration": encoders.qwen_vl_encoder,
     "Qwen2_5_VLTextModel": _qwen_vl_text,
+    "LlavaForConditionalGeneration": encoders.llava_encoder,
     "CLIPVisionModel": partial(_vision, "CLIPVisionConfig", "CLIPVisionModel"),
     "CLIPVisionModelWithProjection": partial(_vision, "CLIPVisionConfig", "CLIPVisionModelWithProjection"),
     "SiglipVisionModel": partial(_vision, "SiglipVisionConfig", "SiglipVisionModel"),

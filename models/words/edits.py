@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, open_image, text_of
+from fluvial.models.replay.kinds import read_image
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of
 from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, as_letters, draw, places, words
 from fluvial.models.words.model import CONFIG, Words
 
@@ -73,9 +74,9 @@ def pixels_of(prompt: TextPrompt) -> Tensor:
     if not prompt:
         return torch.zeros(1, HEIGHT, WIDTH)
     source = None if isinstance(prompt, str) else prompt.media.get(ARGUMENT)
-    if source is None:
+    if not isinstance(source, Path | bytes):
         raise ValueError(f"prompt {text_of(prompt)!r} has no image to correct: give its record a column {ARGUMENT}")
-    image = open_image(source)
+    image = read_image(source)
     if image.size != (WIDTH, HEIGHT):
         raise ValueError(
             f"the image of prompt {text_of(prompt)!r} has {image.width}x{image.height} pixels, expected {WIDTH}x{HEIGHT}"

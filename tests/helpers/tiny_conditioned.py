@@ -1,4 +1,4 @@
-"""Tiny random pipelines of diffusers that are given images besides a prompt: one row per pipeline."""
+"""Tiny random pipelines of diffusers that are given images, videos or sounds besides a prompt: one row per pipeline."""
 
 import inspect
 from collections.abc import Callable
@@ -12,20 +12,23 @@ import torch
 from PIL import Image
 from tiny_pipelines import flux, qwen_image, sd3, wan, z_image
 from tiny_replayed import flux2
+from tiny_sounds import RATE, ace_step
 
+from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import processor_without_video, read_processors
-from fluvial.models.tiny.pipelines import asked_of, build
+from fluvial.models.tiny.pipelines import PARTS, asked_of, build
 
 
 class Row(NamedTuple):
     """One pipeline: how to build and call it."""
 
     make: Callable[[], Any]
-    media: tuple[str, ...]  # arguments that are images
+    media: tuple[str, ...]  # arguments that are images, videos or sounds
     call: dict[str, Any]
     scale: float
     frames: int = 1
     image: tuple[int, int] = (16, 16)  # height and width of the images
+    size: int = 16  # height and width of the samples
 
 
 def kontext() -> Any:
@@ -111,15 +114,20 @@ def qwen_edit(plus: bool = False) -> Any:
     return kind(**{**parts, "tokenizer": both.tokenizer}, processor=both)
 
 
-def wan_image(*, experts: bool = False, first_frame: bool = False) -> Any:
+def wan_image(*, experts: bool = False, first_frame: bool = False, embedded: int = 0) -> Any:
     """Build Wan 2.1 image-to-video: channels of the first frame and of its mask follow those of the sample.
 
-    Wan 2.2 has two experts, or holds the first frame and gives each token its own timestep.
+    Wan 2.2 has two experts, or holds the first frame and gives each token its own timestep. `embedded` is the number of
+    images whose CLIP embeddings the network is given, as that of Wan 2.1 is.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
 
     parts = wan(experts=experts).components
     settings = {**own(parts["transformer"]), "in_channels": 4 if first_frame else 4 + 2 + 4}
+    if embedded:
+        patches = (32 // 16) ** 2 + 1
+        settings |= {"image_dim": 16, "added_kv_proj_dim": 16, "pos_embed_seq_len": 2 * patches if embedded == 2 else None}
+        parts |= {"image_encoder": PARTS["CLIPVisionModel"](), "image_processor": PARTS["CLIPImageProcessorPil"]()}
     names = ("transformer", "transformer_2") if experts else ("transformer",)
     networks = {name: WanTransformer3DModel.from_config(settings) for name in names}
     return WanImageToVideoPipeline(
@@ -129,8 +137,30 @@ def wan_image(*, experts: bool = False, first_frame: bool = False) -> Any:
     )
 
 
+def wan_video(kind: str) -> Any:
+    """Build a pipeline of Wan's parts that is given a video, with Euler's steps in place of a solver's."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = build(kind)
+    pipe.register_modules(scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
+    return pipe
+
+
 SHORT = {"max_sequence_length": 12}
 STRENGTH = {"max_sequence_length": 32, "strength": 0.6}
+
+# Pipelines of adapters alone, which no replay is tried with.
+ADAPTED: dict[str, Callable[[], Any]] = {
+    "wan-clip": partial(wan_image, embedded=1),
+    "wan-both": partial(wan_image, embedded=2),
+}
+
+
+def large_video(name: str) -> Row:
+    """Return the row of a pipeline that makes a video of 32 x 32, the smallest that it takes, from an image."""
+    asked = asked_of(name)
+    return Row(partial(build, name), ("image",), asked.call, asked.scale, frames=5, image=(32, 32), size=32)
+
 
 ROWS: dict[str, Row] = {
     "kontext": Row(kontext, ("image",), {**SHORT, "max_area": 256, "_auto_resize": False}, 2.5),
@@ -166,21 +196,56 @@ ROWS: dict[str, Row] = {
     ),
     "longcat": Row(partial(build, "LongCatImagePipeline"), (), asked_of("LongCatImagePipeline").call, 3.0),
     "fibo": Row(partial(build, "BriaFiboPipeline"), (), asked_of("BriaFiboPipeline").call, 3.0),
+    "lumina": Row(partial(build, "LuminaPipeline"), (), {**asked_of("LuminaPipeline").call, "negative_prompt": "bad"}, 3.0),
+    "prx": Row(partial(build, "PRXPipeline"), (), asked_of("PRXPipeline").call, 3.0),
+    "ideogram": Row(partial(build, "Ideogram4Pipeline"), (), asked_of("Ideogram4Pipeline").call, 3.0),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
     "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),
     "wan": Row(wan_image, ("image",), SHORT, 3.0, frames=5),
     "wan-experts": Row(partial(wan_image, experts=True), ("image",), {**SHORT, "guidance_scale_2": 2.0}, 3.0, frames=5),
+    "wan-video": Row(partial(wan_video, "WanVideoToVideoPipeline"), ("video",), {**SHORT, "strength": 0.6}, 3.0, frames=5),
+    "lucy": Row(partial(wan_video, "LucyEditPipeline"), ("video",), SHORT, 3.0, frames=5),
+    "vace": Row(partial(wan_video, "WanVACEPipeline"), ("video",), SHORT, 3.0, frames=5),
+    "sound-to-sound": Row(
+        partial(build, "StableAudio3AudioToAudioPipeline"),
+        ("audio",),
+        asked_of("StableAudio3AudioToAudioPipeline").call,
+        1.0,
+    ),
+    "sound-inpaint": Row(
+        partial(build, "StableAudio3InpaintPipeline"), ("audio",), asked_of("StableAudio3InpaintPipeline").call, 1.0
+    ),
+    "reference-sound": Row(ace_step, ("reference_audio",), {"audio_duration": 0.32}, 1.0),
+    "kandinsky-video": Row(
+        partial(build, "Kandinsky5I2VPipeline"), ("image",), {**SHORT, "negative_prompt": "bad"}, 3.0, frames=17
+    ),
+    "kandinsky-text": Row(partial(build, "Kandinsky5T2VPipeline"), (), {**SHORT, "negative_prompt": "bad"}, 3.0, frames=5),
+    "kandinsky-image": Row(
+        partial(build, "Kandinsky5I2IPipeline"),
+        ("image",),
+        {**asked_of("Kandinsky5I2IPipeline").call, "negative_prompt": "bad"},
+        3.5,
+        image=(32, 32),
+        size=32,
+    ),
+    "hunyuan-video": Row(partial(build, "HunyuanVideo15ImageToVideoPipeline"), ("image",), {}, 1.0, frames=5),
+    "sana-video": large_video("SanaImageToVideoPipeline"),
+    "hunyuan-llava": large_video("HunyuanVideoImageToVideoPipeline"),
+    "motif-video": large_video("MotifVideoImage2VideoPipeline"),
     "wan-first-frame": Row(partial(wan_image, first_frame=True), ("image",), SHORT, 3.0, frames=5),
 }
 
 
 def without_scaling(patch: Any) -> None:
-    """Make Qwen-Image-Edit keep images of 16 x 16 pixels, which it scales to about a megapixel."""
+    """Make pipelines that scale images to about a megapixel keep small ones."""
+    from diffusers import Kandinsky5I2IPipeline
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 
     patch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (16, 16, None))
     patch.setattr(pipeline_qwenimage_edit_plus, "calculate_dimensions", lambda *_: (16, 16))
+    kept = property(lambda self: [(32, 32)], lambda self, sizes: None)
+    patch.setattr(Kandinsky5I2IPipeline, "resolutions", kept, raising=False)
 
 
 def load(folder: Path) -> Any:
@@ -200,7 +265,7 @@ def save(name: str, folder: Path) -> Path:
 def _make(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = ROWS[name].make()
+        pipeline = (ADAPTED[name] if name in ADAPTED else ROWS[name].make)()
         parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae", "controlnet"))
         for part in (part for part in parts if part is not None):
             for parameter in part.parameters():
@@ -208,6 +273,21 @@ def _make(name: str, folder: Path) -> None:
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
+
+
+def draw(folder: Path, name: str, argument: str, seed: int, row: Row) -> str:
+    """Write an image, a video of 5 frames or a sound of random numbers for an argument, and return the file's name."""
+    kind = next((kind for kind in KINDS if argument in kind.arguments), IMAGE)
+    numbers = np.random.default_rng(seed)
+    if kind is IMAGE:
+        return draw_image(folder / f"{name}.png", seed, row.image).name
+    if kind is SOUND:
+        made: Any = Sound(torch.from_numpy(numbers.uniform(-1, 1, (2, 128))).float(), RATE)
+    else:
+        made = [Image.fromarray(frame) for frame in numbers.integers(0, 256, (5, *row.image, 3), dtype=np.uint8)]
+    file = folder / f"{name}.{'wav' if kind is SOUND else 'npy'}"
+    file.write_bytes(kind.write(made))
+    return file.name
 
 
 def draw_image(file: Path, seed: int, size: tuple[int, int] = (16, 16)) -> Path:

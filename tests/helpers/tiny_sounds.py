@@ -34,7 +34,7 @@ def ace_step() -> Any:
     )
     return AceStepPipeline(
         vae=AutoencoderOobleck(
-            encoder_hidden_size=4,
+            encoder_hidden_size=2 * LATENT,
             downsampling_ratios=[2, 4],
             channel_multiples=[1, 2],
             decoder_channels=4,

@@ -1,12 +1,13 @@
 """Tiny random Stable Diffusion pipelines that start from an image, with the parts of those of text alone."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tiny_pipelines import ddim, stable_diffusion
 
 from fluvial.models.pipelines.folder import quietly
+from fluvial.models.tiny.pipelines import random_weights
 
 SIZE = (16, 24)  # height and width
 
@@ -34,19 +35,19 @@ ROWS = {
 
 def make(row: Row) -> Any:
     """Return diffusers' pipeline of a row with random weights, the same at every call, and DDIM."""
+    with quietly():
+        return random_weights(partial(_make, row), 0.1)
+
+
+def _make(row: Row) -> Any:
     import diffusers
 
-    with torch.random.fork_rng(devices=[]), quietly():
-        torch.manual_seed(0)
-        plain = stable_diffusion(large=row.large, predicts=row.predicts)
-        settings = {name: value for name, value in plain.unet.config.items() if not name.startswith("_")}
-        unet = diffusers.UNet2DConditionModel(**{**settings, "in_channels": row.channels, "sample_size": 64})
-        for part in (unet, plain.vae):
-            for parameter in part.parameters():
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        options = {"add_watermarker": False} if row.large else {"requires_safety_checker": False}
-        parts = {**plain.components, "unet": unet, "scheduler": ddim(plain.scheduler.config)}
-        return getattr(diffusers, row.pipeline)(**parts, **options)
+    plain = stable_diffusion(large=row.large, predicts=row.predicts)
+    settings = {name: value for name, value in plain.unet.config.items() if not name.startswith("_")}
+    unet = diffusers.UNet2DConditionModel(**{**settings, "in_channels": row.channels, "sample_size": 64})
+    options = {"add_watermarker": False} if row.large else {"requires_safety_checker": False}
+    parts = {**plain.components, "unet": unet, "scheduler": ddim(plain.scheduler.config)}
+    return getattr(diffusers, row.pipeline)(**parts, **options)
 
 
 def save(row: Row, folder: Path) -> Path:

@@ -16,10 +16,10 @@ def test_the_catalogue_imports_without_torch() -> None:
 
 
 def test_every_published_model_has_an_adapter() -> None:
-    """Of the stated prediction; and no adapter from text alone is missing: the others share its weights."""
+    """Of the stated prediction; and no adapter is missing, but those with the weights of another."""
     adapters = built_in()
-    from_text = {name for name in adapters if not name.endswith(("Img2ImgPipeline", "InpaintPipeline"))}
-    assert {known.pipeline for known in KNOWN} == from_text
+    own = {name for name in adapters if not name.endswith(("Img2ImgPipeline", "InpaintPipeline"))}
+    assert {known.pipeline for known in KNOWN} == own
     for known in KNOWN:
         assert adapters[known.pipeline].prediction == known.prediction
         assert 0.5 < known.gibibytes / known.billions / 2 < 1

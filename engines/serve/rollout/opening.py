@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.fsdp.determinism import fresh_copy
 from fluvial.engines.fsdp.files import shared_folder
 from fluvial.engines.fsdp.parallelize import cast_samples
 from fluvial.engines.rollout.generate import Guidance
@@ -62,7 +63,8 @@ def opened(
     module = jobs.build(job).eval()
     cast_samples(module, kind)  # as in training: samples are cast, numbers per sample are not
     for parameter in module.parameters():  # not the buffers, such as frequencies, which FSDP2 leaves as they are, too
-        parameter.data = parameter.data.to(kind)
+        # A file's weights lie where its header ends, and those of a trainer at the start of their own memory.
+        parameter.data = fresh_copy(parameter.data.to(kind), device)
     module.to(device)
     served = ServedWeights(module, roots=roots or [shared_folder(), *_folders(job.model.weights)], device=device)
     return Policy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)

@@ -1,4 +1,4 @@
-"""The prompt of a request, with its images: files in the server's own folders, or data URLs."""
+"""The prompt of a request, with its images, videos and sounds: files in the server's own folders, or data URLs."""
 
 import base64
 import binascii
@@ -12,6 +12,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.wire.request import RolloutRequest
+from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
 from fluvial.models.replay.media import arguments_of
 
 MOST_NAME = 4096  # characters
@@ -23,7 +24,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
 
     Args:
         most_bytes: largest file of an image.
-        most_pixels: largest image. It is known from the file's header, before anything is decoded.
+        most_pixels: largest image or video. An image's is known from its header, before anything is decoded.
 
     Raises:
         RequestError: there are other images than the model was recorded with, or one cannot be read.
@@ -40,7 +41,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
         got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
         raise RequestError(400, f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
     media = {
-        name: _checked(_file(image, policy, most_bytes), name, most_pixels) for name, image in zip(names, given, strict=True)
+        name: checked(_file(image, policy, most_bytes), name, most_pixels) for name, image in zip(names, given, strict=True)
     }
     return Prompt(request.prompt, media=media)
 
@@ -76,8 +77,18 @@ def _read(path: Path) -> bytes:
         raise RequestError(400, f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def _checked(file: bytes, name: str, most_pixels: int) -> bytes:
-    """Return the bytes of an image's file whose header is that of an image of at most `most_pixels`."""
+def checked(file: bytes, name: str, most_pixels: int) -> bytes:
+    """Return the bytes of a file that is an image or a video of at most `most_pixels`, or a WAV file, by its argument."""
+    if name in SOUND.arguments and not file.startswith(b"RIFF"):
+        raise RequestError(400, f"image_path: {name} cannot be read as WAV")
+    if name in SOUND.arguments:
+        return file
+    if name in VIDEO.arguments:
+        try:
+            check_pixels(file, most_pixels)
+        except ValueError as error:
+            raise RequestError(400, f"image_path: {name}: {error}") from None
+        return file
     try:
         with Image.open(io.BytesIO(file), formats=FORMATS) as image:
             width, height = image.size

@@ -138,10 +138,10 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         call, known = dict(map(_named_value, config.call)), calls_of(folder)
         if not call.keys() <= {*known}:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
+        options |= call
         if "height" in known:  # a pipeline with images
-            if config.sizes:
-                raise no_effect("pipeline.sizes", "with images, which have one size (height and width)")
-            options |= {**config.size._asdict(), **call}
+            sized = {**config.size._asdict(), "frames": config.frames}
+            options |= {name: count for name, count in sized.items() if name in known}
         elif config.media:
             raise no_effect("pipeline.media", "with an adapter, which takes text only")
         if config.shift is not None:
@@ -162,6 +162,12 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}
     return AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
+
+
+def check_second_scale(model: Any, *, guided: bool) -> None:
+    """Raise UsageError if a model with an adapter has a second scale of guidance, and nothing is guided."""
+    if not guided and getattr(model, "guidance_scale_2", None) is not None:
+        raise no_effect("pipeline.call", "with guidance_scale_2 without guidance, which a scale of 1 is")
 
 
 def check_exists(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fluvial.engines.data.prompts import read_heldout, read_prompts, read_sources, sources, split_off
+from fluvial.engines.data.prompts import is_prompt_file, read_heldout, read_prompts, read_sources, sources, split_off
 from fluvial.engines.data.records import Prompt, as_prompts, metadata_of, negatives, texts
 from fluvial.engines.errors import UsageError
 
@@ -84,6 +84,16 @@ def test_one_prompt_per_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("  a red fox \n\n\tzwei Kühe\na red fox\n", encoding="utf-8")
     assert texts(read_prompts(path, check=words)) == ["a red fox", "zwei Kühe", "a red fox"]
+
+
+def test_a_word_with_the_ending_of_a_prompt_file_names_one(tmp_path: Path) -> None:
+    """Text does not; a missing file is not taken as the text of a prompt."""
+    (path := tmp_path / "prompts.txt").write_text("a red fox")
+    assert is_prompt_file(str(path))
+    assert not any(map(is_prompt_file, ("a red fox", "a red fox.", "v1.5", "a/b", str(tmp_path))))
+    for missing in ("typo.jsonl", "a/typo.parquet", "TYPO.TXT", str(path.with_suffix(".csv"))):
+        with pytest.raises(UsageError, match=f"^no such file: {missing}$"):
+            is_prompt_file(missing)
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet, saved_to_disk])
@@ -267,3 +277,11 @@ def test_every_tenth_prompt_of_each_source_is_held_out() -> None:
 def test_a_single_prompt_is_trained_on_and_evaluated() -> None:
     """There is no other."""
     assert split_off([Prompt("a")]) == ((Prompt("a"),), (Prompt("a"),))
+
+
+def test_rewards_see_what_the_model_is_given() -> None:
+    """`image`, `video` and `audio` are those of `media` where they are not given; of several images the first."""
+    files: dict[str, Any] = {"image": (b"first", b"second"), "video": Path("clip.mp4"), "mask_image": b"mask"}
+    prompt = Prompt("an owl", media=files, audio=b"sound")
+    assert (prompt.image, prompt.video, prompt.audio) == (b"first", Path("clip.mp4"), b"sound")
+    assert Prompt("an owl", image=b"other", media=files).image == b"other"

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_conditioned
 import tiny_pipelines
+import tiny_unet_edits
 from dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
 
@@ -68,6 +70,35 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     reads = [wait for wait in between(found[0]) if "models/pipelines/" not in wait.line]  # prompts that are encoded
     assert [wait.line.split(":")[0] for wait in reads] == ["engines/train/monitoring/diagnostics.py"], reads
     assert report.phase("decode").operations > 0
+    assert report.phase("rollout").flops > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "sd-image", "xl-image", "sd-inpaint", "xl-inpaint"]
+)
+def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
+    """The image of each prompt is read; the encoders of images have no values."""
+    row = tiny_unet_edits.ROWS.get(name)
+    takes, shape = (("image",), (16, 16)) if row is None else (row.media, tiny_unet_edits.SIZE)
+    records = [
+        {"prompt": text, **{argument: f"{argument}-{text}.png" for argument in takes}} for text in ("foxes", "owls", "cats")
+    ]
+    for number, record in enumerate(records):
+        for argument in takes:
+            tiny_conditioned.draw_image(tmp_path / record[argument], number, shape)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    size: dict[str, Any] = {"height": 32, "width": 32} if name == "qwen-edit" else {"height": 16, "width": 32, "frames": 5}
+    if row is None:
+        config = RECIPES["grpo"](str(tiny_conditioned.save(name, tmp_path / name)))
+    else:
+        config = RECIPES["ddpo"](str(tiny_unet_edits.save(row, tmp_path / name)))
+        call = tuple(f"{argument}={value}" for argument, value in row.call.items())
+        size = {"height": shape[0], "width": shape[1], "call": call}
+    pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")
+    given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "train": "lora", "pipeline": pipeline}
+    report = dry_run(replace(config, **given, micro_batch=2, update_micro_batch="rollout"), ranks=2)
+    check(report)
     assert report.phase("rollout").flops > 0
 
 

@@ -24,6 +24,8 @@ from fluvial.engines.evaluation.table import overall, printed, read_scores, rows
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.train import metrics
 from fluvial.models.images import as_image
+from fluvial.models.protocol import Sounds
+from fluvial.models.replay.kinds import read_sound
 
 TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
 
@@ -248,6 +250,14 @@ def test_the_folder_of_an_evaluation(one: World, tmp_path: Path) -> None:
     assert record["rows"][0]["win_rate"] == rows(ours.scores, base.scores)[0].win_rate
     with pytest.raises(UsageError, match=r"out is .*out, which already holds an evaluation"):
         EvaluationFolder(tmp_path / "out", one)
+    waves = torch.tensor([[[0.0, 0.5]], [[1.0, -1.0]]])  # of the first two samples
+    heard = ours._replace(sounds=Sounds(waves, 400))
+    EvaluationFolder(tmp_path / "heard", one).finish(rows(ours.scores), heard, None, title="ours", settings={})
+    assert sorted(file.stem for file in (tmp_path / "heard").rglob("*.wav")) == sorted(ours.scores.names[:2])
+    for name, wave in zip(ours.scores.names, waves, strict=False):
+        sound = read_sound(tmp_path / "heard" / "images" / f"{name}.wav")
+        assert sound.rate == 400
+        torch.testing.assert_close(sound.wave, wave, rtol=0, atol=1e-4)
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="which cannot be made: Not a directory"):
         EvaluationFolder(tmp_path / "file" / "out", one)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fluvial.engines.fsdp.export as exporting
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.export import export, write_lora, write_model
+from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World, init_world
 
 
@@ -26,6 +27,13 @@ def one() -> Iterator[World]:
     """The world of this process."""
     with init_world() as world:
         yield world
+
+
+def test_a_file_of_weights_is_as_readable_as_any_other(tmp_path: Path) -> None:
+    """Safetensors' own function makes it the user's alone."""
+    (tmp_path / "other").touch()
+    save_tensors({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_shard_is_written_as_soon_as_it_is_whole(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.module import ShardedModule
+from fluvial.engines.fsdp.parallelize import cast_samples
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
@@ -205,3 +206,26 @@ def test_an_old_policy_follows_slowly_on_a_bfloat16_base(one: World) -> None:
         moved = (parameter - before[name]).detach()
         assert isinstance(moved, DTensor)
         torch.testing.assert_close(moved.full_tensor(), torch.full(moved.shape, 1e-3), rtol=1e-3, atol=1e-7)
+
+
+class _Timed(nn.Module):
+    """A network as Kandinsky 5's, whose embedding of the timestep diffusers keeps in float32, and its input, too."""
+
+    _keep_in_fp32_modules = ("time_embeddings",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time_embeddings, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return self.out(x) + self.time_embeddings(time[:, None] * torch.arange(4, dtype=torch.float32))
+
+
+def test_layers_that_diffusers_keeps_in_float32_compute_in_bfloat16() -> None:
+    """As all others: their input, which the network makes in float32, is cast."""
+    network, x = _Timed(), torch.randn(2, 4)
+    expected = network(x, torch.tensor([0.5, 1.0]))
+    cast_samples(network.to(torch.bfloat16), torch.bfloat16)
+    found = network(x, torch.tensor([0.5, 1.0]))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)

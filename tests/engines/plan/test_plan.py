@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_conditioned
 import tiny_pipelines
 import torch
 from marks import long
@@ -19,10 +20,11 @@ from fluvial.engines.plan.check import compare
 from fluvial.engines.plan.fit import steps_to_fit
 from fluvial.engines.plan.memory import LiveStorages, Stretch, account
 from fluvial.engines.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
+from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.quantised import FORMATS
-from fluvial.models.shapes import MODELS, blocks
+from fluvial.models.shapes import MODELS, blocks, model_shape
 
 TRAINS: tuple[Train, Train] = ("full", "lora")
 
@@ -248,6 +250,19 @@ def test_a_pipelines_folder_is_planned_too(tmp_path: Path) -> None:
         held = open_model(folder).build(empty=True).parameters()
         assert found.update.parameters == 4 * sum(parameter.numel() for parameter in held)
         assert found.update.activations > 0
+
+
+def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
+    """Keys and values of CLIP embeddings, which some Wan networks have, are adapted, too."""
+    folder = tiny_conditioned.save("wan-clip", tmp_path / "wan")
+    shape, model = model_shape(str(folder)), open_model(folder)
+    assert shape is not None
+    counts = []
+    for module, targets in ((shape.build(), shape.lora_targets), (model.build(empty=True), model.lora_targets)):
+        add_lora(module, LoraConfig(rank=2), targets)
+        counts.append(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
+        assert any(".add_k_proj.lora_A" in name for name, _ in module.named_parameters())
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(

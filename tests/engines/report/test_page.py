@@ -1,7 +1,9 @@
 """The report of a run: what it says, that it runs nothing and asks for nothing, and that a browser shows it."""
 
+import base64
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
 from fluvial.engines.report import page
+from fluvial.engines.report.sounds import write_wave
 from fluvial.engines.run.run_folder import RunFolder, claim, write_json
 
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">&'\""
@@ -137,6 +140,20 @@ def test_the_page_holds_everything_and_runs_nothing(run: Path) -> None:
     ):
         assert part in elements.text, part
     assert elements.text.count(EVIL) >= 4 + 3  # prompts with their images; model, tag, evaluator and version
+
+
+def test_sounds_of_samples_are_played(run: Path, tmp_path: Path) -> None:
+    """Beside the image of their sample, as data, which the page's policy allows."""
+    shutil.copytree(run, tmp_path / "run")
+    write_wave(file := tmp_path / "run" / "samples" / "after-01.wav", torch.tensor([[0.5, -0.5]]), 400)
+    text = page.page(tmp_path / "run")
+    (sound,) = Elements(text).found["audio"]
+    assert sound["src"] == f"data:audio/wav;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    assert "controls" in sound
+    prompt = json.loads((run / "samples" / "after.json").read_text())[1]["prompt"]
+    assert sound["aria-label"] == f"after: {prompt}"
+    assert "media-src data:;" in text
+    assert "audio" not in Elements(page.page(run)).found
 
 
 def test_the_page_opens_with_the_result_and_the_images(run: Path) -> None:

@@ -13,6 +13,7 @@ from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rewards.registry import check_records
 from fluvial.engines.rewards.signature import Samples, reward_problem, signature_of
+from fluvial.models.replay import kinds
 
 PROMPTS = [Prompt("a", metadata={"count": 3}), Prompt("b")]
 SAMPLES = Samples(torch.ones(2, 3, 4, 4), PROMPTS, torch.zeros(2, 5), 7)
@@ -111,6 +112,29 @@ def test_condition_images_are_those_of_the_records(tmp_path: Path) -> None:
     check_records({"swapped": swapped}, [prompt, Prompt("b")])
     with pytest.raises(UsageError, match=r"evaluator 'edited' takes condition_images, and prompt 'b' has none"):
         check_records({"edited": edited}, [prompt, Prompt("b")], label="evaluator")
+
+
+def test_condition_videos_and_audios_are_those_of_the_records(tmp_path: Path) -> None:
+    """As images are: each prompt's own, and a prompt without one is named when the run is built."""
+    frames = [Image.new("RGB", (5, 4), (255, 51 * number, 0)) for number in range(3)]
+    (tmp_path / "clip.npy").write_bytes(kinds.VIDEO.write(frames))
+    (tmp_path / "tone.wav").write_bytes(kinds.SOUND.write(kinds.Sound(torch.tensor([[0.5, -1.0]]), 400)))
+    prompt = Prompt("louder", video=tmp_path / "clip.npy", audio=(tmp_path / "tone.wav").read_bytes())
+
+    def compared(images: Any, prompts: Any, condition_videos: Any, condition_audios: Any) -> Any:
+        return condition_videos, condition_audios
+
+    (video,), (sound,) = signature_of(compared).call(compared, Samples(torch.zeros(1, 3, 4, 4), [prompt]))
+    assert video.shape == (3, 3, 4, 5)
+    torch.testing.assert_close(video[:, :, 0, 0], torch.tensor([[1.0] * 3, [0.0, 0.2, 0.4], [0.0] * 3]))
+    assert sound.rate == 400
+    torch.testing.assert_close(sound.wave, torch.tensor([[0.5, -1.0]]), rtol=0, atol=1e-4)
+    check_records({"compared": compared}, [prompt])
+    with pytest.raises(UsageError, match=r"takes condition_audios, and prompt 'b' has none: give its record a column audio"):
+        check_records({"compared": compared}, [prompt, Prompt("b", video=tmp_path / "clip.npy")])
+    broken = Prompt("b", video=b"no video", audio=b"RIFF no sound")
+    with pytest.raises(UsageError, match=r"a video of 8 bytes cannot be read as a video"):
+        signature_of(compared).call(compared, Samples(torch.zeros(1, 3, 4, 4), [broken]))
 
 
 def test_condition_images_may_be_optional(tmp_path: Path) -> None:

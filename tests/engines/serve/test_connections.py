@@ -79,7 +79,7 @@ async def rest(stream: Stream) -> bytes:
     """Return all that the server still sends, up to its end."""
     try:
         return await asyncio.wait_for(stream[0].read(), 5)
-    except ConnectionResetError:
+    except ConnectionError:  # reset, or broken by what was written after the end
         return b""
 
 

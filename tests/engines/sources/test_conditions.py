@@ -1,12 +1,13 @@
 """All that a sample depends on reaches the server that makes it, or the run is refused when it is built."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import asgi
 import httpx2
@@ -141,6 +142,8 @@ LOCAL: dict[str, Row] = {
             dict[str, Any],
             {
                 "image": b"png",
+                "video": b"gif",
+                "audio": b"wav",
                 "weight": 2.0,
                 "tag": "counting",
                 "source": "a.txt",
@@ -351,6 +354,27 @@ def test_images_of_prompts_are_sent_with_their_arguments() -> None:
         asked = asking.request(order, key(1), Sampling(tiny.SHAPE, schedule, Guidance()), version=0)
         assert asked.image_path == ("data:image/png;base64,bQ==", f"data:image/png;base64,{image}")
         assert asked.fluvial.media == ("mask_image", "image")
+
+
+class Unbuilt(Model):
+    """A model without a network."""
+
+    def build(self, *, empty: bool = False) -> NoReturn:
+        """Fail."""
+        raise AssertionError("the network is built")
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_media_of_several_files_are_sent_to_no_server(several: bool, one: World, tmp_path: Path) -> None:
+    """A request has one file per argument: a list of images and a folder are refused before the network is built."""
+    source, shown = ((b"1", b"2"), "a list of images") if several else (tmp_path, f"{tmp_path}, a folder of frames")
+    rollout = RolloutConfig(steps=tiny.STEPS, prompts=2, group=2, source=URL)
+    prompts = [Prompt("0"), Prompt("1", media={"image": source})]
+    job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
+    with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)} in image, which no server is sent: "):
+        Trainer(tiny.config(tmp_path / "run", rollout=rollout), job, one)
+    with pytest.raises(AssertionError, match="the network is built"):
+        Trainer(tiny.config(tmp_path / "run"), job, one)
 
 
 @pytest.mark.parametrize("name", LOCAL)

@@ -1,12 +1,16 @@
 """Pipelines that make sounds, trained from the command line by a reward of sounds."""
 
+import json
+import re
 import wave
 from pathlib import Path
 
 import launch
 import pytest
 import tiny_sounds
+import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors.torch import load_file
 
 from fluvial.engines.cli import main as cli
@@ -15,13 +19,16 @@ from fluvial.models.tiny import pipelines as tiny
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
 SHORT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 "
+    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --minibatches 1 "
     "--final-samples 2 --eval-every 0 --checkpoint-every 2 --rollout.guidance.scale 1"
 )
 VIDEO = (
     "--rollout.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
-    "--rewards tiny_sounds:even jpeg --pipeline.call max_sequence_length=32 guidance_rescale=0.0 audio_guidance_rescale=0.0"
+    "--rewards tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
 )
+
+PLAIN = ("guidance_rescale=0.0", "audio_guidance_rescale=0.0")
 
 
 def train(folder: Path, out: Path, *more: str) -> int:
@@ -75,10 +82,14 @@ def test_a_reward_of_sounds_of_a_model_of_images_is_refused(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_two_updates_of_a_video_with_sound(tmp_path: Path, compute: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """LTX-2, by a reward of its sounds: on policy to the bit, and the pipeline opens the adapter."""
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_two_updates_of_a_video_with_sound(
+    tmp_path: Path, compute: str, rescaled: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """LTX-2, by a reward of its sounds, with its own rescaled guidance and with sums: on policy to the bit."""
     model, prompts = tiny.save("LTX2Pipeline", tmp_path / "model"), tiny_sounds.texts(tmp_path / "prompts.jsonl")
     words = ["--model", str(model), "--prompts", str(prompts), *SHORT.split()[:-1], "3", *VIDEO.split()]
+    words += [] if rescaled else PLAIN
     low = ["--engine.compute", compute, "--pipeline.frozen", compute]
     code = cli.run(["train", "grpo", *words, *low, "--out", str(tmp_path / "run")])
     assert code == 0, capfd.readouterr().err
@@ -91,3 +102,27 @@ def test_two_updates_of_a_video_with_sound(tmp_path: Path, compute: str, capfd: 
     pipe = DiffusionPipeline.from_pretrained(model, local_files_only=True)
     pipe.load_lora_weights(tmp_path / "run" / "lora")
     assert pipe.get_active_adapters()
+
+
+@pytest.mark.parametrize(("compute", "tolerance"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_a_video_with_sound_starts_from_an_image(
+    tmp_path: Path, compute: str, tolerance: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """LTX-2 from an image that it compresses: the held frame counts in the deviation that guidance is rescaled by."""
+    name = "LTX2ImageToVideoPipeline"
+    model = tiny.save(name, tmp_path / "model")
+    for number, colour in enumerate(("red", "navy", "white")):
+        noise = torch.rand(32, 32, 3, generator=torch.Generator().manual_seed(number))
+        image = (noise * 255).to(torch.uint8).numpy()
+        Image.blend(Image.fromarray(image), Image.new("RGB", (32, 32), colour), 0.5).save(tmp_path / f"{number}.png")
+    records = [{"prompt": text, "image": f"{number}.png"} for number, text in enumerate(("rain", "a drum", "an owl"))]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), *SHORT.split()[:-1], "3", *VIDEO.split()]
+    words += ["--engine.compute", compute, "--pipeline.frozen", compute]
+    assert cli.run(["train", "grpo", *words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
+    within = re.search(r"velocities and images within ([\d.e+-]+)", capfd.readouterr().out)
+    assert within is not None
+    assert float(within[1]) < tolerance
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
+    assert updates[0]["grad_norm"] > 0

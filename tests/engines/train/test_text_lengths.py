@@ -21,7 +21,8 @@ def test_the_first_ratio_is_one_with_prompts_of_any_length(
     (tmp_path / "heldout.txt").write_text("a cow\n")
     size = "--pipeline.height 16 --pipeline.width 16 --pipeline.text-tokens 128"
     rollout = (
-        "--rollout.prompts 4 --rollout.group 2 --rollout.steps 4 --micro-batch 2 --minibatches 1 "
+        "--rollout.prompts 4 --rollout.group 2 --rollout.steps 4 --micro-batch 2 --update-micro-batch rollout "
+        "--minibatches 1 "
         "--rollout.trained random --rollout.trained.fraction 0.5"
     )
     rest = "--updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2 --prompt-order epochs"

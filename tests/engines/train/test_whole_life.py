@@ -23,7 +23,10 @@ NAMES = ("sd3", "flux", "qwen-image", "wan", "z-image", "sdxl", "sana")
 WITHOUT_ADAPTER = "sana"
 SHORT = (WITHOUT_ADAPTER,)  # in every run of the tests; the others in `make test-all`
 CAPTIONS = ("a red fox", "two cats", "an owl")
-TINY = "--micro-batch 2 --updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+TINY = (
+    "--micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+)
 OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
 GRPO = "--rollout.prompts 2 --rollout.group 2 --rollout.window random --rollout.window.size 1 --rollout.window.high 1"
 

@@ -99,6 +99,14 @@ def test_pipelines_that_edit_images_are_given_some() -> None:
     assert tiny.asked_of("FluxKontextPipeline").media == ("image",)
     assert tiny.asked_of("FluxFillPipeline").media == ("image", "mask_image")
     assert tiny.asked_of("FluxPipeline").media == ()
+    assert tiny.asked_of("Flux2KleinKVPipeline").media == ()
+
+
+@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux2KleinPipeline"])
+def test_flux_2_is_given_the_image_that_it_can_do_without(name: str) -> None:
+    asked = tiny.asked_of(name)
+    assert asked.media == ("image",)
+    assert asked.size == 64  # it refuses smaller ones
 
 
 def test_a_pipeline_without_a_transformer_is_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,21 +1,15 @@
 """The built-in model: its data, its two recognisers, its base weights, and the model protocol."""
 
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import long
-from safetensors.torch import load_file
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.sigmas import shifted
-from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.train.pretrain import PretrainConfig, handwriting_pretraining, handwriting_unet_pretraining, pretrain
 from fluvial.models.handwriting import BASE, Handwriting, codes, digits, heldout_recogniser, reward_recogniser, write
 from fluvial.models.handwriting.model import CONFIG
 from fluvial.models.handwriting.recognisers import Recogniser
@@ -153,53 +147,3 @@ def test_the_base_model_has_something_left_to_learn() -> None:
     for evaluator in ("reward", "heldout"):
         assert 0.3 < record["heldout_exact"][evaluator] < 0.55
         assert 0.75 < record["heldout_score"][evaluator] < 0.9
-
-
-class Enough(Exception):
-    """Enough updates have been made."""
-
-
-@pytest.mark.parametrize(
-    ("begin", "recorded"),
-    [
-        (handwriting_pretraining, {1: 1.92541, 10: 1.26558}),
-        (handwriting_unet_pretraining, {1: 1.11510, 10: 0.36120}),
-        long(handwriting_pretraining, {1: 1.92541, 10: 1.26558, 20: 1.04307, 40: 0.93300}),
-        long(handwriting_unet_pretraining, {1: 1.11510, 10: 0.36120, 20: 0.26531, 40: 0.20170}),
-    ],
-)
-def test_pretraining_begins_as_recorded(
-    begin: Callable[[Path], PretrainConfig], recorded: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Data, noise, levels, network and optimizer are those of the shipped weights: the first updates have their errors."""
-    errors: list[float] = []
-
-    def advance(self: RunProgress, numbers: Mapping[str, float], seconds: object) -> None:
-        errors.append(numbers["error"])
-        if len(errors) == max(recorded):
-            raise Enough
-
-    monkeypatch.setattr(RunProgress, "advance", advance)
-    with pytest.raises(Enough):
-        pretrain(begin(tmp_path / "base"))
-    for update, error in recorded.items():
-        assert errors[update - 1] == pytest.approx(error, rel=2e-3)
-
-
-@pytest.mark.whole
-def test_pretraining_reproduces_the_base_weights(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    """The recorded command gives the shipped weights, up to rounding that differs between processors."""
-    import launch
-
-    done = launch.fluvial("pretrain", "handwriting", "--out", str(tmp_path / "base"), timeout=900)
-    assert done.returncode == 0, done.stderr
-    shipped = load_file(BASE / "diffusion_pytorch_model.safetensors")
-    made = load_file(tmp_path / "base" / "diffusion_pytorch_model.safetensors")
-    assert set(made) == set(shipped)
-    distance = sum(float(((made[name] - shipped[name]).double() ** 2).sum()) for name in shipped) ** 0.5
-    length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
-    # 400 steps of AdamW amplify rounding: two threads instead of one move the weights by 0.0005 of their norm.
-    assert distance / length < 0.005
-    mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
-    for evaluator, exact in theirs["heldout_exact"].items():
-        assert mine["heldout_exact"][evaluator] == pytest.approx(exact, abs=0.05)

@@ -1,14 +1,18 @@
-"""Wan 2.2's two experts on two ranks."""
+"""Wan 2.2's two experts: on two ranks, and with a scale of guidance each."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import experts
 import launch
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_pipelines import ROWS, save
+from tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
 
+from fluvial.engines.cli import main as cli
 from fluvial.engines.fsdp.world import init_world
 from fluvial.models.pipelines.wan import EXPERTS
 
@@ -33,3 +37,91 @@ def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None
         for tensors in after:
             assert set(tensors) == set(base)
             assert not any(torch.equal(tensors[name], base[name]) for name in base)
+
+
+@pytest.mark.long
+def test_each_expert_has_a_scale_of_guidance(folders: Callable[[str], Path]) -> None:
+    """The images are the pipeline's with both scales, and other ones than with one."""
+    row, folder = ROWS["wan-experts"], folders("wan-experts")
+    model, pipeline = opened("wan-experts", folder, guidance_scale_2=1.5), theirs(row, folder)
+    both = row._replace(call=lambda scale: {**row.call(scale), "guidance_scale_2": 1.5})
+    x = start(model, 2, row.sizes[0])
+    schedule, cond = model.schedule(STEPS, tuple(x.shape[1:])), conditions(model, row.prompts[:2], 4.0)
+    assert {bool(timestep < 1000 * pipeline.config.boundary_ratio) for timestep in schedule.timesteps} == {False, True}
+    found = model.decode(sampled(model, model.build(), x, cond, schedule).final)
+    expected, other = (images_of(which, pipeline, model, x, row.prompts[:2], 4.0) for which in (both, row))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (expected - other).abs().max() > 0.01
+
+
+def test_the_scale_is_that_of_the_network_which_the_timestep_chooses(folders: Callable[[str], Path]) -> None:
+    """By the level where there is no timestep; one scale is for both networks."""
+    folder, scale = folders("wan-experts"), torch.full((3,), 4.0)
+    model: Any = opened("wan-experts", folder, guidance_scale_2=1.5)
+    at = 1000 * model.boundary_ratio
+    timesteps = torch.tensor([at - 1, at, at + 1])
+    assert model.scale_at(scale, torch.zeros(3), timesteps).tolist() == [1.5, 4.0, 4.0]
+    assert model.scale_at(scale, timesteps / 1000, None).tolist() == [1.5, 4.0, 4.0]
+    alone: Any = opened("wan-experts", folder)
+    assert alone.scale_at(scale, torch.zeros(3), timesteps) is scale
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "says"),
+    [
+        ("wan", 2.0, r"guidance_scale_2 is 2\.0, but .* has one network only: remove it"),
+        ("wan-experts", -1, "guidance_scale_2 is -1, expected a number of at least 0"),
+        ("wan-experts", "two", "guidance_scale_2 is 'two', expected a number of at least 0"),
+    ],
+)
+def test_a_second_scale_without_a_meaning_is_refused(
+    name: str, scale: Any, says: str, folders: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        opened(name, folders(name), guidance_scale_2=scale)
+
+
+SIZE = f"--pipeline.height 16 --pipeline.width 16 --pipeline.frames 5 --pipeline.text-tokens {TEXT}".split()
+
+
+def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
+    """Write prompts, and return the command line of a run of one update with a second scale."""
+    (folder / "prompts.txt").write_text("a red fox\ntwo cats\n")
+    typed = (
+        f"train grpo --model {folders('wan-experts')} --prompts {folder / 'prompts.txt'} --rewards jpeg --updates 1 "
+        "--minibatches 1 --pipeline.call guidance_scale_2=1.5 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 "
+        f"--micro-batch 2 --final-samples 2 --eval-every 0 --tracker none --train lora --out {folder / 'run'}"
+    )
+    return [*typed.split(), *SIZE]
+
+
+@pytest.mark.long
+def test_a_run_has_two_scales(folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the command line: the first ratio is exactly 1; without guidance a second scale is refused."""
+    typed = run_of(folders, tmp_path)
+    assert cli.run([*typed, "--rollout.guidance.scale", "1"]) == 2
+    assert "--pipeline.call has no effect with guidance_scale_2 without guidance" in launch.one_line(capfd.readouterr().err)
+    assert cli.run([*typed, "--rollout.guidance.scale", "4"]) == 0, capfd.readouterr().err
+    (update,) = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert update["first_pass_max_abs_log_ratio"] == 0
+    assert update["grad_norm"] > 0
+
+
+@pytest.mark.long
+def test_only_evaluations_have_two_scales(
+    folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run without guidance: they have the scores that `fluvial eval` finds, and without the second scale others."""
+    run, found = str(tmp_path / "run"), []
+    assert cli.run([*run_of(folders, tmp_path), "--evaluation.guidance", "4"]) == 0, capfd.readouterr().err
+    for number, more in enumerate(([], ["--guidance", "1"], ["--pipeline.call", "guidance_scale_2=4"])):
+        assert cli.run(["eval", run, *more, "--out", str(tmp_path / f"{number}")]) == 0, capfd.readouterr().err
+        (row,) = json.loads((tmp_path / f"{number}" / "table.json").read_text())["rows"]
+        found.append(row["mean"])
+    assert found[0] == pytest.approx(json.loads((tmp_path / "run" / "summary.json").read_text())["jpeg_score_after"])
+    assert len({*found}) == 3
+    few = ["--pipeline.call", "guidance_scale_2=2", "--prompts", str(tmp_path / "prompts.txt"), *SIZE]
+    for command in ("sample", "preferences", "eval"):
+        capfd.readouterr()
+        assert cli.run([command, str(folders("wan-experts")), *few, "--out", str(tmp_path / "x.png")]) == 2
+        assert "--pipeline.call has no effect with guidance_scale_2" in launch.one_line(capfd.readouterr().err)

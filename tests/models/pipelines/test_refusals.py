@@ -16,6 +16,7 @@ from tiny_pipelines import (
 )
 
 from fluvial.models.pipelines.base import check_size
+from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.pipelines.sd3 import SD3
 
@@ -127,6 +128,19 @@ def test_another_pipeline_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         open_model(edited(folders("sd3"), tmp_path, file, **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_settings_that_are_none_are_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
+    """A file that was cut off, one of a list, and a folder that the class of an adapter is not for."""
+    folder = edited(folders("sd3"), tmp_path, "model_index.json")
+    settings = folder / "transformer" / "config.json"
+    for text, says in (("{", "cannot be read: Expecting property name"), ("[1]", "holds a list, expected a JSON object")):
+        settings.write_text(text)
+        with pytest.raises(ValueError, match=f"config.json {says}") as caught:
+            open_model(folder)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="holds a StableDiffusion3Pipeline, expected a FluxPipeline"):
+        Flux(folder)
 
 
 def test_another_scheduler_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:

@@ -2,10 +2,12 @@
 
 import io
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import launch
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,12 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.transitions import ddim
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.trial import pipelines
+from fluvial.engines.trial.forked import Forked, wait
 from fluvial.models import decoded
 from fluvial.models.pipelines import unet_edits
 from fluvial.models.pipelines.open import open_model
@@ -132,7 +139,7 @@ def test_the_noise_of_a_step_is_the_pipelines(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda prompt: "a red fox", "prompt 'a red fox' has no image: give its record a column image"),
+        (lambda prompt: "a red fox", "prompt 'a red fox' has no image: give its record a column image with an image$"),
         (
             lambda prompt: MediaPrompt("a red fox", {**prompt.media, "image": file_of(Image.new("RGB", (16, 16)))}),
             "the image of prompt 'a red fox' has 16x16 pixels, expected 24x16, the size of the samples",
@@ -155,6 +162,20 @@ def test_a_strength_without_an_effect_is_refused(strength: float, tmp_path: Path
         open_model(folder, strength=strength)
 
 
+def test_what_image_to_image_cannot_do_is_refused(tmp_path: Path) -> None:
+    """A schedule that the strength has not, images as data to train on, and the refiner of SDXL."""
+    folder = save(ROWS["sd-image"], tmp_path)
+    model = open_model(folder, height=16, width=24, strength=0.003)
+    with pytest.raises(ValueError, match=r"strength is 0\.003, with which no schedule takes 4 steps"):
+        model.schedule(4, (4, 8, 12))
+    with pytest.raises(ValueError, match="StableDiffusionImg2ImgPipeline is not trained on images: its samples depend"):
+        model.encode_images(torch.zeros(1, 3, 16, 24))
+    index = folder / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "requires_aesthetics_score": True}))
+    with pytest.raises(ValueError, match="is a refiner, whose network is given an aesthetic score: use a base model"):
+        open_model(folder)
+
+
 @pytest.mark.long
 def test_inpainting_that_overwrites_between_steps_is_refused(tmp_path: Path) -> None:
     folder = save(ROWS["sd-inpaint"]._replace(channels=4), tmp_path)
@@ -162,28 +183,164 @@ def test_inpainting_that_overwrites_between_steps_is_refused(tmp_path: Path) -> 
         open_model(folder)
 
 
+def records(name: str, folder: Path) -> Path:
+    """Write a file of prompts with images."""
+    lines = []
+    for seed, text in enumerate((*PROMPTS, "an owl", "9 owls")):
+        files = {argument: f"{argument}-{seed}.png" for argument in ROWS[name].media}
+        for argument, image in media(name, seed).items():
+            image.save(folder / files[argument])
+        lines.append(json.dumps({"prompt": text, **files}))
+    (written := folder / "edits.jsonl").write_text("\n".join(lines))
+    return written
+
+
+def size_and_call(name: str) -> list[str]:
+    """Return the flags of the samples' size, and of the pipeline's call."""
+    size = ["--pipeline.height", str(SIZE[0]), "--pipeline.width", str(SIZE[1])]
+    return [*size, *(f"--pipeline.call={argument}={value}" for argument, value in ROWS[name].call.items())]
+
+
+def typed_for(name: str, folder: Path) -> list[str]:
+    """Save the pipeline of a row and its prompts, and return the command line that trains it, without a folder."""
+    typed = (
+        f"train ddpo --model {save(ROWS[name], folder / 'model')} --prompts {records(name, folder)} --rewards jpeg "
+        "--updates 1 --minibatches 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window all "
+        "--rollout.guidance.scale 3 --micro-batch 2 --update-micro-batch rollout "
+        "--final-samples 2 --eval-every 0 --tracker none --train lora "
+        f"--pipeline.text-cache {folder / 'texts'}"
+    )
+    return [*typed.split(), *size_and_call(name)]
+
+
+edits = pytest.mark.parametrize("name", ["sd-image", "xl-image", "sd-inpaint", "xl-inpaint"])
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["sd-image", "xl-image", "sd-inpaint", "xl-inpaint"])
+@edits
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16"),
+        ("--kl.coef", "0.1", "--kl.guidance", "2"),
+    ],
+    ids=["bfloat16", "reference"],
+)
+def test_runs_in_low_precision_and_with_a_reference_are_on_policy(
+    name: str, more: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first ratio is exactly 1; a reference with another scale of guidance has a KL."""
+    out = tmp_path / "run"
+    assert cli.run([*typed_for(name, tmp_path), *more, "--out", str(out)]) == 0, capfd.readouterr().err
+    (update,) = [record for record in launch.records(out) if "grad_norm" in record]
+    assert update["first_pass_max_abs_log_ratio"] == 0
+    assert update["grad_norm"] > 0
+    assert "--kl.coef" not in more or update["objective"]["kl_ref"] > 0
+
+
+def counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return a list of the images that the VAE of a model encodes from now on."""
+    found, encode = list[Tensor](), model.vae.encode
+
+    def kept(images: Tensor) -> Any:
+        found.append(images)
+        return encode(images)
+
+    monkeypatch.setattr(model.vae, "encode", kept)
+    return found
+
+
+@pytest.mark.long
+@edits
+def test_images_are_encoded_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the text, for all runs that share the cache: to the bits of those that have none, samples of images as well."""
+    size: dict[str, Any] = {"height": SIZE[0], "width": SIZE[1], "text_tokens": TEXT, **ROWS[name].call}
+    folder, prompts = save(ROWS[name], tmp_path), [prompt_of(name, text, seed) for seed, text in enumerate(PROMPTS)]
+    alone = open_model(folder, **size)
+    encoded, latents = counted(alone, monkeypatch), normal(fold_in(key(0), torch.arange(2)), (2, *alone.latent_shape(*SIZE)))
+    expected = alone.encode(prompts), decoded(alone, latents, prompts)
+    assert len(encoded) == (4 if "-image" in name else 2)
+    for times in (2, 0):
+        model = open_model(folder, **size, cache=tmp_path / "texts")
+        encoded = counted(model, monkeypatch)
+        for _ in range(2):
+            found = model.encode([*prompts, prompts[0]]), decoded(model, latents, prompts)
+            assert torch.equal(found[1], expected[1])
+            for field, tensor in expected[0]._asdict().items():
+                assert tensor is None or torch.equal(getattr(found[0], field)[:2], tensor)
+        assert len(encoded) == times
+
+
+@pytest.mark.long
+def test_a_negative_prompt_is_cached_with_each_image(tmp_path: Path) -> None:
+    """So that no rollout loads the text encoder again, of prompts with a negative prompt of their own either."""
+    file, folder = records("sd-image", tmp_path), save(ROWS["sd-image"], tmp_path / "model")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1]["negative_prompt"] = "dogs"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    settings = PipelineConfig(*SIZE, call=("strength=0.6",), text_cache=tmp_path / "texts")
+    job = jobs.to_train(str(folder), settings, steps=STEPS, guidance=Guidance(2.0, "blurred"), prompts=(str(file),))
+    assert job.prepare is not None
+    with init_world() as one:
+        job.prepare(one, ["blurred"])
+    model: Any = job.model
+    Guidance(2.0, "blurred").encode(model, [*job.prompts, *job.heldout])
+    assert model._text is None
+
+
+@pytest.mark.long
+@edits
+def test_a_run_from_a_server_trains_the_same_adapter(name: str, tmp_path: Path) -> None:
+    """To the bit: the server is sent the prompts' images."""
+    words = typed_for(name, tmp_path)[1:]
+    ended = wait([Forked(lambda: cli.run(["train", *words, "--out", str(tmp_path / "run")]), tmp_path / "run.txt")])
+    assert ended.code == 0, ended.output
+    assert pipelines._served(words, tmp_path, cli.run, recorded=False) == "yes"
+
+
+@pytest.mark.long
+@edits
+def test_an_image_of_another_size_is_refused_before_the_run(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, which names the prompt and both sizes."""
+    typed = [*typed_for(name, tmp_path), "--pipeline.height", "24", "--out", str(tmp_path / "run")]
+    capfd.readouterr()
+    assert cli.run(typed) == 2
+    said = launch.one_line(capfd.readouterr().err)
+    assert re.search(r"the image of prompt '.*' has 24x16 pixels, expected 24x24, the size of the samples$", said)
+
+
+@pytest.mark.long
+@edits
+def test_samples_are_drawn_of_a_file_of_prompts_with_images(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other images make other samples; a prompt without one is refused."""
+    start = ["sample", str(save(ROWS[name], tmp_path / "model")), "--steps", "3", "--each", "1", *size_and_call(name)]
+    out = tmp_path / "sheet.png"
+    lines = records(name, tmp_path).read_text().splitlines()
+    other = lines[0].replace("-0.png", "-1.png")
+    drawn = []
+    for number, line in enumerate((lines[0], other)):
+        (file := tmp_path / f"{number}.jsonl").write_text(line)
+        assert cli.run([*start, "--prompts", str(file), "--out", str(out)]) == 0, capfd.readouterr().err
+        drawn.append(np.asarray(Image.open(out)))
+    assert (drawn[0] != drawn[1]).any()
+    capfd.readouterr()
+    assert cli.run([*start, "--prompts", "a red fox", "--out", str(out)]) == 2
+    assert "prompt 'a red fox' has no column image" in launch.one_line(capfd.readouterr().err)
+
+
+@pytest.mark.long
+@edits
 def test_a_run_trains_an_adapter_that_the_pipeline_opens(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the command line, from a file of prompts with images, with guidance; the first ratio is exactly 1."""
-    folder, lines = save(ROWS[name], tmp_path / "model"), []
-    for seed, text in enumerate((*PROMPTS, "an owl", "9 owls")):
-        files = {argument: f"{argument}-{seed}.png" for argument in ROWS[name].media}
-        for argument, image in media(name, seed).items():
-            image.save(tmp_path / files[argument])
-        lines.append(json.dumps({"prompt": text, **files}))
-    (tmp_path / "edits.jsonl").write_text("\n".join(lines))
-    call = [f"--pipeline.call={argument}={value}" for argument, value in ROWS[name].call.items()]
     out = tmp_path / "run"
-    typed = (
-        f"train ddpo --model {folder} --prompts {tmp_path / 'edits.jsonl'} --rewards jpeg --out {out} --updates 1 "
-        f"--minibatches 1 --pipeline.height {SIZE[0]} --pipeline.width {SIZE[1]} --rollout.prompts 2 --rollout.group 2 "
-        "--rollout.steps 3 --rollout.window all --rollout.guidance.scale 3 --micro-batch 2 --final-samples 2 --eval-every 0 "
-        f"--tracker none --train lora --pipeline.text-cache {tmp_path / 'texts'}"
-    )
-    assert cli.run([*typed.split(), *call]) == 0, capfd.readouterr().err
+    typed = [*typed_for(name, tmp_path), "--out", str(out)]
+    assert cli.run(typed) == 0, capfd.readouterr().err
     assert json.loads((out / "summary.json").read_text())["first_pass_max_abs_log_ratio"] == 0
     assert cli.run(["eval", str(out), "--out", str(tmp_path / "table")]) == 0, capfd.readouterr().err
     rows = json.loads((tmp_path / "table" / "table.json").read_text())["rows"]

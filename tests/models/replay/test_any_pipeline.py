@@ -13,6 +13,7 @@ import pytest
 import tiny_replayed
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from marks import long
 from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from tolerances import Tolerance, rounding_tolerance
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from fluvial.models.replay.recipe import Row
 from fluvial.models.tiny.pipelines import asked_of, save
 
 STEPS = 4
-each = pytest.mark.parametrize("name", [*WITHOUT_ADAPTER, "flux-guided"])
+CASES = [name if name == "sana" else long(name) for name in WITHOUT_ADAPTER]
+without_adapter = pytest.mark.parametrize("name", CASES)
+each = pytest.mark.parametrize("name", [*CASES, long("flux-guided")])
 
 
 def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
@@ -144,7 +147,7 @@ def test_the_cache_depends_on_every_argument_of_the_call(replayed: Callable[[str
         assert len(list(tmp_path.iterdir())) == before + 1, options
 
 
-@pytest.mark.parametrize("name", WITHOUT_ADAPTER)
+@without_adapter
 def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], Path]) -> None:
     """Velocities computed from a stored rollout are those of the rollout; guidance is the pipeline's own."""
     model = opened(name, replayed(name))
@@ -186,7 +189,7 @@ def one() -> Iterator[World]:
         yield world
 
 
-@pytest.mark.parametrize("name", WITHOUT_ADAPTER)
+@without_adapter
 def test_exports_open_in_the_pipeline(name: str, replayed: Callable[[str], Path], one: World, tmp_path: Path) -> None:
     """LoRA by the pipeline's load_lora_weights, merged weights in place of the transformer's folder."""
     model = opened(name, replayed(name))
@@ -307,10 +310,15 @@ def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], mo
 
 def test_rows_by_coincidence_are_none(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many samples as FLUX has tokens of text, their positions, which are all 0, look like one row per sample."""
+    call = {**ROWS["flux-guided"].options, "max_sequence_length": 3}
+    del call["height"], call["width"], call["guidance_scale"]
+    model = opened("flux-guided", replayed("flux-guided"), call=call)
+    monkeypatch.setattr(any_pipeline, "COPIES", (3,))  # there is nothing to compare with
+    with pytest.raises(ValueError, match=r"FluxPipeline .* is given inputs of unlike kinds for 3 samples$"):
+        _ = model.known
     model = opened("flux-guided", replayed("flux-guided"))
     monkeypatch.setattr(any_pipeline, "COPIES", (12, 5))
-    with pytest.raises(ValueError, match=r"is given inputs of unlike kinds for 12 and 5 samples"):
-        model.latent_shape(*model.size)
+    assert model.known.model.ragged  # no two batches are alike, so that samples are made one by one
     monkeypatch.setattr(any_pipeline, "COPIES", (12, 5, 7))
     other = opened("flux-guided", replayed("flux-guided"))
     assert other.check(other.build().eval(), PROMPTS[:2]) < 1e-5

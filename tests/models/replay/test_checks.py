@@ -1,6 +1,8 @@
 """Pipelines that are not replayed: changed samples, left-out steps, other initial noise, other images, exceptions."""
 
 import copy
+import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,17 +75,44 @@ def test_inpainting_is_refused_at_the_first_blended_step(folder: Callable[[str],
 
 
 def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Callable[[str], Path]) -> None:
-    """StableDiffusion3Img2ImgPipeline fails on one image for several samples; the message shows no pixels."""
-    model = AnyPipeline(
-        folder("StableDiffusion3Img2ImgPipeline"), call={"image": IMAGE, "strength": 0.5, **SHORT}, scale=2.5, **SIZE
-    )
+    """The message shows no pixels."""
+    call = {"image": IMAGE[:, :2], "strength": 0.5, **SHORT}
+    model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
     refused(
         lambda: model.known,
-        r"^StableDiffusion3Img2ImgPipeline cannot be called with .* image=tensor\[1, 3, 16, 16\], strength=0.5, .*: "
-        "RuntimeError: cannot reshape",
+        r"^StableDiffusion3Img2ImgPipeline cannot be called with .* image=tensor\[1, 2, 16, 16\], strength=0.5, .*: "
+        "RuntimeError: ",
     )
 
 
+@pytest.mark.long
+def test_a_pipeline_that_fails_on_several_samples_makes_them_one_by_one(folder: Callable[[str], Path]) -> None:
+    """StableDiffusion3Img2ImgPipeline fails on one image for several; each pair of a pass is alone, as the samples were."""
+    call = {"image": IMAGE, "strength": 0.5, **SHORT}
+    model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
+    assert model.known.model.ragged
+    assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
+    assert model.decode(torch.zeros(3, *model.known.shape)).shape == (3, 3, 16, 16)
+
+
+def test_what_depends_on_one_samples_noise_is_refused(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that are made one by one are compared with one another, as those of a batch."""
+    call = {"image": IMAGE, "strength": 0.5, **SHORT}
+    model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
+    prepare = type(model._loaded()).encode_prompt
+
+    def noisy(self: Any, *args: Any, **more: Any) -> Any:
+        *found, pooled, other = prepare(self, *args, **more)
+        return (*found, pooled + torch.randn(()), other)
+
+    monkeypatch.setattr(type(model._loaded()), "encode_prompt", noisy)
+    says = "its transformer is given something besides the sample that depends on it"
+    refused(lambda: list(model._runs(model._loaded(), PROMPTS[0], single=[True])), says)
+
+
+@pytest.mark.long
 def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callable[[str], Path]) -> None:
     """The text of a large tensor leaves out most of its values."""
     prints = []
@@ -95,17 +124,17 @@ def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callab
     assert prints[0] != prints[1]
 
 
+@pytest.mark.long
 def test_initial_samples_that_are_no_noise_are_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline that scales its noise, adds something to it, or draws it once for all samples."""
+    """A pipeline that scales its noise, or adds something to it."""
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
     kind = type(model._loaded())
     prepare = kind.prepare_latents
     changes: list[Callable[[Tensor], Tensor]] = [
         lambda x: 0.8 * x,
         lambda x: x + 0.5,
-        lambda x: x[:1].repeat(len(x), 1, 1, 1),
         lambda x: x.sign(),
     ]
     for change in changes:
@@ -113,6 +142,7 @@ def test_initial_samples_that_are_no_noise_are_refused(
         refused(lambda: model.known, "^SanaPipeline .* its initial samples are not standard normal noise: mean")
 
 
+@pytest.mark.long
 def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], Path]) -> None:
     """A pipeline that changes its latents after the last step ends in images that the rollout would not make."""
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
@@ -130,6 +160,81 @@ def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], P
     refused(
         lambda: model.check(module, PROMPTS[:2]), r"^SanaPipeline .* its last samples, decoded, differ from its own images"
     )
+
+
+def twins(patch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Make two samples per call."""
+    call = kind.__call__
+
+    def two(self: Any, *args: Any, generator: Any, **more: Any) -> Any:
+        generator = generator[0] if isinstance(generator, list) else generator
+        more |= {"prompt": "a fox", "num_images_per_prompt": 2}
+        return call(self, *args, generator=generator, **more)
+
+    patch.setattr(kind, "__call__", two)
+
+
+def late(patch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Leave out the first step of a schedule, as image to image does, without an image."""
+    module = sys.modules[kind.__module__]
+    timesteps = module.retrieve_timesteps
+
+    def fewer(scheduler: Any, steps: int, *args: Any) -> tuple[Tensor, int]:
+        found, _ = timesteps(scheduler, steps + 1, *args)
+        return found[1:], steps
+
+    patch.setattr(module, "retrieve_timesteps", fewer)
+
+
+def restless(patch: pytest.MonkeyPatch, kind: Any) -> None:
+    """Give the transformer another setting in each call."""
+    call, count = kind.__call__, itertools.count()
+    patch.setattr(kind, "__call__", lambda *args, **more: call(*args, attention_kwargs={"of": next(count)}, **more))
+
+
+ALTERED: dict[str, tuple[Callable[[pytest.MonkeyPatch, Any], None], str]] = {
+    "twins": (twins, "it makes 2 samples of a prompt, expected 3 as asked"),
+    "late": (late, f"it takes the last {STEPS} steps only, and starts from no image"),
+    "interrupted": (lambda patch, kind: patch.setattr(kind, "interrupt", True), "its scheduler takes no step"),
+    "restless": (restless, "its transformer is given inputs of unlike kinds for different noise"),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_a_pipeline_that_lacks_a_property_is_refused(
+    name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it is run without its transformer."""
+    alter, says = ALTERED[name]
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    alter(monkeypatch, type(model._loaded()))
+    refused(lambda: model.known, f"^SanaPipeline cannot be trained without an adapter: {says}$")
+
+
+def test_a_run_that_differs_from_the_first_or_fails_is_refused(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its schedule is another one, or only the real transformer fails, with one prompt too; sounds are asked of none."""
+    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    module, kind = model.build().eval(), type(model._loaded())
+    refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
+    with monkeypatch.context() as patch:
+        prepare = kind.prepare_latents
+
+        def shifted(self: Any, *args: Any) -> Tensor:
+            self.scheduler.set_shift(5.0)
+            self.scheduler.set_timesteps(STEPS)
+            return prepare(self, *args)
+
+        patch.setattr(kind, "prepare_latents", shifted)
+        refused(lambda: model.check(module, PROMPTS[:2]), "^SanaPipeline .* its schedule differs from run to run$")
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    module.register_forward_hook(fail)
+    for number in (1, 2):
+        refused(lambda number=number: model.check(module, PROMPTS[:number]), "^SanaPipeline cannot be run: MemoryError$")  # type: ignore[misc]
 
 
 EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
@@ -200,6 +305,8 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) 
     pipe.tokenizer = processor
     assert model.longest(pipe) == (own, 24)
     model.check_prompt("a fox")
+    pipe.tokenizer = None
+    refused(lambda: model.check_prompt("a fox"), "^SanaPipeline has no tokenizer: it makes no images from text$")
 
 
 def _call(name: str) -> dict[str, Any]:

@@ -9,20 +9,25 @@ import pytest
 import tiny_conditioned
 import torch
 from marks import long
+from PIL import Image
 from tiny_conditioned import ROWS
 from torch import nn
 
 from fluvial.core.random import key
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.media import MediaPrompt, open_image, use_modes
+from fluvial.models.replay.media import MediaPrompt, use_modes
 from fluvial.models.replay.recorded import generators
 from fluvial.models.replay.start import without_offset
 
-pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own use
+pytestmark = [  # diffusers' own use
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`LoraLoaderMixin` is deprecated:FutureWarning"),
+]
 
 STEPS = 3
 TEXTS = ("a red fox", "two cats")
-SHORT = ("kontext", "img2img", "qwen-edit")  # in every run of the tests
+SHORT = ("kontext", "qwen-edit")  # in every run of the tests
 each = pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in ROWS])
 
 
@@ -45,7 +50,8 @@ def prompts(name: str, folder: Path) -> list[MediaPrompt]:
         MediaPrompt(
             text,
             {
-                argument: tiny_conditioned.draw_image(folder / f"{number}{place}.png", 10 * number + place, ROWS[name].image)
+                argument: folder
+                / tiny_conditioned.draw(folder, f"{number}{place}", argument, 10 * number + place, ROWS[name])
                 for place, argument in enumerate(ROWS[name].media)
             },
         )
@@ -55,7 +61,7 @@ def prompts(name: str, folder: Path) -> list[MediaPrompt]:
 
 def opened(name: str, folder: Path, example: MediaPrompt, **options: Any) -> AnyPipeline:
     row = ROWS[name]
-    size = {"height": 16, "width": 16, "frames": row.frames, "steps": STEPS, "scale": row.scale}
+    size = {"height": row.size, "width": row.size, "frames": row.frames, "steps": STEPS, "scale": row.scale}
     return AnyPipeline(folder, **{**size, "call": row.call, "example": example, **options})
 
 
@@ -76,7 +82,7 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
     levels = model.schedule(STEPS, model.known.shape).levels
     noise, theirs = [], []
     for number, prompt in enumerate(asked):
-        options = {**model.asked, **prompt.opened(), "prompt": prompt.text, "output_type": "pt"}
+        options = {**model.asked, **model._forms(prompt, 1)[model._form].one, "output_type": "pt"}
         (generator,) = generators(type(key(0))(torch.tensor([number]), torch.tensor([0])))
         seen: list[torch.Tensor] = []
         step = pipe.scheduler.step
@@ -96,10 +102,12 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
-    torch.testing.assert_close(model.decode(x, asked), torch.cat(theirs).float(), rtol=0, atol=1e-5 if scale == 1 else 2e-5)
+    ours = model.decode(x, asked) if model.sound_rate is None else model.sounds(x, asked).waves
+    # The tiny Z-Image amplifies a rounding of its samples to 8e-6 of the images; one element of FIBO has been off by 1.1e-5.
+    torch.testing.assert_close(ours, torch.cat(theirs).float(), rtol=0, atol=2e-5 if name in ("z-img2img", "fibo") else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["kontext", "fill"])
+@pytest.mark.parametrize("name", ["kontext", long("fill")])
 def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Path]) -> None:
     """The same text with another image; the same image under another name is the same."""
     first, second = prompts(name, folder(name))
@@ -112,22 +120,45 @@ def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Pa
     assert first == same != other
 
 
-def test_an_image_without_an_effect_is_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "argument", "ignored"),
+    [
+        ("fill", "mask_image", lambda given: Image.new("L", (16, 16))),
+        ("reference-sound", "reference_audio", torch.zeros_like),
+    ],
+)
+def test_an_image_or_sound_without_an_effect_is_refused(
+    name: str,
+    argument: str,
+    ignored: Callable[[Any], Any],
+    folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A pipeline that ignores what it is given in one of its arguments."""
-    name = "fill"
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0])
     module = model.build().eval()
     kind = type(model._loaded())
     call = kind.__call__
-    black = open_image(asked[0].media["mask_image"])
-    monkeypatch.setattr(
-        kind, "__call__", lambda self, *args, mask_image, **more: call(self, *args, mask_image=black, **more)
-    )
-    with pytest.raises(ValueError, match=r"^FluxFillPipeline .* its mask_image has no effect on the images; leave it out$"):
+    monkeypatch.setattr(kind, "__call__", lambda *args, **more: call(*args, **{**more, argument: ignored(more[argument])}))
+    with pytest.raises(ValueError, match=rf"^{kind.__name__} .* its {argument} has no effect on the samples; leave it out$"):
         model.check(module, asked)
 
 
+@pytest.mark.parametrize("larger", [long(0), 1])
+def test_images_of_two_sizes_are_refused(larger: int, folder: Callable[[str], Path]) -> None:
+    """Whether the first or the last prompt has the larger one; prompts of several lengths are padded, images never."""
+    name = "kontext"
+    asked = prompts(name, folder(name))
+    file = tiny_conditioned.draw_image(folder(name) / "wide.png", 3, (32, 16))
+    asked[larger] = MediaPrompt(asked[larger].text, {"image": file})
+    model = opened(name, folder(name), asked[0]).given(asked)
+    says = r"samples of both cannot be in one batch: give all prompts images of one size$"
+    with pytest.raises(ValueError, match=f"^FluxKontextPipeline .* inputs of other shapes .* {says}"):
+        model.encode(asked)
+
+
+@pytest.mark.long
 def test_each_sample_is_decoded_with_its_own_prompts_image(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +186,37 @@ def test_each_sample_is_decoded_with_its_own_prompts_image(
         model.check(module, asked)
 
 
+def test_a_decoding_that_mixes_samples_is_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with images are run one by one, where it does not show."""
+    asked = prompts("kontext", folder("kontext"))
+    model = opened("kontext", folder("kontext"), asked[0])
+    module = model.build().eval()
+    vae = type(model._loaded().vae)
+    decode = vae.decode
+
+    def mix(self: Any, z: torch.Tensor, *args: Any, **more: Any) -> Any:
+        return decode(self, (z + z.mean(0, keepdim=True)) / 2, *args, **more)
+
+    monkeypatch.setattr(vae, "decode", mix)
+    with pytest.raises(
+        ValueError, match=r"^FluxKontextPipeline .* decodes together differ .* mixes the samples of a batch$"
+    ):
+        model.check(module, asked)
+
+
+@pytest.mark.long
+def test_a_scale_of_the_whole_batch_is_refused(folder: Callable[[str], Path]) -> None:
+    """Kandinsky 5, whose samples are decoded one at a time for that reason."""
+    asked = prompts("kandinsky-video", folder("kandinsky-video"))
+    model = opened("kandinsky-video", folder("kandinsky-video"), asked[0])
+    module = model.build().eval()
+    assert model.check(module, asked) < 1e-4
+    model.decode_chunk = 2
+    with pytest.raises(ValueError, match="mixes the samples of a batch"):
+        model.check(module, asked)
+
+
+@pytest.mark.long
 def test_samples_of_image_to_image_start_as_noise(folder: Callable[[str], Path]) -> None:
     """The levels fall from 1, the offset is the image's alone, and a sample is decoded with the offset of its prompt."""
     name = "img2img"

@@ -1,16 +1,19 @@
 """Packages, prompts and caches of pipelines without an adapter, and networks whose output is guessed."""
 
 import inspect
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.arguments import arguments
+from fluvial.models.replay.arguments import arguments, class_of, forms
 from fluvial.models.replay.checks import foreign
+from fluvial.models.replay.kinds import SOUND, Sound
+from fluvial.models.replay.media import MediaPrompt
 from fluvial.models.replay.recipe import tails
 from fluvial.models.replay.stand_in import stand_in
 from fluvial.models.tiny import pipelines as tiny
@@ -33,7 +36,57 @@ def test_a_pipeline_without_a_prompt_is_refused_and_no_step_reuses_another_ones_
     rest: Any = ((32, 32, 1), 3, 1.0, "", {}, False)
     with pytest.raises(ValueError, match=r"^APipeline takes no prompt, it takes task_prompt, image$"):
         arguments("APipeline", inspect.signature(call).parameters, *rest)
-    assert arguments("APipeline", inspect.signature(caching).parameters, *rest)["use_kv_cache"] is False
+    takes = inspect.signature(caching).parameters
+    assert arguments("APipeline", takes, *rest)["use_kv_cache"] is False
+    with pytest.raises(ValueError, match=r"^the scale of guidance is 4.5, expected 1: APipeline has no guidance$"):
+        arguments("APipeline", takes, (32, 32, 1), 3, 4.5, "", {}, False)
+
+
+def test_a_sound_of_another_rate_than_the_pipelines_is_refused() -> None:
+    """It would be taken for a slower or a faster one."""
+    prompt = MediaPrompt("rain", {"audio": SOUND.write(Sound(torch.zeros(1, 8), 800))})
+    assert forms({"audio"}, prompt, 1, steps=[3], rate=800)
+    says = r"^the audio of a prompt has 800 numbers per second, and the pipeline takes 400: resample it$"
+    with pytest.raises(ValueError, match=says):
+        forms({"audio"}, prompt, 1, steps=[3], rate=400)
+
+
+def test_networks_that_change_in_a_call_or_in_training_are_refused(tmp_path: Path) -> None:
+    """Perturbed attention guidance, unless its scale is 0; HiDream's experts, which have no gradient in samples; pixels."""
+
+    def call(
+        self: Any, prompt: str, num_inference_steps: int, output_type: str, return_dict: bool, pag_scale: float = 3.0
+    ) -> None: ...
+
+    takes = inspect.signature(call).parameters
+    with pytest.raises(ValueError, match=r"^A exchanges layers .* \(PAG\), and is replayed without: .* pag_scale=0$"):
+        arguments("A", takes, (32, 32, 1), 3, 1.0, "", {}, False)
+    assert arguments("A", takes, (32, 32, 1), 3, 1.0, "", {"pag_scale": 0.0}, False)["pag_scale"] == 0
+    parts = {"transformer": ["diffusers", "HiDreamImageTransformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "HiDreamImagePipeline", **parts}))
+    with pytest.raises(ValueError, match="has other operations in training than for samples"):
+        class_of(tmp_path, "transformer")
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "PRXPixelPipeline", "transformer": ["diffusers", "A"]})
+    )
+    with pytest.raises(ValueError, match="it has no VAE, and makes images of pixels"):
+        class_of(tmp_path, "transformer")
+
+
+def test_a_network_that_takes_no_batch_is_told_from_one_that_reads_values() -> None:
+    """PRX's guidance has times for one sample, whose broadcast fails for several; each sample has a pass of its own then."""
+
+    class Adds(nn.Module):
+        config: ClassVar[dict[str, int]] = {}
+
+        def forward(self, hidden_states: Tensor, timestep: Tensor) -> tuple[Tensor]:
+            return (hidden_states + timestep[:, None],)
+
+    network = stand_in(Adds(), torch.device("cpu"), torch.float32)
+    network(hidden_states=torch.zeros(2, 3), timestep=torch.zeros(2))
+    assert not network.unlike
+    network(hidden_states=torch.zeros(6, 3), timestep=torch.zeros(2))
+    assert network.unlike
 
 
 class Reads(nn.Module):
@@ -47,7 +100,7 @@ class Reads(nn.Module):
 
 def test_the_output_of_a_network_that_reads_values_is_guessed_by_its_input() -> None:
     """Tokens as many as channels are no channels."""
-    network = stand_in(Reads(), torch.device("cpu"), torch.float32, guess=True)
+    network = stand_in(Reads(), torch.device("cpu"), torch.float32)
     assert network(hidden_states=torch.ones(3, 4, 8))[0].shape == (3, 4, 8)
     assert network(hidden_states=torch.ones(3, 4, 8, 8))[0].shape == (3, 2, 8, 8)
 
@@ -72,3 +125,22 @@ def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: 
             folder, height=asked.size, width=asked.size, steps=2, scale=asked.scale, negative=asked.negative, call=asked.call
         ).given(["an owl", "a red fox on a chair"])
         assert model.check(model.build().eval(), ["an owl", "a red fox on a chair"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "why"),
+    [
+        (
+            "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+            "SkyReelsV2Transformer3DModel",
+            "each frame at a noise level of its own",
+        ),
+        ("WanAnimatePipeline", "WanAnimateTransformer3DModel", "in segments, each from the last frames of the one before"),
+    ],
+)
+def test_samples_that_are_no_rollout_are_refused_in_words(name: str, network: str, why: str, tmp_path: Path) -> None:
+    """From the class alone, before anything is loaded."""
+    index = {"_class_name": name, "transformer": ["diffusers", network]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"^{name} cannot be trained without an adapter: .*{why}"):
+        class_of(tmp_path, "transformer")

@@ -1,6 +1,7 @@
 """Recorded pipelines: a replay gives the recorded velocities and trains; other pipelines are refused."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import tiny_replayed
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
+from marks import long
 from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
@@ -17,9 +19,10 @@ from fluvial.core.advantages import group_advantages
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
-from fluvial.models.replay.capture import _combinations, control_networks
-from fluvial.models.replay.recipe import Combination, Fitted, Fixed, Latent, Row
-from fluvial.models.replay.recorded import Recording, check_replay, record, replay
+from fluvial.models.replay.capture import _sought, _sources, frozen_networks
+from fluvial.models.replay.combinations import Combination, Fitted, _known
+from fluvial.models.replay.recipe import Fixed, Latent, Made, Row
+from fluvial.models.replay.recorded import Recording, check_replay, cut, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
 
 STEPS = 4
@@ -53,7 +56,7 @@ def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> T
     return gaussian.log_prob(recording.transition(levels[step], levels[step + 1]), x, v, x_next)
 
 
-@each
+@pytest.mark.parametrize("name", [name if name == "flux" else long(name) for name in ROWS])
 def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -> None:
     """It has its scheduler again and no hooks, and recording does not change the images."""
     pipe = load(name)
@@ -357,12 +360,32 @@ def heun(pipe: Any) -> Any:
     return pipe
 
 
+def endless(pipe: Any) -> Any:
+    """Make the velocity overflow."""
+    return changed(pipe, lambda v, x: v / 0)
+
+
+def shared(pipe: Any) -> Any:
+    """Make the transformer return one output for all samples."""
+    pipe.transformer.register_forward_hook(lambda module, args, output: (output[0][:: len(PROMPTS)],))
+    return changed(pipe, lambda v, x: v.expand_as(x))
+
+
+def interrupted(pipe: Any) -> Any:
+    """Leave out all steps."""
+    pipe.__class__ = type("Interrupted", (type(pipe),), {"interrupt": True})
+    return pipe
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "changed": (unguided, {}, r"Changing .* at step 0 its velocity is no known combination of 2 outputs .*\(guidance 4.5\)"),
     "swapped": (swapped, {}, "Changing .* no known combination"),
+    "endless": (endless, {}, "Changing .* at step 0 its velocity is not finite"),
     "coupled": (batch_coupled, {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
     "random": (restless, {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
     "masked": (masked, {}, "SanaPipeline .* step 0 the transformer is called without the sample"),
+    "shared": (shared, {}, "Changing .* at step 0 the transformer does not return one output per sample"),
+    "interrupted": (interrupted, {}, "^Interrupted cannot be trained without an adapter: its scheduler takes no step"),
     "component": (
         lambda pipe: pipe,
         {"component": "unet"},
@@ -403,25 +426,45 @@ def test_the_norm_of_guidance_is_told_apart(norm: str, load: Callable[[str], Any
     """LongCat-Image's guided velocity is at most as long as that of the prompt, Lumina 2's exactly so."""
     prompt, other, v = (torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     combination = Combination(cond=0, scale=3.0, norm=norm)  # type: ignore[arg-type]
-    made = combination([prompt, other], v)
-    wanted, plain = (part.norm(dim=-1) for part in (prompt, combination._replace(norm="own")([prompt, other], v)))
+    level = torch.ones(3)
+    made = combination([prompt, other], v, level)
+    wanted, plain = (part.norm(dim=-1) for part in (prompt, combination._replace(norm="own")([prompt, other], v, level)))
     torch.testing.assert_close(made.norm(dim=-1), wanted if norm == "kept" else torch.minimum(wanted, plain))
     close = prompt + 0.1 * other  # guidance away from it makes some rows shorter
     found = [
         one
-        for one in _combinations([prompt, close], v, [3.0])
-        if torch.equal(one([prompt, close], v), combination([prompt, close], v))
+        for one in _known([prompt, close], v, [3.0])
+        if torch.equal(one([prompt, close], v, level), combination([prompt, close], v, level))
     ]
     assert found == [combination]
+
+
+def test_inputs_without_their_padding_lie_as_the_pipelines() -> None:
+    """A view of padded rows has other strides, with which products in bfloat16 have other bits (Bria FIBO)."""
+    padded = torch.randn(1, 2, 6, 4)
+    ((row,),) = cut(((padded,),), [2, 4, 3])
+    assert torch.equal(row, padded[:, :, :4, :3])
+    assert row.is_contiguous()
 
 
 def test_a_control_network_that_shares_layers_is_refused() -> None:
     """It would change as the transformer is trained; Z-Image's is built so."""
     pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
-    assert set(control_networks(pipe)) == {"controlnet"}
+    assert set(frozen_networks(pipe)) == {"controlnet"}
     pipe.controlnet.append(pipe.transformer)
-    with pytest.raises(ValueError, match="its control network shares layers with the transformer, which is trained"):
-        control_networks(pipe)
+    with pytest.raises(ValueError, match="a network beside the transformer shares layers with it, which are trained"):
+        frozen_networks(pipe)
+
+
+def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> None:
+    """By the object, else by its values; other numbers are the prompt's."""
+    x, first, second = (torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    made = [[first.bfloat16(), first], [second]]
+    given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
+    kinds, rows, _ = _sources(given, x, made, False, partial(_sought, single=False, known=()))
+    assert kinds[:3] == [Latent(x.dtype, 1), Made(x.dtype, 1, 0), Made(x.dtype, 0, 1)]
+    assert [type(kind) for kind in kinds[3:]] == [Row, Fixed]
+    assert torch.equal(rows[0][:, 0], second + 1)
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:

@@ -309,6 +309,12 @@ def twice(scheduler: RecordingScheduler) -> None:
         walk(scheduler, start())
 
 
+def rising(scheduler: RecordingScheduler) -> None:
+    """A schedule with a step that adds noise."""
+    scheduler.set_timesteps(sigmas=[0.5, 0.8])
+    recorded(scheduler, key=key(0))
+
+
 def within(scheduler: RecordingScheduler) -> None:
     """A recording inside a recording."""
     with scheduler.recording(), scheduler.recording():
@@ -357,6 +363,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "record": (lambda: recorded(made("cps", 0.5), key=key(0), record=[-1]), r"record holds steps \[-1\]"),
     "keys": (lambda: recorded(made("cps", 0.5), key=fold_in(key(0), torch.arange(2))), "2 keys for 3 samples"),
     "generators": (lambda: recorded(made("cps", 0.5), generator=[torch.Generator()]), "1 generators for 3 samples"),
+    "rising": (
+        lambda: rising(made("cps", 0.5)),
+        r"sigmas rise at step 0 \(0.5 to 0.8\), .*; only the ODE, unrecorded, steps",
+    ),
     "twice": (lambda: twice(made("cps", 0.5)), "step 0 is taken twice"),
     "within": (lambda: within(made()), "records already"),
     "unread": (lambda: unread(made()), "no step was taken"),

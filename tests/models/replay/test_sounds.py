@@ -58,17 +58,15 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     assert model.decode(x).shape == (2, 1, 16, 16)
 
 
-@pytest.mark.long
 def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check before the first update compares sounds as it does images."""
     model = opened(tmp_path)
     module, own = model.build().eval(), model.sounds
-    monkeypatch.setattr(model, "sounds", lambda latents: own(latents + 0.1))
+    monkeypatch.setattr(model, "sounds", lambda latents, prompts: own(latents + 0.1, prompts))
     with pytest.raises(ReplayError, match="its last samples, decoded, differ from its own sounds by"):
         model.check(module, ["rain"])
 
 
-@pytest.mark.long
 def test_guidance_with_a_memory_is_refused(tmp_path: Path) -> None:
     """ACE-Step's guidance depends on the steps before, so a step is no function of its sample."""
     with pytest.raises(ReplayError, match="velocity is no known combination of 2 outputs"):
@@ -98,23 +96,35 @@ def test_outputs_are_told_apart() -> None:
     assert alone.shown((64, 256)).shape == (1, 1, 64, 256)
 
 
-RESCALED = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
+def test_images_with_an_opacity_are_shown_over_white() -> None:
+    """Rewards take three channels; where an image is transparent, it is white."""
+    image = torch.full((1, 4, 2, 2), 0.25)
+    image[..., 0, 0] = torch.tensor([0.5, 0.0, 1.0, 0.0])
+    shown = output_of((image,)).images
+    assert shown is not None
+    assert shown.shape == (1, 3, 2, 2)
+    assert torch.equal(shown[0, :, 0, 0], torch.ones(3))
+    torch.testing.assert_close(shown[0, :, 1, 1], torch.full((3,), 0.25 * 0.25 + 0.75))
+
+
+PLAIN = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
 
 
 def ltx2(folder: Path, **options: Any) -> AnyPipeline:
     """Return the model of tiny LTX-2: videos with sound, guided in four ways."""
     if not (folder / "ltx2").exists():
         stored.copy_of("sounds-ltx2", folder / "ltx2", partial(tiny.save, "LTX2Pipeline"))
-    call = {"max_sequence_length": 32, **RESCALED}
+    call = {"max_sequence_length": 32, **options.pop("call", {})}
     size = {"height": 32, "width": 32, "frames": 5, "steps": STEPS, "scale": 3.0, "negative": "bad", "call": call}
     return AnyPipeline(folder / "ltx2", **{**size, "example": "rain", **options})
 
 
 @pytest.mark.long
-def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path) -> None:
-    """Video and sound are the pipeline's own, from the same noise; each has its own scales of guidance."""
+@pytest.mark.parametrize("call", [{}, PLAIN, {"guidance_rescale": 0.4, "audio_guidance_rescale": 0.9}])
+def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, float]) -> None:
+    """Video and sound are the pipeline's own, from the same noise; each has its own scales of guidance, rescaled or not."""
     asked = ["rain", "a drum"]
-    model = ltx2(tmp_path).given(asked)
+    model = ltx2(tmp_path, call=call).given(asked)
     module = model.build().eval()
     assert model.check(module, asked) < 1e-5
     video, sound = model.known.pieces
@@ -133,7 +143,7 @@ def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path) -> None:
         output_type="pt",
         return_dict=False,
         **size,
-        **RESCALED,
+        **call,
     )
     cond, levels = model.encode(asked[:1]), model.schedule(STEPS, model.known.shape).levels
     with torch.no_grad():
@@ -145,13 +155,6 @@ def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path) -> None:
     assert expected.waves.std() > 1e-3
     torch.testing.assert_close(model.decode(x), expected.images, rtol=0, atol=1e-5)
     torch.testing.assert_close(model.sounds(x).waves, expected.waves, rtol=0, atol=1e-5)
-
-
-@pytest.mark.long
-def test_a_rescaled_guidance_is_refused(tmp_path: Path) -> None:
-    """Its weights depend on the sample; the message says what to do."""
-    with pytest.raises(ReplayError, match="a rescaled guidance is not one: call it with guidance_rescale=0"):
-        _ = ltx2(tmp_path, call={"max_sequence_length": 32}).known
 
 
 def test_pieces_of_a_recording_step_together() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.models.replay.checks import ReplayError
-from fluvial.models.replay.start import Mixture, start_of, taken_of, with_offset, without_offset
+from fluvial.models.replay.start import Mixture, WithoutNoise, start_of, taken_of, with_offset, without_offset
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -24,9 +24,34 @@ def test_noise_and_image_are_told_apart(dtype: torch.dtype) -> None:
     eps, image, sigma = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype), 0.6
     mixed = (sigma * eps + (1 - sigma) * image).to(dtype)
     other = Mixture(image, noise(2, 4, 2, 2), noise(2, 4, 2, 2))
-    found = start_of("P", packed(mixed), [Mixture(image, eps, mixed), other], sigma)
+    found = start_of("P", packed(mixed), [Mixture(image, eps, mixed), other], sigma, fail)
+    assert found is not None
     assert torch.equal(found.noise, packed(eps).float())
     torch.testing.assert_close(found.offset, 0.4 * packed(image).expand(3, -1, -1).float())
+
+
+def fail() -> torch.Tensor:
+    raise AssertionError("no run without noise is needed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_without_noise_tells_what_a_pipeline_has_mixed_itself(dtype: torch.dtype) -> None:
+    """Stable Audio 3 mixes noise and a sound without its scheduler; zeros are noise alone, at any first noise level."""
+    eps, image = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype).expand(3, -1, -1, -1)
+    found = start_of("P", 0.6 * eps + 0.4 * image, [], 0.6, lambda: 0.4 * image)
+    assert found is not None
+    torch.testing.assert_close(found.noise, eps.float(), rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
+    assert torch.equal(found.offset, (0.4 * image).float())
+    assert start_of("P", eps, [], 0.6, lambda: torch.zeros_like(eps)) is None
+
+
+def test_no_noise_is_drawn_on_request() -> None:
+    """As diffusers draws it, with a generator; other numbers are drawn as ever."""
+    with WithoutNoise():
+        drawn = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+        assert not drawn.any()
+        assert torch.rand(2, 3).any()
+    assert torch.randn(2, 3).any()
 
 
 def test_other_samples_are_refused() -> None:
@@ -37,14 +62,16 @@ def test_other_samples_are_refused() -> None:
         with pytest.raises(
             ReplayError, match=f"it starts at noise level {sigma}, from samples that are no noise mixed with"
         ):
-            start_of("P", initial, [Mixture(image, eps, mixed)], sigma)
+            start_of("P", initial, [Mixture(image, eps, mixed)], sigma, fail)
 
 
 @given(steps=st.integers(1, 60), strength=st.floats(0.05, 1))
 def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float) -> None:
-    """By the rule of diffusers' `get_timesteps`."""
-    count = taken_of(steps, strength)
-    assert count - int(max(count - min(count * strength, count), 0)) == steps
+    """By the rule of diffusers' `get_timesteps`, in both of its forms."""
+    counts = taken_of(steps, strength)
+    up, down = counts[0], counts[-1]
+    assert up - int(max(up - min(up * strength, up), 0)) == steps
+    assert down - max(down - min(int(down * strength), down), 0) == steps
 
 
 def test_a_strength_of_none_takes_no_steps() -> None:

@@ -3,8 +3,6 @@
 import io
 import json
 import random
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key, normal
-from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.train.pretrain import edit_words_pretraining, pretrain
 from fluvial.models.replay.media import MediaPrompt
 from fluvial.models.words import EDIT_BASE, EditWords, Words, correct, misspelt_images, unchanged, words
 from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, draw, places
@@ -147,24 +143,3 @@ def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
     assert record["eval_samples"] >= 350
     assert 0.6 <= record["heldout_exact"]["heldout"] <= 0.75
     assert 0.8 <= record["heldout_score"]["unchanged"] <= 0.95
-
-
-class Enough(Exception):
-    """Enough updates have been made."""
-
-
-@pytest.mark.long
-def test_pretraining_begins_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawings, images, noise, levels, network and optimizer are those of the shipped weights: so are the first errors."""
-    recorded = {1: 0.128199, 3: 0.134228}
-    errors: list[float] = []
-
-    def advance(self: RunProgress, numbers: Mapping[str, float], seconds: object) -> None:
-        errors.append(numbers["error"])
-        if len(errors) == max(recorded):
-            raise Enough
-
-    monkeypatch.setattr(RunProgress, "advance", advance)
-    with pytest.raises(Enough):
-        pretrain(edit_words_pretraining(tmp_path / "base"))
-    assert {update: errors[update - 1] for update in recorded} == pytest.approx(recorded, rel=2e-3)

@@ -1,9 +1,7 @@
 """The built-in model of words: its data, its two recognisers, its base weights, and the model protocol."""
 
 import json
-from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from threading import Barrier, get_ident
 
 import numpy as np
@@ -13,8 +11,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from fluvial.core.random import fold_in, key, normal
-from fluvial.engines.report.progress import RunProgress
-from fluvial.engines.train.pretrain import pretrain, words_pretraining
 from fluvial.models.words import (
     BASE,
     Recogniser,
@@ -235,44 +231,3 @@ def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
     assert record["command"] == "fluvial pretrain words"
     assert record["eval_samples"] >= 350
     assert 0.5 <= record["heldout_exact"]["heldout"] <= 0.6
-
-
-class Enough(Exception):
-    """Enough updates have been made."""
-
-
-def test_pretraining_begins_as_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawings, noise, levels, network and optimizer are those of the shipped weights: so are the first errors."""
-    recorded = {1: 20.3142, 5: 8.38934, 10: 5.75220}
-    errors: list[float] = []
-
-    def advance(self: RunProgress, numbers: Mapping[str, float], seconds: object) -> None:
-        errors.append(numbers["error"])
-        if len(errors) == max(recorded):
-            raise Enough
-
-    monkeypatch.setattr(RunProgress, "advance", advance)
-    with pytest.raises(Enough):
-        pretrain(words_pretraining(tmp_path / "base"))
-    assert {update: errors[update - 1] for update in recorded} == pytest.approx(recorded, rel=2e-3)
-
-
-@pytest.mark.whole
-def test_pretraining_reproduces_the_base_weights(tmp_path: Path) -> None:
-    """The recorded command gives the shipped weights, but for rounding, which its many updates amplify.
-
-    With the kernels of another processor (AVX2) the weights moved by 0.38 of their length. Untrained ones are 0.53 away.
-    """
-    import launch
-
-    done = launch.fluvial("pretrain", "words", "--out", str(tmp_path / "base"), timeout=3000)
-    assert done.returncode == 0, done.stderr
-    name = "diffusion_pytorch_model.safetensors"
-    shipped, made = load_file(BASE / name), load_file(tmp_path / "base" / name)
-    assert set(made) == set(shipped)
-    distance = sum(float(((made[name].double() - shipped[name].double()) ** 2).sum()) for name in shipped) ** 0.5
-    length = sum(float((shipped[name].double() ** 2).sum()) for name in shipped) ** 0.5
-    assert distance / length < 0.5
-    mine, theirs = (json.loads((folder / "made-by.json").read_text()) for folder in (tmp_path / "base", BASE))
-    for evaluator, exact in theirs["heldout_exact"].items():
-        assert mine["heldout_exact"][evaluator] == pytest.approx(exact, abs=0.07)

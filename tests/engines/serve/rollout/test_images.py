@@ -22,10 +22,13 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.rollout.samplers import SAMPLERS
+from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.opening import opened
 from fluvial.engines.serve.rollout.orders import ServeLimits
+from fluvial.engines.serve.rollout.prompts import checked
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.wire.request import RequestLimits
+from fluvial.models.replay.kinds import SOUND, Sound
 
 STEPS, ROW = 3, tiny_conditioned.ROWS["fill"]  # an image and a mask
 LIMITS = ServeLimits(RequestLimits(pixels=64 * 64), body=40_000)
@@ -144,6 +147,21 @@ def test_what_is_no_image_of_the_servers_folders_is_one_line(server: servers.Ser
     found = server.problem(prompt="a fox", image_path=[image(folder), str(folder / "1.png")])
     assert found[0] == status, found
     assert any(part in found[1] for part in says.split("|")), found
+
+
+def test_videos_and_sounds_are_bounded() -> None:
+    """A video by its pixels, of all frames; a sound is one that nothing unpacks."""
+    frames = [Image.new("RGB", (10, 10), (number, 0, 0)) for number in range(5)]
+    frames[0].save(file := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:])
+    assert checked(file.getvalue(), "video", 500) == file.getvalue()
+    with pytest.raises(RequestError, match="image_path: video: the video has more than 499 pixels"):
+        checked(file.getvalue(), "video", 499)
+    with pytest.raises(RequestError, match="image_path: video: a video of 4 bytes cannot be read as a video"):
+        checked(b"none", "video", 500)
+    wave = SOUND.write(Sound(torch.zeros(1, 4), 400))
+    assert checked(wave, "audio", 1) == wave
+    with pytest.raises(RequestError, match="image_path: audio cannot be read as WAV"):
+        checked(b"fLaC", "audio", 500)
 
 
 def test_other_images_than_the_pipeline_takes_are_refused(server: servers.Server, folder: Path) -> None:

@@ -29,6 +29,8 @@ pytestmark = pytest.mark.long  # it installs a wheel
 
 STEPS, SCALE, NOISE = 3, 3.0, 0.5
 NEAR: Any = {"rtol": 1e-4, "atol": 5e-5}
+# Guidance adds up the errors of SCALE times one prediction and SCALE - 1 times the other.
+GUIDED: Any = {"rtol": 1e-4, "atol": (2 * SCALE - 1) * 5e-5}
 
 
 def joined(value: Any) -> Tensor:
@@ -130,7 +132,7 @@ def test_a_trainer_of_sglang_replays_our_samples(name: str, tmp_path: Path) -> N
             guided = rest + SCALE * (v - rest)
             if name == "qwen-image":  # sglang 0.5.23, configs/pipeline_configs/qwen_image.py, postprocess_cfg_noise
                 guided = guided * (v.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-            torch.testing.assert_close(guided[0], debug["rollout_model_outputs"][step], **NEAR)
+            torch.testing.assert_close(guided[0], debug["rollout_model_outputs"][step], **GUIDED)
     assert whole.generated_output.ndim == (4 if name in VIDEOS else 3)
     assert env["image_kwargs"] is None
     assert (env["guidance"] is None) == (not name.startswith("flux"))

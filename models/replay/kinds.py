@@ -1,0 +1,325 @@
+"""Kinds of media that a pipeline is given: images, videos and sounds, by the names of its arguments, and their files."""
+
+import io
+import wave
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+File = Path | bytes  # a file, or the bytes of one
+NUMPY = b"\x93NUMPY"  # first bytes of an array of numpy
+ANIMATED = ("GIF", "WEBP", "PNG")  # formats of animated images
+FRAMES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})  # endings of the images of a folder that is a video
+# Demuxers of FFmpeg that files reach: none of playlists, which name other files and addresses.
+DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flac,mp3,ogg,wav,aac"
+UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+
+
+class Sound(NamedTuple):
+    """A sound."""
+
+    wave: Tensor  # [channels, n] float32 in [-1, 1]
+    rate: int  # numbers per second and channel
+
+
+class Kind(NamedTuple):
+    """One kind of media: images, videos or sounds."""
+
+    name: str  # also that of the column in a prompt's record
+    arguments: tuple[str, ...]  # of diffusers' calls
+    read: Callable[[File], Any]  # an image, a list of images, or a `Sound`
+    write: Callable[[Any], bytes]
+    changed: Callable[[Any], Any]  # one of the same size whose numbers all differ
+
+
+def read_image(file: File) -> Image.Image:
+    """Return an image in colour, or in grey if it is stored so, turned as it is seen.
+
+    Raises:
+        ValueError: the file cannot be read as an image; the message names it.
+    """
+    with _readable(file, "image"), Image.open(_source(file)) as opened:
+        turned = ImageOps.exif_transpose(opened)
+        return turned.copy() if turned.mode == "L" else turned.convert("RGB")
+
+
+def write_image(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return file.getvalue()
+
+
+def inverted(image: Image.Image) -> Image.Image:
+    """Return an image of the same size whose pixels all differ: its negative, upside down."""
+    return ImageOps.flip(ImageOps.invert(image))
+
+
+def read_video(file: File) -> list[Image.Image]:
+    """Return the frames of a video, in colour.
+
+    Args:
+        file: a folder of images, in the order of their names; an animated image (GIF, WebP, PNG); an array of numpy,
+            `[F, H, W, 3]` uint8; or, with PyAV, any file that FFmpeg reads, e.g. MP4.
+
+    Raises:
+        ValueError: it cannot be read as a video, or only with PyAV, which is missing; the message names it.
+    """
+    if isinstance(file, Path) and file.is_dir():
+        found = [read_image(one).convert("RGB") for one in _frames_of(file)]
+        if not found:
+            raise ValueError(f"{file} is a folder without images, expected the frames of a video")
+        return found
+    with _readable(file, "video"):
+        if _begins(file, NUMPY):
+            return [Image.fromarray(frame) for frame in _array(file)]
+        try:
+            opened = Image.open(_source(file))
+        except Image.UnidentifiedImageError:
+            pass
+        else:
+            with opened:
+                return [_frame(opened, number) for number in range(_several(opened))]
+        with _opened(file, "video") as (container, stream):
+            return [frame.to_image() for frame in container.decode(stream)]
+
+
+def frames_in(file: File) -> int:
+    """Return the number of frames of a video, by what its file says of itself if it does.
+
+    Raises:
+        ValueError: see `read_video`.
+    """
+    if isinstance(file, Path) and file.is_dir():
+        return len(_frames_of(file))
+    with _readable(file, "video"):
+        if _begins(file, NUMPY):
+            return len(_array(file))
+        try:
+            with Image.open(_source(file)) as opened:
+                return _several(opened)
+        except Image.UnidentifiedImageError:
+            with _opened(file, "video") as (container, stream):
+                return int(stream.frames) or sum(1 for _ in container.decode(stream))
+
+
+def check_pixels(file: bytes, most: int) -> None:
+    """Raise ValueError if a video of a stranger has more than `most` pixels; no more than that are decoded.
+
+    Raises:
+        ValueError: also if it cannot be read, see `read_video`.
+    """
+    count = 0
+    with _readable(file, "video"):
+        if _begins(file, NUMPY):
+            return  # as many bytes
+        try:
+            with Image.open(io.BytesIO(file), formats=ANIMATED) as opened:
+                count = opened.width * opened.height * _several(opened)
+        except Image.UnidentifiedImageError:
+            with _opened(file, "video") as (container, stream):
+                for frame in container.decode(stream):
+                    count += frame.width * frame.height
+                    if count > most:
+                        break
+    if count > most:
+        raise ValueError(f"the video has more than {most} pixels")
+
+
+def write_video(frames: list[Image.Image]) -> bytes:
+    """Return frames as the bytes of an array of numpy, `[F, H, W, 3]` uint8."""
+    with io.BytesIO() as file:
+        np.save(file, np.stack([np.asarray(frame.convert("RGB")) for frame in frames]))
+        return file.getvalue()
+
+
+def read_sound(file: File) -> Sound:
+    """Return a sound: a WAV file of whole numbers, or, with PyAV, any file that FFmpeg reads, e.g. FLAC or MP3.
+
+    Raises:
+        ValueError: it cannot be read as a sound, or only with PyAV, which is missing; the message names it.
+    """
+    with _readable(file, "sound"):
+        if _begins(file, b"RIFF"):
+            try:
+                return _wave(file)
+            except (wave.Error, EOFError):  # of real numbers, or of a codec
+                pass
+        with _opened(file, "audio") as (container, stream):
+            from av.audio.resampler import AudioResampler
+
+            plain = AudioResampler(format="fltp")  # float32, one plane per channel
+            frames = [made for frame in container.decode(stream) for made in plain.resample(frame)]
+            parts = [frame.to_ndarray() for frame in [*frames, *plain.resample(None)]]
+            return Sound(torch.from_numpy(np.concatenate(parts, axis=1)).clamp(-1, 1), int(stream.rate))
+
+
+def write_sound(sound: Sound) -> bytes:
+    """Return a sound as the bytes of a WAV file of 16 bits."""
+    numbers = (sound.wave.clamp(-1, 1) * (2**15 - 1)).round().short()
+    with io.BytesIO() as file:
+        with wave.open(file, "wb") as made:
+            made.setnchannels(len(numbers))
+            made.setsampwidth(2)
+            made.setframerate(sound.rate)
+            made.writeframes(numbers.T.contiguous().numpy().tobytes())
+        return file.getvalue()
+
+
+IMAGE = Kind(
+    "image",
+    (
+        "image",
+        "mask_image",
+        "control_image",
+        "control_mask",
+        "last_image",
+        "reference_image",
+        "image_reference",
+        "ip_adapter_image",
+        "images",
+        "input_images",
+        "reference_images",
+    ),
+    read_image,
+    write_image,
+    inverted,
+)
+VIDEO = Kind(
+    "video",
+    ("video", "control_video", "pose_video", "face_video", "background_video", "mask_video"),
+    read_video,
+    write_video,
+    lambda frames: [inverted(frame) for frame in frames],
+)
+SOUND = Kind(
+    "audio",
+    ("audio", "src_audio", "reference_audio"),
+    read_sound,
+    write_sound,
+    lambda sound: sound._replace(wave=0.5 - sound.wave.flip(1) / 2),
+)
+KINDS = (IMAGE, VIDEO, SOUND)
+ARGUMENTS = tuple(name for kind in KINDS for name in kind.arguments)
+
+
+def kind_of(argument: str, file: File) -> Kind:
+    """Return the kind of an argument of a pipeline's call; that of the file where the name says none, as `mask`."""
+    named = next((kind for kind in KINDS if argument in kind.arguments), None)
+    if named is not None:
+        return named
+    if isinstance(file, Path) and file.is_dir():
+        return VIDEO
+    try:
+        with Image.open(_source(file)) as opened:
+            return VIDEO if getattr(opened, "n_frames", 1) > 1 else IMAGE
+    except UNREADABLE:
+        pass
+    if _begins(file, NUMPY):
+        return VIDEO
+    if _begins(file, b"RIFF") or find_spec("av") is None:
+        return SOUND
+    import av
+
+    try:
+        with _stream(file) as stream, av.open(stream, options={"format_whitelist": DEMUXERS}) as container:
+            return VIDEO if container.streams.video else SOUND
+    except UNREADABLE:
+        return IMAGE
+
+
+def shown(file: File, kind: str) -> str:
+    """Return how a file is named in a message."""
+    article = "an" if kind[0] in "aeiou" else "a"
+    return f"{article} {kind} of {len(file)} bytes" if isinstance(file, bytes) else str(file)
+
+
+def _source(file: File) -> BinaryIO | Path:
+    return io.BytesIO(file) if isinstance(file, bytes) else file
+
+
+def _stream(file: File) -> BinaryIO:
+    return io.BytesIO(file) if isinstance(file, bytes) else file.open("rb")
+
+
+def _begins(file: File, first: bytes) -> bool:
+    with _stream(file) as stream:
+        return stream.read(len(first)) == first
+
+
+@contextmanager
+def _readable(file: File, kind: str) -> Iterator[None]:
+    """Turn an error of a file that is read into one line that names it."""
+    try:
+        yield
+    except UNREADABLE as error:
+        name = shown(file, kind)
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ValueError(f"{name} cannot be read as {article} {kind}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def _opened(file: File, part: str) -> Iterator[tuple[Any, Any]]:
+    """Yield a file that FFmpeg reads, and its first stream of video or audio."""
+    if find_spec("av") is None:
+        raise ValueError("its format needs PyAV, which is not installed: pip install av")
+    import av
+
+    with _stream(file) as stream, av.open(stream, options={"format_whitelist": DEMUXERS}) as container:
+        found = getattr(container.streams, part)
+        if not found:
+            raise ValueError(f"it has no {part}")
+        yield container, found[0]
+
+
+def _frames_of(folder: Path) -> list[Path]:
+    """Return the images of a folder, in the order of their names."""
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in FRAMES)
+
+
+def _several(opened: Image.Image) -> int:
+    """Return the number of frames of an animated image; ValueError for a still one."""
+    count = int(getattr(opened, "n_frames", 1))
+    if count == 1:
+        raise ValueError("it is a still image")
+    return count
+
+
+def _frame(opened: Image.Image, number: int) -> Image.Image:
+    opened.seek(number)
+    return opened.convert("RGB")
+
+
+def _array(file: File) -> Any:
+    """Return the array of a file of numpy, `[F, H, W, 3]` uint8."""
+    found = np.load(_source(file), allow_pickle=False)
+    if found.ndim != 4 or found.shape[-1] != 3 or found.dtype != np.uint8 or not len(found):
+        raise ValueError(
+            f"it is an array {list(found.shape)} of {found.dtype}, expected [frames, height, width, 3] of uint8"
+        )
+    return found
+
+
+def _wave(file: File) -> Sound:
+    """Return the sound of a WAV file of whole numbers."""
+    with _stream(file) as stream, wave.open(stream, "rb") as opened:
+        width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
+        data = opened.readframes(opened.getnframes())
+    found = np.frombuffer(data, dtype=np.uint8)
+    if width == 1:  # without a sign
+        numbers = found.astype(np.int32) - 2**7
+    else:  # the highest bytes of 32 bits, in two's complement
+        wide = np.zeros((len(found) // width, 4), dtype=np.uint8)
+        wide[:, 4 - width :] = found[: len(found) // width * width].reshape(-1, width)
+        numbers = wide.view("<i4")[:, 0] >> 8 * (4 - width)
+    scaled = torch.from_numpy(np.ascontiguousarray(numbers)).float() / 2 ** (8 * width - 1)
+    if not scaled.numel():
+        raise ValueError("it is empty")
+    return Sound(scaled.view(-1, channels).T.contiguous(), rate)

@@ -1,0 +1,122 @@
+"""Functions of a transformer's outputs that give a step's velocity: each is found from a step, and no other."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluvial.models.replay.combinations import Combination, Fitted, Joined, Rescaled, combinations_of
+from fluvial.models.replay.places import Places, Whole
+
+SIGMA = 0.6
+SHAPE = (3, 4, 8, 8)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    """Return noise of three samples."""
+    return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def found(
+    parts: Sequence[Tensor], v: Tensor, x: Tensor, *, rescales: Sequence[float] = (0.7,), sizes: tuple[int, ...] = ()
+) -> Any:
+    """Return the one function that gives a velocity; None if there is none."""
+    level = torch.tensor(SIGMA).expand(len(x))
+    every = combinations_of(parts, v, x, level, scales=[3.0], rescales=rescales, sizes=sizes)
+    assert len(every) < 2
+    return every[0] if every else None
+
+
+def rescaled(w: Tensor, c: Tensor, strength: float) -> Tensor:
+    """Return the formula of arXiv 2305.08891, equations 15 and 16, over all dimensions but that of the batch."""
+    dims = list(range(1, w.ndim))
+    made = w * (c.std(dim=dims, keepdim=True) / w.std(dim=dims, keepdim=True))
+    return strength * made + (1 - strength) * w
+
+
+def of_velocities(c: Tensor, u: Tensor, x: Tensor) -> Tensor:
+    return rescaled(u + 3.0 * (c - u), c, 0.7)
+
+
+def of_clean_samples(c: Tensor, u: Tensor, x: Tensor) -> Tensor:
+    """LTX-2's: the velocities become estimates of the clean sample and back."""
+    clean, other = x - SIGMA * c, x - SIGMA * u
+    return (x - rescaled(clean + 2.0 * (clean - other), clean, 0.7)) / SIGMA
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("formula", [of_velocities, of_clean_samples])
+@pytest.mark.parametrize("cond", [0, 1])
+def test_a_rescaled_guidance_is_found(formula: Callable[..., Tensor], cond: int, dtype: torch.dtype) -> None:
+    """Its weights, its strength and the part whose deviation counts; it is another function of each sample."""
+    parts, x = [drawn(1).to(dtype), drawn(2).to(dtype) * 1.5], drawn(3)
+    v = formula(parts[cond].float(), parts[1 - cond].float(), x)
+    one = found(parts, v, x, rescales=(0.4, 0.7))
+    weights = (-2.0, 3.0) if cond else (3.0, -2.0)
+    assert one == Rescaled(weights, cond, 0.7, formula is of_clean_samples, torch.float32)
+    other = drawn(5).to(dtype), drawn(6).to(dtype)
+    expected = formula(other[cond].float(), other[1 - cond].float(), x[:1])[:1]
+    level = torch.full((1,), SIGMA)
+    torch.testing.assert_close(one([each[:1] for each in other], x[:1], level), expected, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([one([each[row : row + 1] for each in other], x[row : row + 1], level) for row in range(3)])
+    assert torch.equal(alone, one(other, x, level.expand(3)))
+
+
+def test_a_rescaled_guidance_of_another_strength_is_refused() -> None:
+    """The strengths are those of the pipeline's call: a number that is fitted to a few samples would be a coincidence."""
+    parts, x = [drawn(1), drawn(2)], drawn(3)
+    v = of_velocities(parts[0], parts[1], x)
+    assert found(parts, v, x, rescales=(0.5,)) is None
+    assert found(parts, v, x, rescales=()) is None
+
+
+def test_pieces_are_rescaled_apart() -> None:
+    """One piece of a flat sample by its own deviation, the other not at all."""
+    parts, x = [drawn(1, 3, 96), drawn(2, 3, 96) * 1.5], drawn(3, 3, 96)
+    (c, sound), (u, other) = (part.split([64, 32], dim=1) for part in parts)
+    v = torch.cat([of_clean_samples(c, u, x[:, :64]), other + 5.0 * (sound - other)], dim=1)
+    one = found(parts, v, x, sizes=(64, 32))
+    first, second = Rescaled((3.0, -2.0), 0, 0.7, True, torch.float32), Fitted((5.0, -4.0), 0.0, torch.float32)
+    assert one == Joined((64, 32), (first, second))
+    torch.testing.assert_close(one(parts, x, torch.full((3,), SIGMA)), v, rtol=1e-5, atol=1e-5)
+
+
+def test_guidance_of_the_first_channels() -> None:
+    """Lumina's: the others are those of the prompt; the second half of the output is not used, and the sign is changed."""
+    both = [drawn(seed, 3, 8, 4, 4) for seed in (1, 2)]
+    c, u = (part.chunk(2, dim=1)[0] for part in both)
+    v = -torch.cat([u[:, :3] + 3.0 * (c[:, :3] - u[:, :3]), c[:, 3:]], dim=1)
+    one = found(both, v, drawn(3, 3, 4, 4, 4))
+    assert one == Combination(cond=0, scale=3.0, guided=3, first_half=True, negative=True)
+
+
+def test_a_sum_of_an_output_with_text_before_it() -> None:
+    """Ideogram 4's: one part has tokens of text first, the other is that of another network without them."""
+    long, short, x = drawn(1, 3, 9, 4), drawn(2, 3, 6, 4), drawn(3, 3, 6, 4)
+    v = -(3.0 * long[:, 3:] + (1.0 - 3.0) * short)
+    assert found([long, short], v, x) == Fitted((-3.0, 2.0), 0.0, torch.float32)
+
+
+def test_guidance_of_the_second_of_two_frames() -> None:
+    """Kandinsky 5's: the first frame is held, so that the output has twice as many elements, as with a learned variance."""
+    c, u = (drawn(seed, 3, 2, 4, 4, 4) for seed in (1, 2))
+    v = (u + 3.0 * (c - u))[:, 1:]
+    one = found([c, u], v, drawn(3, 3, 1, 4, 4, 4))
+    assert one.places is not None
+    assert one._replace(places=None) == Combination(cond=0, scale=3.0)
+    # What is the first half of the channels is that, and not elements of the whole.
+    c, u = (drawn(seed, 3, 8, 4, 4) for seed in (1, 2))
+    assert found([c, u], (u + 3.0 * (c - u))[:, :4], drawn(3, 3, 4, 4, 4)) == Combination(cond=0, scale=3.0, first_half=True)
+
+
+def test_guidance_of_larger_outputs_is_rescaled_by_the_whole() -> None:
+    """As where a frame is held: the velocity is some elements, and the deviation is that of all."""
+    parts, x, level = [drawn(1, 3, 40), drawn(2, 3, 40) * 1.5], drawn(3, 3, 40), torch.full((3,), SIGMA)
+    whole = Whole((0, 1), (Places(torch.arange(10, 30), (20,)), Places(torch.arange(9, -1, -1), (10,))))
+    pieces = [of_clean_samples(*(each[:, part] for each in (*parts, x))) for part in (slice(0, 30), slice(30, 40))]
+    v = torch.cat([pieces[0][:, 10:], pieces[1].flip(1)], dim=1)
+    (one,) = combinations_of(parts, v, v, level, scales=[3.0], rescales=(0.7,), sizes=(30, 10), whole=(whole, x))
+    assert one == Joined((30, 10), (Rescaled((3.0, -2.0), 0, 0.7, True, torch.float32),) * 2, whole)
+    torch.testing.assert_close(one(parts, x, level), v, rtol=0, atol=1e-5)

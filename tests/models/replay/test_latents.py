@@ -1,0 +1,53 @@
+"""The way from samples to a VAE's latents, found by probing, and ways that cannot be inverted."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluvial.models.replay.checks import ReplayError
+from fluvial.models.replay.latents import latent_layout, to_samples, vae_input
+
+SHAPE = (4, 5, 5)  # 100 elements: places of two digits
+
+
+def packed(x: Tensor) -> Tensor:
+    """Return latents that are samples in another order, scaled and shifted per channel."""
+    return (3 * x - torch.arange(4.0)[:, None, None]).flatten(2).transpose(1, 2)
+
+
+def test_a_scaled_rearrangement_is_inverted() -> None:
+    layout = latent_layout(packed, SHAPE, "P")
+    x = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
+    assert layout.shape == (25, 4)
+    torch.testing.assert_close(to_samples(packed(x), layout, SHAPE), x)
+    with pytest.raises(ValueError, match=r"^the images give latents of \[24, 4\], expected \[25, 4\]$"):
+        to_samples(packed(x)[:, 1:], layout, SHAPE)
+
+
+WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "cut": (lambda x: x[:, :3], "its VAE is given 75 latents, of which 75 depend on the sample, expected 100"),
+    "constant": (lambda x: 0 * x, "its VAE is given 100 latents, of which 0 depend on the sample, expected 100"),
+    "bent": (torch.tanh, "its VAE is given latents that are no scaled rearrangement of samples"),
+    "doubled": (lambda x: x[:, [0, 0, 1, 2]], "no scaled rearrangement"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_other_ways_are_refused(name: str) -> None:
+    """Latents of which some are left out, constant, bent or taken twice."""
+    way, says = WAYS[name]
+    with pytest.raises(ReplayError, match=f"^P cannot be trained without an adapter: .*{says}"):
+        latent_layout(way, SHAPE, "P")
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_vae_that_is_not_called_once_is_refused(calls: int) -> None:
+    """Nothing says which of the calls decodes the samples; the VAE keeps its own function."""
+    vae = SimpleNamespace(decode=lambda z: z)
+    own = vae.decode
+    with pytest.raises(ReplayError, match=f"it calls its VAE {calls} times to decode samples, expected once"):
+        vae_input(vae, lambda: [vae.decode(torch.zeros(1)) for _ in range(calls)], "P")
+    assert vae.decode is own
