@@ -122,7 +122,9 @@ def table() -> str:
 def main() -> int:
     """Return the exit code: 0 if every fault was caught."""
     parser = argparse.ArgumentParser(description="Apply known faults to a copy of the tree, and show that tests catch them.")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the faults", choices=range(1, len(FAULTS) + 1))
+    parser.add_argument(
+        "--only", type=int, nargs="+", metavar="N", help="numbers of the faults", choices=range(1, len(FAULTS) + 1)
+    )
     parser.add_argument("--list", action="store_true", help="print the table of tests/README.md")
     arguments = parser.parse_args()
     if arguments.list:

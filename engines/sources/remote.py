@@ -215,9 +215,10 @@ class Remote(RolloutSource):
                     f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "
                     f"{self.model.prediction}: serve the model of the run"
                 )
-            expected = arguments_of(self.model)
-            if {*(info.media)} != {*expected}:
-                images = [", ".join(names) or "no images" for names in (info.media, expected)]
+            expected = {*arguments_of(self.model)}
+            # sglang takes the image, or the list of images, of an edit or a video, and says so only when it is asked.
+            if expected != {*info.media} and (info.kind, expected) != ("sglang", {"image"}):
+                images = [", ".join(names) or "no images" for names in (info.media, sorted(expected))]
                 raise UsageError(
                     f"{address} takes {images[0]} with a prompt, and the run's prompts have {images[1]}: use fluvial serve, "
                     "with --prompts set to the run's file"

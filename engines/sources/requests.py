@@ -22,6 +22,7 @@ from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.wire.response import Kind
 from fluvial.models import Prediction
+from fluvial.models.replay.kinds import File
 from fluvial.models.replay.media import Source
 
 OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
@@ -36,7 +37,16 @@ class PromptOrder(NamedTuple):
     initial_ids: tuple[int, ...] | None
     windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
     recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
-    media: Mapping[str, Source] = MappingProxyType({})  # image of each argument of the pipeline's call
+    media: Mapping[str, Source] = MappingProxyType({})  # images of each argument of the pipeline's call
+
+    @property
+    def files(self) -> list[tuple[str, File]]:
+        """Each image with its argument, of which those of a list have the same."""
+        return [
+            (name, file)
+            for name, source in self.media.items()
+            for file in (source if isinstance(source, tuple) else (source,))
+        ]
 
     def boundaries(self, last: set[int]) -> tuple[int, ...]:
         """Return the boundaries of the recorded steps of all samples, and the last one where its latents are needed."""
@@ -70,11 +80,13 @@ class Asking:
             part = slice(start, start + micro_batch)
             prompts, ids = requests.prompts[part], requests.ids[part]
             opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
-            inputs = [(prompt.model_input, negative) for prompt, negative in zip(prompts, opposed, strict=True)]
+            # sglang 0.5.23 makes one sample of a prompt with images (configs/pipeline_configs/qwen_image.py asserts it).
+            apart = [row if self.kind == "sglang" and prompt.media else 0 for row, prompt in enumerate(prompts)]
+            inputs = [(prompt.model_input, *rest) for prompt, *rest in zip(prompts, opposed, apart, strict=True)]
             windows, recorded = self.steps(sampling, ids)
             new = [row for row, own in enumerate(ids) if own not in known and own not in ids[:row]]
             known.update(ids)
-            for (_, negative), same in groupby(new, key=lambda row, inputs=inputs: inputs[row]):  # type: ignore[misc]
+            for (_, negative, _), same in groupby(new, key=lambda row, inputs=inputs: inputs[row]):  # type: ignore[misc]
                 rows = list(same)
                 prompt = prompts[rows[0]]
                 first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
@@ -130,7 +142,7 @@ class Asking:
                 prefix=None if sampling.prefix is None else (sampling.prefix.steps, sampling.prefix.group),
                 debug=(OUTPUTS,) if keeps else (),
                 version=version,
-                media=tuple(order.media) or None,
+                media=tuple(name for name, _ in order.files) or None,
             )
             extra = ExtraParams(own)
         return RolloutRequest(
@@ -143,7 +155,7 @@ class Asking:
             num_outputs_per_prompt=len(order.ids),
             guidance_scale=guidance.scale,
             true_cfg_scale=None if self.kind == "fluvial" else guidance.scale,
-            image_path=tuple(map(_data_url, order.media.values())) or None,
+            image_path=tuple(_data_url(file) for _, file in order.files) or None,
             num_frames=frames if frames is not None and frames > 1 else None,
             # fluvial's server takes the sampler's own name
             rollout_sde_type=SDE_TYPES.get("ode" if stochastic is None else self.sampler, "sde"),
@@ -159,22 +171,20 @@ class Asking:
 
 
 def check_media(prompts: Sequence[Prompt]) -> None:
-    """Raise UsageError if a prompt has a list of images, or a folder: a request has one file per argument."""
+    """Raise UsageError if a prompt has a folder of frames: a request has files."""
     for prompt in prompts:
         for argument, source in prompt.media.items():
-            if isinstance(source, tuple) or (isinstance(source, Path) and source.is_dir()):
-                what = "a list of images" if isinstance(source, tuple) else f"{source}, a folder of frames"
+            if isinstance(source, Path) and source.is_dir():
                 raise UsageError(
-                    f"prompt {prompt.text[:40]!r} has {what} in {argument}, which no server is sent: use one file, or make "
-                    "rollouts in the run itself"
+                    f"prompt {prompt.text[:40]!r} has {source}, a folder of frames, in {argument}, which no server is sent: "
+                    "use one file, or make rollouts in the run itself"
                 )
 
 
-def _data_url(source: Source) -> str:
+def _data_url(file: File) -> str:
     """Return a file as a data URL; servers look at its bytes, not at the type."""
-    assert not isinstance(source, tuple)  # see `check_media`
-    file = source if isinstance(source, bytes) else source.read_bytes()
-    return f"data:image/png;base64,{base64.b64encode(file).decode('ascii')}"
+    read = file if isinstance(file, bytes) else file.read_bytes()
+    return f"data:image/png;base64,{base64.b64encode(read).decode('ascii')}"
 
 
 def last_boundary(sampling: Sampling) -> set[int]:

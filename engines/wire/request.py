@@ -68,7 +68,8 @@ class FluvialOptions(Struct, frozen=True, omit_defaults=True):
         debug: names of the debug tensors that are returned, where `rollout_debug_mode` is set.
         version: version of the weights that the samples must be made by; with any other the request fails with 409.
         final: return the final latents too, where `recorded_only` is set.
-        media: argument of the pipeline's call that each image of `image_path` is; None takes the server's order.
+        media: argument of the pipeline's call that each image of `image_path` is, the same for those of a list; None takes
+            the server's order.
     """
 
     key: tuple[Word, Word] | None = None
@@ -274,7 +275,7 @@ def _check(request: RolloutRequest) -> None:
             raise WireError(f"{name} has {len(ids)} items, expected {request.outputs}, one per sample")
     if (own.key is None) != (own.ids is None) or (own.initial_ids is not None and own.ids is None):
         raise WireError("key, ids and initial_ids name the noise together, and one is missing: set key and ids, or a seed")
-    if own.media is not None and (len(own.media) != len(request.image_path or ()) or len({*own.media}) < len(own.media)):
+    if own.media is not None and len(own.media) != len(request.image_path or ()):
         raise WireError(f"media is {', '.join(own.media)}, expected one argument for each image of image_path")
     if own.windows is not None and len({len(row) for row in own.windows}) > 1:
         raise WireError("windows have different numbers of steps, expected as many for each sample")

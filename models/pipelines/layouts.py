@@ -1,12 +1,14 @@
 """Layouts of sglang: latents that its pipelines denoise, images that they return, and arguments of their networks."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fluvial.models.pipelines.base import Pipeline, pack, unpack
+from fluvial.models.pipelines.qwen_image_edit import QwenEditCond, QwenImageEdit
 from fluvial.models.protocol import Cond, DiffusionModel
 
 # Names of the conditioning's fields among the arguments of sglang's networks; the others keep theirs.
@@ -32,6 +34,13 @@ def _qwen_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
         "txt_seq_lens": [count],
         "img_shapes": [[(1, event[-2] // 2, event[-1] // 2)]],
     }
+
+
+def _edit_arguments(model: QwenImageEdit, cond: QwenEditCond, event: tuple[int, ...]) -> dict[str, Any]:
+    """Return the arguments of Qwen-Image-Edit; the latents of the images are none of them, and their sizes follow."""
+    batch = cond._replace(image=cond.image[None], grid=None if cond.grid is None else cond.grid[None])
+    found = _qwen_arguments(cond, event)
+    return {**found, "img_shapes": [[*found["img_shapes"][0], *model.further_grids(batch)]]}
 
 
 def _z_image_arguments(cond: Any, event: tuple[int, ...]) -> dict[str, Any]:
@@ -75,6 +84,8 @@ LAYOUTS = {"FluxPipeline": TOKENS, "QwenImagePipeline": FRAMED_TOKENS, "ZImagePi
 
 def layout_of(model: DiffusionModel) -> Layout:
     """Return the layout in which sglang denoises the samples of a model."""
+    if isinstance(model, QwenImageEdit):
+        return FRAMED_TOKENS._replace(arguments=partial(_edit_arguments, model))
     return LAYOUTS.get(model.pipeline, PLAIN) if isinstance(model, Pipeline) else PLAIN
 
 

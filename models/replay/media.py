@@ -65,6 +65,14 @@ def arguments_of(model: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (known.get(name, len(known)), name)))
 
 
+def lists_of(model: Any) -> set[str]:
+    """Return those of a model's arguments that take a list of images."""
+    example = getattr(model, "example", None)
+    if isinstance(example, MediaPrompt):
+        return {name for name, source in example.media.items() if isinstance(source, tuple)}
+    return {*getattr(model, "lists", ())}
+
+
 def media_of(prompt: TextPrompt) -> dict[str, Any]:
     """Return the images, videos and sounds of a prompt by argument, see `MediaPrompt.opened`; none for plain text."""
     return {} if isinstance(prompt, str) else prompt.opened()

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from tiny_pipelines import flux, qwen_image, sd3, wan, z_image
 from tiny_replayed import flux2
-from tiny_sounds import RATE, ace_step
+from tiny_sounds import RATE
 
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import processor_without_video, read_processors
-from fluvial.models.tiny.pipelines import PARTS, asked_of, build
+from fluvial.models.tiny.pipelines import PARTS, asked_of, build, random_weights
 
 
 class Row(NamedTuple):
@@ -216,7 +216,7 @@ ROWS: dict[str, Row] = {
     "sound-inpaint": Row(
         partial(build, "StableAudio3InpaintPipeline"), ("audio",), asked_of("StableAudio3InpaintPipeline").call, 1.0
     ),
-    "reference-sound": Row(ace_step, ("reference_audio",), {"audio_duration": 0.32}, 1.0),
+    "reference-sound": Row(partial(build, "AceStepPipeline"), ("reference_audio",), {"audio_duration": 0.32}, 1.0),
     "kandinsky-video": Row(
         partial(build, "Kandinsky5I2VPipeline"), ("image",), {**SHORT, "negative_prompt": "bad"}, 3.0, frames=17
     ),
@@ -263,14 +263,7 @@ def save(name: str, folder: Path) -> Path:
 
 
 def _make(name: str, folder: Path) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipeline = (ADAPTED[name] if name in ADAPTED else ROWS[name].make)()
-        parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae", "controlnet"))
-        for part in (part for part in parts if part is not None):
-            for parameter in part.parameters():
-                parameter.data += 0.2 * torch.randn_like(parameter)
-    pipeline.save_pretrained(folder)
+    random_weights(ADAPTED[name] if name in ADAPTED else ROWS[name].make, 0.2).save_pretrained(folder)
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
 

@@ -13,7 +13,7 @@ from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.wire.request import RolloutRequest
 from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
-from fluvial.models.replay.media import arguments_of
+from fluvial.models.replay.media import arguments_of, lists_of
 
 MOST_NAME = 4096  # characters
 FORMATS = ("PNG", "JPEG", "WEBP")  # decoders that a stranger's bytes reach
@@ -37,12 +37,19 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
             "image_path is set, and this server makes samples from prompts alone: leave it out, or serve a pipeline that "
             "takes images with --prompts, a file of prompts with images",
         )
-    if len(given) != len(expected) or {*names} != {*expected}:
+    if request.fluvial.media is None and len(expected) == 1:  # of which there may be several
+        names = expected * len(given)
+    if len(given) != len(names) or {*names} != {*expected}:
         got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
         raise RequestError(400, f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
-    media = {
-        name: checked(_file(image, policy, most_bytes), name, most_pixels) for name, image in zip(names, given, strict=True)
-    }
+    lists = lists_of(policy.model)
+    for name in names:
+        if (count := names.count(name)) > 1 and name not in lists:
+            raise RequestError(400, f"image_path holds {count} images for {name}, expected one")
+    media: dict[str, bytes | tuple[bytes, ...]] = {}
+    for name, image in zip(names, given, strict=True):
+        file = checked(_file(image, policy, most_bytes), name, most_pixels)
+        media[name] = (*media.get(name, ()), file) if name in lists else file  # type: ignore[misc]
     return Prompt(request.prompt, media=media)
 
 

@@ -364,14 +364,27 @@ class Unbuilt(Model):
         raise AssertionError("the network is built")
 
 
-@pytest.mark.parametrize("several", [True, False])
-def test_media_of_several_files_are_sent_to_no_server(several: bool, one: World, tmp_path: Path) -> None:
-    """A request has one file per argument: a list of images and a folder are refused before the network is built."""
-    source, shown = ((b"1", b"2"), "a list of images") if several else (tmp_path, f"{tmp_path}, a folder of frames")
+def test_each_image_of_a_list_is_sent() -> None:
+    """With the argument that they all are; sglang, which makes one sample per request, is sent no names."""
+    prompts = [Prompt("1", media={"image": (b"1", b"2"), "mask_image": b"m"})] * 2
+    schedule = MODEL.schedule(tiny.STEPS, tiny.SHAPE)
+    sampling = Sampling(tiny.SHAPE, schedule, Guidance())
+    for kind, ids in (("fluvial", [(5, 6)]), ("sglang", [(5,), (6,)])):
+        asking = Asking(kind, "flow_sde", ETA, "velocity", SIZES)  # type: ignore[arg-type]
+        orders = asking.orders(Requests(prompts, (5, 6), key(1)), sampling, micro_batch=COUNT, guided=False)
+        assert [order.ids for order in orders] == ids
+        asked = asking.request(orders[0], key(1), sampling, version=0)
+        assert asked.image_path == tuple(f"data:image/png;base64,{image}" for image in ("MQ==", "Mg==", "bQ=="))
+        assert asked.fluvial.media == (("image", "image", "mask_image") if kind == "fluvial" else None)
+
+
+def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> None:
+    """A request has files: it is refused before the network is built."""
     rollout = RolloutConfig(steps=tiny.STEPS, prompts=2, group=2, source=URL)
-    prompts = [Prompt("0"), Prompt("1", media={"image": source})]
+    prompts = [Prompt("0"), Prompt("1", media={"video": tmp_path})]
     job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
-    with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)} in image, which no server is sent: "):
+    shown = f"{tmp_path}, a folder of frames, in video"
+    with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which no server is sent: "):
         Trainer(tiny.config(tmp_path / "run", rollout=rollout), job, one)
     with pytest.raises(AssertionError, match="the network is built"):
         Trainer(tiny.config(tmp_path / "run"), job, one)

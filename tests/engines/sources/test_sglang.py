@@ -1,9 +1,13 @@
 """Samples by sglang's own rollout controller, hooks and responses, around the tiny network, read by the client."""
 
+import base64
+import io
 import json
+import os
+import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
@@ -14,8 +18,11 @@ from unittest import mock
 
 import httpx2
 import msgpack
+import PIL.Image
+import PIL.ImageOps
 import pytest
 import real_sglang
+import tiny_conditioned
 import tiny_jobs as tiny
 import torch
 from fake_rollouts import MICRO_BATCH, respond
@@ -25,12 +32,13 @@ from weight_servers import adapted, base, engine_of, move, served
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo
 from fluvial.engines.rollout.config import RolloutConfig, ServersConfig
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps
+from fluvial.engines.rollout.samplers import SAMPLERS, Stochastic
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.sources import replies
 from fluvial.engines.sources.remote import Remote
@@ -39,7 +47,8 @@ from fluvial.engines.train.rollouts import RolloutPlan
 from fluvial.engines.train.trainer import Trainer
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import lora_layers
-from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout
+from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout, layout_of
+from fluvial.models.pipelines.open import open_model
 
 pytestmark = pytest.mark.long  # it installs a wheel
 NEAR = 1e-5  # of log-probs, in nats per dimension
@@ -58,11 +67,16 @@ class Sglang:
     Args:
         layout: how latents are laid out.
         image: function of an image that returns it as sglang's VAE does.
+        model, shape: adapter of the network, and shape of its samples.
+        order: order in which it takes the images of a prompt.
     """
 
-    def __init__(self, layout: Layout, image: Any) -> None:
-        self.layout, self.image, self.model = layout, image, tiny.Tiny()
-        self.module = self.model.build().eval()
+    def __init__(
+        self, layout: Layout, image: Any, *, model: Any = None, shape: tuple[int, ...] = tiny.SHAPE, order: int = 1
+    ) -> None:
+        self.layout, self.image, self.model, self.shape, self.order = layout, image, model or tiny.Tiny(), shape, order
+        self.module, self.read = self.model.build().eval(), reader()
+        self.asked, self.one = list[dict[str, Any]](), threading.Lock()
         self.api = real_sglang.part("entrypoints.post_training.rollout_api")
         self.hooks = real_sglang.part("post_training.rollout_hooks")
         self.schedulers = real_sglang.part("models.schedulers.scheduling_flow_match_euler_discrete")
@@ -74,7 +88,9 @@ class Sglang:
             respond(handler, json.dumps({"model_path": "tiny"}).encode())
             return
         request = self.api.RolloutRequest(**json.loads(body))
-        batch, images = self.made(self.api._build_sampling_kwargs(request))
+        with self.one:
+            self.asked.append(self.api._build_sampling_kwargs(request))
+            batch, images = self.made(self.asked[-1])
         result = SimpleNamespace(
             output=images, metrics=None, peak_memory_mb=0.0, rollout_trajectory_data=batch.rollout_trajectory_data
         )
@@ -85,11 +101,11 @@ class Sglang:
     def made(self, asked: dict[str, Any]) -> tuple[Any, torch.Tensor]:
         """Return a request after sglang's denoising loop, and its images."""
         hooks = self.hooks
-        count, schedule = asked["num_outputs_per_prompt"], self.model.schedule(asked["num_inference_steps"], tiny.SHAPE)
+        count, schedule = asked["num_outputs_per_prompt"], self.model.schedule(asked["num_inference_steps"], self.shape)
         scheduler = self.schedulers.FlowMatchEulerDiscreteScheduler()
         scheduler.sigmas, scheduler.timesteps = schedule.levels.clone(), 1000 * schedule.levels[:-1]
         noise = [torch.Generator().manual_seed(asked["seed"] + row) for row in range(count)]
-        start = torch.cat([torch.randn(1, *tiny.SHAPE, generator=generator) for generator in noise])
+        start = torch.cat([torch.randn(1, *self.shape, generator=generator) for generator in noise])
         names = {name: value for name, value in asked.items() if name.startswith("rollout")}
         optional = dict.fromkeys(("rollout_sde_step_indices", "rollout_return_step_indices", "rollout_trajectory_data"))
         latents = self.layout.of_event(start)
@@ -100,9 +116,10 @@ class Sglang:
             batch=batch, image_kwargs={}, pos_cond_kwargs={}, neg_cond_kwargs={}, guidance=None
         )
         guidance = Guidance(asked["guidance_scale"], asked.get("negative_prompt", ""))
-        cond = guidance.encode(self.model, [Prompt(asked["prompt"])] * count, None)
+        media = {"image": tuple(map(self.read, asked["image_path"]))[:: self.order]} if "image_path" in asked else {}
+        cond = guidance.encode(self.model, [Prompt(asked["prompt"], media=media)] * count, None)
         for number, timestep in enumerate(scheduler.timesteps):
-            x, level = self.layout.to_event(latents, tiny.SHAPE), schedule.levels[number].expand(count)
+            x, level = self.layout.to_event(latents, self.shape), schedule.levels[number].expand(count)
             v = guided_velocity(self.model, self.module, x, level, cond, timestep=timestep.expand(count))
             step = hooks.rollout_step_kwargs(batch)
             latents = scheduler.step(self.layout.of_event(v), timestep, latents, **step, return_dict=False)[0]
@@ -113,7 +130,41 @@ class Sglang:
             final_timestep=scheduler.timesteps.new_zeros(()),
             pipeline_config=config,
         )
-        return batch, self.image(self.model.decode(self.layout.to_event(latents, tiny.SHAPE)))
+        return batch, self.image(self.model.decode(self.layout.to_event(latents, self.shape)))
+
+
+def reader() -> Callable[[str], bytes]:
+    """Return sglang's own functions that read an image of a request; the image is a PNG then."""
+    read = real_sglang.function("srt/utils/common.py", "get_image_bytes", pybase64=base64)
+    names = {"PIL": PIL, "os": os, "BytesIO": io.BytesIO, "srt_get_image_bytes": read}
+    load = real_sglang.function("multimodal_gen/runtime/utils/vision.py", "load_image", **names)
+
+    def png(image: str) -> bytes:
+        load(image).save(file := io.BytesIO(), "PNG")
+        return file.getvalue()
+
+    return png
+
+
+@contextmanager
+def source_of(server: Sglang, rollout: RolloutConfig, world: World) -> Iterator[Remote]:
+    """Open the client of a server that has the weights already."""
+    sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
+    with loopback(server) as url:
+        source = Remote(
+            replace(rollout, source=url, servers=ServersConfig(timeout=60, patience=1)),
+            server.model,
+            behaviour=lambda: nullcontext(server.module),
+            adapter=lambda version: "default",
+            world=world,
+            sizes={},
+            sync=cast(Any, sync),
+        )
+        try:
+            source.push(cast(Engine, SimpleNamespace(world=world)), 0)
+            yield source
+        finally:
+            source.close()
 
 
 def planned(world: World, rollout: RolloutConfig, **changes: Any) -> RolloutPlan:
@@ -144,28 +195,14 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
     asked = replace(RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
     plan = planned(one, asked, **others)
     server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
-    sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
-    with loopback(server) as url:
-        source = Remote(
-            replace(asked, source=url, servers=ServersConfig(timeout=60, patience=1)),
-            server.model,
-            behaviour=lambda: nullcontext(server.module),
-            adapter=lambda version: "default",
-            world=one,
-            sizes={},
-            sync=cast(Any, sync),
+    with source_of(server, asked, one) as source:
+        made = list(source.generate(plan.requests, plan.sampling, micro_batch=MICRO_BATCH))
+        found = source.compare_with_servers(
+            plan.requests._replace(
+                prompts=[plan.requests.prompts[0]] * MICRO_BATCH, ids=list(range(MICRO_BATCH)), key=key(8)
+            ),
+            plan.sampling,
         )
-        try:
-            source.push(cast(Engine, SimpleNamespace(world=one)), 0)
-            made = list(source.generate(plan.requests, plan.sampling, micro_batch=MICRO_BATCH))
-            found = source.compare_with_servers(
-                plan.requests._replace(
-                    prompts=[plan.requests.prompts[0]] * MICRO_BATCH, ids=list(range(MICRO_BATCH)), key=key(8)
-                ),
-                plan.sampling,
-            )
-        finally:
-            source.close()
     assert found.kind == "sglang"
     assert found.largest < NEAR
     window = asked.window.count(asked.steps) - (name == "cps")  # whose last step is deterministic
@@ -178,6 +215,45 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
         assert (trajectory.velocity is not None) == (name == "velocities")
         if trajectory.velocity is not None:
             assert trajectory.velocity.shape == trajectory.x.shape
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["their order", "reversed"])
+def test_sglang_edits_images(one: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: int) -> None:
+    """Qwen-Image-Edit-Plus, two images per prompt, one sample per request; images in another order are noticed."""
+    tiny_conditioned.without_scaling(monkeypatch)
+    folder = tiny_conditioned.save("qwen-edit-plus", tmp_path / "edit")
+    model = open_model(folder, height=16, width=16, text_tokens=300, device="cpu")
+    shape = model.latent_shape(16, 16)
+    files = [tiny_conditioned.draw_image(tmp_path / f"{number}.png", number) for number in range(3)]
+    prompts = [Prompt("a red fox", media={"image": (files[row], files[row + 1])}) for row in (0, 0, 1, 1)]
+    rollout = RolloutConfig(prompts=2, group=2, steps=3, sampler=Stochastic(eta=0.5))
+    schedule = model.schedule(3, shape)
+    steps = StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1))
+    sampling = Sampling(shape, schedule, Guidance(2.0, "dull"), stochastic=steps)
+    server = Sglang(layout_of(model), lambda images: images.unsqueeze(2), model=model, shape=shape, order=order)
+    with source_of(server, rollout, one) as source:
+        (chunk,) = source.generate(Requests(prompts, [5, 6, 7, 8], key(1)), sampling, micro_batch=4)
+        assert [asked["num_outputs_per_prompt"] for asked in server.asked] == [1] * 4
+        assert len({asked["seed"] for asked in server.asked}) == 4
+        found = source.compare_with_servers(Requests(prompts, [0, 1, 2, 3], key(8)), sampling)
+    torch.testing.assert_close(chunk.images, model.decode(chunk.trajectory.final).clamp(0, 1))
+    assert (found.largest < NEAR) == (order == 1), found.largest
+
+
+def test_sglang_takes_the_image_alone(one: World) -> None:
+    """A mask has no place in its requests; a server of fluvial without images is told apart from it."""
+
+    class Conditioned(tiny.Tiny):
+        """A model of prompts with images."""
+
+    model = Conditioned()
+    for takes in (("image", "mask_image"), ("control_image",)):
+        Conditioned.takes = takes  # type: ignore[attr-defined]
+        with (
+            pytest.raises(UsageError, match=r"takes no images with a prompt, .* have .*image.*: use fluvial serve"),
+            source_of(Sglang(PLAIN, None, model=model), RolloutConfig(prompts=2, group=2), one),
+        ):
+            pass
 
 
 def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tiny_pipelines import ROWS
 from fluvial.models.pipelines.base import TextCond
 from fluvial.models.pipelines.flux import FluxCond
 from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAIN, TOKENS, embedded_guidance, layout_of
+from fluvial.models.pipelines.qwen_image_edit import QwenEditCond, QwenImageEdit
 
 
 def test_each_architecture_has_the_layout_of_sglang() -> None:
@@ -17,6 +18,22 @@ def test_each_architecture_has_the_layout_of_sglang() -> None:
     found = {name: layout_of(object.__new__(adapter)) for name, adapter in adapters.items()}
     packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": FRAMED_TOKENS, "z-image": FRAME}
     assert found == dict.fromkeys(ROWS, PLAIN) | packed
+
+
+def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `_prepare_edit_cond_kwargs` of sglang has them; a sample of 4 x 6 latents, and two images of 2 x 2 tokens."""
+    model: Any = object.__new__(QwenImageEdit)
+    monkeypatch.setattr(QwenImageEdit, "vae_scale", 2)
+    model.size, model.scaled = (16, 24), lambda *size: (8, 8)
+    cond = QwenEditCond(torch.ones(5, 3), torch.arange(5) < 4, torch.ones(8, 16))
+    layout = layout_of(model)
+    found = layout.arguments(cond, (4, 4, 6))
+    assert found["img_shapes"] == [[(1, 2, 3), (1, 2, 2), (1, 2, 2)]]
+    assert found["txt_seq_lens"] == [4]
+    assert layout.shape((4, 4, 6)) == (6, 16)
+    assert layout.framed
+    mixed = cond._replace(image=torch.ones(99, 16), grid=torch.tensor([3, 5]))  # padded
+    assert layout.arguments(mixed, (4, 4, 6))["img_shapes"] == [[(1, 2, 3), (1, 3, 5)]]
 
 
 @pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME])

@@ -19,6 +19,7 @@ from fluvial.models.replay.scheduler import RecordingScheduler
 from fluvial.models.replay.sounds import Output, drawings, output_of
 from fluvial.models.replay.stand_in import pieces_of
 from fluvial.models.tiny import pipelines as tiny
+from fluvial.models.tiny.networks import LATENT
 
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -41,7 +42,7 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     module = model.build().eval()
     assert model.check(module, asked) < 1e-5
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "ace", local_files_only=True)
-    noise = torch.randn(1, 16, tiny_sounds.LATENT, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(1, 16, LATENT, generator=torch.Generator().manual_seed(1))
     theirs = [
         pipe(text, lyrics=lyrics, num_inference_steps=STEPS, guidance_scale=1.0, latents=noise, **CALL).audios
         for text in asked

@@ -173,6 +173,42 @@ def test_other_images_than_the_pipeline_takes_are_refused(server: servers.Server
     assert "(image, control_image), expected 2" in server.problem(image_path=[file] * 2, extra_sampling_params=named)[1]
     named = {"fluvial": {"media": ["image"]}}
     assert "one argument for each image" in server.problem(image_path=[file] * 2, extra_sampling_params=named)[1]
+    named = {"fluvial": {"media": ["image", "mask_image", "image"]}}
+    found = server.problem(image_path=[file] * 3, extra_sampling_params=named)
+    assert found == (400, "image_path holds 2 images for image, expected one")
+
+
+@pytest.mark.long
+def test_lists_of_images_reach_the_pipeline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image-Edit-Plus, whose one argument all images of a request are, named or not; in their order."""
+    tiny_conditioned.without_scaling(monkeypatch)
+    pipeline = PipelineConfig(height=16, width=16, text_tokens=300)
+    path = str(tiny_conditioned.save("qwen-edit-plus", folder / "edit"))
+    server = servers.served(
+        opened(path, weights=None, steps=STEPS, guidance=Guidance(), pipeline=pipeline, roots=[folder]), micro_batch=2
+    )
+    files = [folder / "0.png", folder / "1.png"]
+    policy = server.policy
+    sampling = Sampling(policy.shape, policy.schedule(STEPS, policy.shape), policy.guidance)
+    prompts = [Prompt("a fox", media={"image": tuple(files)}), Prompt("a fox", media={"image": files[0]})]
+    for prompt in prompts:
+        (chunk,) = generate(
+            policy.model, policy.weights.module, Requests([prompt] * 2, [5, 6], key(7)), sampling, micro_batch=2
+        )
+        given = [str(file) for file in (files if isinstance(prompt.media["image"], tuple) else files[:1])]
+        for names in (None, ["image"] * len(given)):
+            own = {"key": [7, 0], "ids": [5, 6]} | ({} if names is None else {"media": names})
+            found = server.samples(
+                prompt="a fox",
+                image_path=given,
+                num_outputs_per_prompt=2,
+                rollout=False,
+                extra_sampling_params={"fluvial": own},
+            )
+            assert all(torch.equal(sample.generated_output, chunk.images[row]) for row, sample in enumerate(found))
+    (other,) = server.samples(prompt="a fox", image_path=given * 2, rollout=False, seed=1)
+    (again,) = server.samples(prompt="a fox", image_path=given, rollout=False, seed=1)
+    assert not torch.equal(other.generated_output, again.generated_output)
 
 
 @pytest.mark.parametrize("name", ["handwriting", "sd3"])
