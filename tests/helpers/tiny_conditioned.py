@@ -16,7 +16,7 @@ from tiny_sounds import RATE
 
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import processor_without_video, read_processors
-from fluvial.models.tiny.pipelines import PARTS, asked_of, build, random_weights
+from fluvial.models.tiny.pipelines import PARTS, asked_of, build
 
 
 class Row(NamedTuple):
@@ -263,7 +263,14 @@ def save(name: str, folder: Path) -> Path:
 
 
 def _make(name: str, folder: Path) -> None:
-    random_weights(ADAPTED[name] if name in ADAPTED else ROWS[name].make, 0.2).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = (ADAPTED[name] if name in ADAPTED else ROWS[name].make)()
+        parts = (getattr(pipeline, name, None) for name in ("transformer", "transformer_2", "vae", "controlnet"))
+        for part in (part for part in parts if part is not None):
+            for parameter in part.parameters():
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
 

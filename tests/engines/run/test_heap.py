@@ -31,10 +31,9 @@ def test_later_batches_take_their_memory_without_page_faults() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("default_malloc")
 def test_backward_passes_take_their_memory_without_page_faults() -> None:
-    """By default there are tens of thousands of them per pass; a heap that still grows has some, too."""
-    default = launch.call("heaps:backward_faults", False)
-    assert default > 10_000
-    assert launch.call("heaps:backward_faults", True) < default / 4
+    """By default there are tens of thousands of them per pass."""
+    assert launch.call("heaps:backward_faults", False) > 10_000
+    assert launch.call("heaps:backward_faults", True) < 1000
 
 
 class Asked(Exception):

@@ -75,7 +75,7 @@ class Sglang:
         self, layout: Layout, image: Any, *, model: Any = None, shape: tuple[int, ...] = tiny.SHAPE, order: int = 1
     ) -> None:
         self.layout, self.image, self.model, self.shape, self.order = layout, image, model or tiny.Tiny(), shape, order
-        self.module, self.read = self.model.build().eval(), reader()
+        self.module, self.read = self.model.build().eval(), image_loader()
         self.asked, self.one = list[dict[str, Any]](), threading.Lock()
         self.api = real_sglang.part("entrypoints.post_training.rollout_api")
         self.hooks = real_sglang.part("post_training.rollout_hooks")
@@ -133,7 +133,7 @@ class Sglang:
         return batch, self.image(self.model.decode(self.layout.to_event(latents, self.shape)))
 
 
-def reader() -> Callable[[str], bytes]:
+def image_loader() -> Callable[[str], bytes]:
     """Return sglang's own functions that read an image of a request; the image is a PNG then."""
     read = real_sglang.function("srt/utils/common.py", "get_image_bytes", pybase64=base64)
     names = {"PIL": PIL, "os": os, "BytesIO": io.BytesIO, "srt_get_image_bytes": read}

@@ -226,8 +226,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("aura-flow", {"text_tokens": 0}, "text_tokens is 0"),
     (
         "sana",
-        {"call": {"use_resolution_binning": True}},
-        "SanaPipeline cannot be called with .*height=32, .*: ValueError: Invalid",
+        {"call": {"complex_human_instruction": 5}},
+        "SanaPipeline cannot be called with .*height=32, .*: TypeError: can only join",
     ),
 ]
 
