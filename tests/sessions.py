@@ -6,7 +6,7 @@
 
 All three always run. The exit code is 0 if all passed. The last lines name the ten slowest tests, and the files that take
 more than tests/durations.csv says. With `--all` the tests marked `long` run, too, and everything but the second and third
-lines' files runs with checks. `--ledger` writes what was measured to tests/durations.csv.
+lines' files runs with checks. With `--again` the tests of a session that failed run once more. `--ledger` writes what was measured to tests/durations.csv.
 """
 
 import os
@@ -23,7 +23,7 @@ sys.path.append(str(ROOT / "tests" / "helpers"))
 import ledger  # noqa: E402
 
 SLOWEST = 10
-NOTHING_SELECTED = 5  # pytest's exit code
+TESTS_FAILED, NOTHING_SELECTED = 1, 5  # pytest's exit codes
 UNTYPED = {"FLUVIAL_NO_TYPECHECK": "1"}
 CHECKED = ("tests/core", "tests/kernels")
 OTHERS = ("tests/bench", "tests/engines", "tests/models", *(f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")))
@@ -65,16 +65,20 @@ def chosen(session: Session, named: list[str]) -> list[str]:
     return paths if named else [*session.paths]
 
 
-def run(session: Session, arguments: list[str], report: Path) -> list[str]:
-    """Run a session, and return what is wrong with it."""
+def run(session: Session, arguments: list[str], report: Path, *, again: bool) -> list[str]:
+    """Run a session, with `again` its failed tests a second time, and return what is wrong with it."""
     named = [argument for argument in arguments if (ROOT / argument.split("::")[0]).exists()]
     paths = chosen(session, named)
     if not paths:
         return []
     print(f"\n{session.name}:", *paths, flush=True)
     options = [argument for argument in arguments if argument not in named]
-    command = [sys.executable, "-P", "-m", "pytest", *options, f"--junitxml={report}", *paths]
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONSAFEPATH": "1", **session.environment}).returncode
+    command = [sys.executable, "-P", "-m", "pytest", *options, *paths]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", **session.environment}
+    code = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, env=environment).returncode
+    if again and code == TESTS_FAILED:
+        print(f"\n{session.name}: the tests that failed run once more", flush=True)
+        code = subprocess.run([*command, "--last-failed"], cwd=ROOT, env=environment).returncode
     if code == NOTHING_SELECTED:
         return []
     problems = [f"{session.name}: pytest ended with code {code}"] if code else []
@@ -86,14 +90,14 @@ def run(session: Session, arguments: list[str], report: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Run all sessions with pytest's arguments, and return the exit code."""
     start, problems, tests = time.monotonic(), list[str](), list[ledger.Test]()
-    measure, everything = ("--ledger" in arguments), ("--all" in arguments)
-    arguments = [argument for argument in arguments if argument not in ("--ledger", "--all")]
+    measure, everything, again = (option in arguments for option in ("--ledger", "--all", "--again"))
+    arguments = [argument for argument in arguments if argument not in ("--ledger", "--all", "--again")]
     if everything:
         arguments = ["-m", "not whole and not simulated", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         for session in sessions(everything=everything):
             report = Path(folder, f"{session.name}.xml")
-            problems += run(session, arguments, report)
+            problems += run(session, arguments, report, again=again)
             if report.exists():
                 tests += [test for test in ledger.tests(session.name, report) if not test.skipped]
     if not tests:
