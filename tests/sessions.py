@@ -6,7 +6,8 @@
 
 All three always run. The exit code is 0 if all passed. The last lines name the ten slowest tests, and the files that take
 more than tests/durations.csv says. With `--all` the tests marked `long` run, too, and everything but the second and third
-lines' files runs with checks. With `--again` the tests of a session that failed run once more. `--ledger` writes what was measured to tests/durations.csv.
+lines' files runs with checks. With `--again` the tests of a session that failed run once more. `--ledger` writes what was
+measured to tests/durations.csv.
 """
 
 import os
