@@ -49,7 +49,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
     media: dict[str, bytes | tuple[bytes, ...]] = {}
     for name, image in zip(names, given, strict=True):
         file = checked(_file(image, policy, most_bytes), name, most_pixels)
-        media[name] = (*media.get(name, ()), file) if name in lists else file  # type: ignore[misc]
+        media[name] = (*media.get(name, ()), file) if name in lists else file
     return Prompt(request.prompt, media=media)
 
 
