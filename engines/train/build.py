@@ -30,7 +30,7 @@ from fluvial.engines.rewards.runner import RewardRunners
 from fluvial.engines.rewards.signature import Samples, signature_of
 from fluvial.engines.rewards.warm_up import warm_up, warm_up_evaluators
 from fluvial.engines.rollout.config import Schedules
-from fluvial.engines.rollout.generate import on_device
+from fluvial.engines.rollout.generate import Guidance, on_device
 from fluvial.engines.rollout.text import TextLengths
 from fluvial.engines.sources.build import build_source
 from fluvial.engines.sources.requests import check_media
@@ -39,7 +39,7 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.base import has_one_size
-from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
+from fluvial.engines.train.jobs.evaluated import check_negatives, encoded_texts, evaluated
 from fluvial.engines.train.jobs.media import check_used
 from fluvial.engines.train.jobs.weights import digest, read_adapter
 from fluvial.engines.train.learner import Learner
@@ -139,9 +139,8 @@ def _built(
             raise UsageError(str(error)) from error
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
-        guided = config.is_guided and not is_recorded(job.model)  # whose conditioning holds its guidance
-        negative = [config.rollout.guidance.negative] if guided else []
-        prompts = job.prepare(world, [*negative, *further_texts(job, asked)])
+        guidance = Guidance(2.0 if config.is_guided else 1.0, config.rollout.guidance.negative)  # or any scale but 1
+        prompts = job.prepare(world, encoded_texts(job, asked, guidance))
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)

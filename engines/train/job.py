@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fluvial.core.random import Key
 from fluvial.engines.data.prompts import with_recorded_sizes
-from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, negatives, texts
+from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
 from fluvial.engines.errors import RunError, UsageError, no_effect
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
@@ -268,27 +268,18 @@ def to_train(
     read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences)
     job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
-    train, heldout = job.prompts, job.heldout
+    train = job.prompts
     if job.sizes and prompts:
         train = with_recorded_sizes(train, list(job.sizes))
     job = replace(job, prompts=train, rewards={"jpeg": jpeg_compressibility})
     if is_adapter(name):
         return with_base(job, weights)
 
-    def prepare(world: World, negative: Sequence[Any]) -> None:
+    def prepare(world: World, texts: Sequence[Any]) -> None:
         if settings.text_cache is not None:
-            given, opposed = [*train, *heldout], list[Any](negative)
-            if train[0].media:  # a negative prompt has the images of its prompt
-                own = [text for text in negative if isinstance(text, str)]
-                pairs = zip(given, negatives(given, own[0]), strict=True) if own else ()
-                opposed = [text for text in negative if not isinstance(text, str)]
-                opposed += model_inputs(replace(prompt, text=text) for prompt, text in pairs)
-            else:
-                opposed += [text for text in negatives(given, "") if text]
-            everything = list(dict.fromkeys([*model_inputs(given), *opposed]))
             with world.agreed():  # until every rank has written its prompts
                 try:
-                    for prompt in everything[world.rank :: world.size]:
+                    for prompt in texts[world.rank :: world.size]:
                         model.encode([prompt])
                 except ValueError as error:
                     raise UsageError(f"model {name}: {error}") from error

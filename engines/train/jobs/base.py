@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -37,8 +38,9 @@ class Job:
         load: function from a folder of weights to a model with these weights; needed for a teacher.
         data: function (key, prompts as `data.records.Prompt`) -> clean samples `[B, *event]`, for supervised training.
         encode: function from images `[B, C, H, W]` in [0, 1] to clean samples, for given preferences.
-        prepare: function (world, texts) that is called once before training, on every rank; texts are the negative prompts
-            and those prompts of evaluations that are not the job's. It may return the prompts that can be trained on.
+        prepare: function (world, texts) that is called once before training, on every rank; texts are all that the run
+            encodes: prompts and negative prompts, each a string, or a `MediaPrompt` of one with images. It may return the
+            prompts that can be trained on.
         check: function of the network that is called once before the first update, on every rank; it returns a line to show,
             or raises ValueError.
         source_weights: weight of each source of the prompts by its name; 1 where there is none.
@@ -58,7 +60,7 @@ class Job:
     load: Callable[[Path], DiffusionModel] | None
     data: Callable[[Key, Sequence[Prompt]], Tensor] | None
     encode: Callable[[Tensor], Tensor] | None
-    prepare: Callable[[World, Sequence[str]], Sequence[Prompt] | None] | None
+    prepare: Callable[[World, Sequence[Any]], Sequence[Prompt] | None] | None
     check: Callable[[nn.Module], str] | None
     source_weights: Mapping[str, float]
     images: ImageCache | None
@@ -76,7 +78,7 @@ class Job:
         load: Callable[[Path], DiffusionModel] | None = None,
         data: Callable[[Key, Sequence[Prompt]], Tensor] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
-        prepare: Callable[[World, Sequence[str]], Sequence[Prompt] | None] | None = None,
+        prepare: Callable[[World, Sequence[Any]], Sequence[Prompt] | None] | None = None,
         check: Callable[[nn.Module], str] | None = None,
         source_weights: Mapping[str, float] | None = None,
         images: ImageCache | None = None,

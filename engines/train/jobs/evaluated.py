@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from fluvial.engines.data.prompts import read_heldout
-from fluvial.engines.data.records import Prompt, model_inputs, negatives
+from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.rewards.heard import heard
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
+from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.jobs.base import Job, has_one_size
 from fluvial.engines.train.jobs.media import check_columns, media_columns
@@ -57,11 +58,9 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
     return heard(found, job.model)
 
 
-def further_texts(job: Job, asked: Job) -> list[Any]:
-    """Return the texts that an evaluation encodes and the job does not: prompts, and negative prompts of their own."""
-    if asked.heldout is job.heldout:
-        return []
-    return [*model_inputs(asked.heldout), *(text for text in negatives(asked.heldout, "") if text)]
+def encoded_texts(job: Job, asked: Job, guidance: Guidance) -> list[Any]:
+    """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts."""
+    return list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout])))
 
 
 def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:

@@ -40,7 +40,7 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
     apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
 
-    def prepare(world: World, negative: Sequence[str]) -> tuple[Prompt, ...]:
+    def prepare(world: World, texts: Sequence[Any]) -> tuple[Prompt, ...]:
         groups: list[tuple[Path | bytes, ...]]
         if preferences is None:
             groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
@@ -49,7 +49,7 @@ def with_images(job: Job, config: TrainConfig) -> Job:
             groups = [(record.win, record.lose) for record in records]
         cache.fill(groups, world)
         if job.prepare is not None:
-            job.prepare(world, negative)
+            job.prepare(world, texts)
         if preferences is not None:
             return job.prompts
         found = ((prompt, image) for prompt in job.prompts if (image := prompt.image) is not None)

@@ -9,9 +9,10 @@ import tiny_jobs as tiny
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
+from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
-from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated, further_texts
+from fluvial.engines.train.jobs.evaluated import check_negatives, encoded_texts, evaluated
 
 
 class Recorded(tiny.Tiny):
@@ -26,15 +27,16 @@ def asked(job: jobs.Job, **settings: Any) -> jobs.Job:
 
 
 def test_what_is_trained_on_stays(tmp_path: Path) -> None:
-    """Prompts of the evaluation may even be trained on; what is encoded for it is what the job does not encode."""
+    """Prompts of the evaluation may even be trained on; they are encoded with the job's, and so are negative prompts."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "0", "tag": "even"}\n{"prompt": "5", "negative_prompt": "3"}\n')
     job = tiny.job()
     found = asked(job, prompts=(str(tmp_path / "a.jsonl"),), rewards=("contrast", "heldout"))
     assert texts(found.heldout) == ["0", "5"]
     assert found.prompts == job.prompts
     assert dict(found.evaluators) == {"contrast": tiny.contrast, "heldout": tiny.brightness}
-    assert further_texts(job, found) == ["0", "5", "3"]
-    assert further_texts(job, asked(job)) == []
+    own = texts([*job.prompts, *job.heldout])
+    assert encoded_texts(job, found, NO_GUIDANCE) == [*dict.fromkeys([*own, "0", "5"])]
+    assert encoded_texts(job, found, Guidance(2.0, "dull")) == [*dict.fromkeys([*own, "0", "5", "dull", "3"])]
     assert asked(job) is job
 
 

@@ -13,10 +13,12 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.matching import Sft
 from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import NO_GUIDANCE
 from fluvial.engines.rollout.samplers import Ode
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.evaluated import encoded_texts
 from fluvial.models.pipelines import base
 from fluvial.models.pipelines.base import Pipeline
 
@@ -61,7 +63,7 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
 def prepared(job: Job, world: World) -> None:
     """Encode what the job learns from."""
     assert job.prepare is not None
-    job.prepare(world, [])
+    job.prepare(world, encoded_texts(job, job, NO_GUIDANCE))
 
 
 def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, one: World) -> None:

@@ -3,9 +3,10 @@
 import io
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import launch
 import numpy as np
@@ -25,6 +26,7 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.train.jobs.evaluated import encoded_texts
 from fluvial.engines.trial import pipelines
 from fluvial.engines.trial.forked import Forked, wait
 from fluvial.models import decoded
@@ -273,7 +275,7 @@ def test_images_are_encoded_once(name: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.long
 def test_a_negative_prompt_is_cached_with_each_image(tmp_path: Path) -> None:
-    """So that no rollout loads the text encoder again, of prompts with a negative prompt of their own either."""
+    """So that neither rollouts nor evaluations of other prompts load the text encoder again."""
     file, folder = records("sd-image", tmp_path), save(ROWS["sd-image"], tmp_path / "model")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[1]["negative_prompt"] = "dogs"
@@ -281,10 +283,11 @@ def test_a_negative_prompt_is_cached_with_each_image(tmp_path: Path) -> None:
     settings = PipelineConfig(*SIZE, call=("strength=0.6",), text_cache=tmp_path / "texts")
     job = jobs.to_train(str(folder), settings, steps=STEPS, guidance=Guidance(2.0, "blurred"), prompts=(str(file),))
     assert job.prepare is not None
+    guidance, model = Guidance(2.0, "blurred"), cast(Any, job.model)
+    asked = replace(job, heldout=(replace(job.prompts[0], text="an owl"),))
     with init_world() as one:
-        job.prepare(one, ["blurred"])
-    model: Any = job.model
-    Guidance(2.0, "blurred").encode(model, [*job.prompts, *job.heldout])
+        job.prepare(one, encoded_texts(job, asked, guidance))
+    guidance.encode(model, [*job.prompts, *job.heldout, *asked.heldout])
     assert model._text is None
 
 
