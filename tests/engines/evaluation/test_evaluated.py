@@ -1,5 +1,6 @@
 """A job as it is evaluated: with prompts, evaluators and a size of its own, and what cannot be had."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,15 @@ def asked(job: jobs.Job, **settings: Any) -> jobs.Job:
 
 def test_what_is_trained_on_stays(tmp_path: Path) -> None:
     """Prompts of the evaluation may even be trained on; they are encoded with the job's, and so are negative prompts."""
-    (tmp_path / "a.jsonl").write_text('{"prompt": "0", "tag": "even"}\n{"prompt": "5", "negative_prompt": "3"}\n')
-    job = tiny.job()
+    (tmp_path / "a.jsonl").write_text('{"prompt": "0", "tag": "even"}\n{"prompt": "5", "negative_prompt": ""}\n')
+    job = replace(tiny.job(), heldout=(Prompt("4"),))
     found = asked(job, prompts=(str(tmp_path / "a.jsonl"),), rewards=("contrast", "heldout"))
     assert texts(found.heldout) == ["0", "5"]
     assert found.prompts == job.prompts
     assert dict(found.evaluators) == {"contrast": tiny.contrast, "heldout": tiny.brightness}
     own = texts([*job.prompts, *job.heldout])
-    assert encoded_texts(job, found, NO_GUIDANCE) == [*dict.fromkeys([*own, "0", "5"])]
-    assert encoded_texts(job, found, Guidance(2.0, "dull")) == [*dict.fromkeys([*own, "0", "5", "dull", "3"])]
+    assert encoded_texts(job, found, NO_GUIDANCE) == [*own, "5"]
+    assert encoded_texts(job, found, Guidance(2.0, "dull")) == [*own, "5", "dull", ""]
     assert asked(job) is job
 
 
