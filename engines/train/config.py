@@ -47,7 +47,8 @@ class PipelineConfig:
         text_tokens: Number of tokens that a prompt is padded to, and cut at; by default that of diffusers' pipeline.
         shift: Shift s of the noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
         latents: Sample of an image that is learnt from: mean (of the VAE's distribution) or sample (one draw per image).
-        frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, else float32.
+        frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, and without an adapter where the network computes
+            in it, else float32.
         text_base: Format of the text encoders' linear layers, as `engine.base` of the network's; auto is `frozen`.
         vae_dtype: Dtype of the VAE; auto is `frozen`.
         vae_tile: Side in pixels of the tiles that the VAE decodes and encodes, one image at a time; by default whole images.

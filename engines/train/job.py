@@ -293,9 +293,11 @@ def to_train(
         from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
         layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
         adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
+        asked, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
+        other = f"; its images have {width}x{height} pixels, not the {asked.width}x{asked.height} asked for"
         return (
             f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
-            f"velocities and images within {error:.1g}{adapted}"
+            f"velocities and images within {error:.1g}{adapted}{other if asked != (height, width) else ''}"
         )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)

@@ -18,6 +18,7 @@ from fluvial.models.replay.media import TextPrompt, media_of, text_of
 
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+AREA = "max_area"  # pixels that FLUX Kontext scales the height and width of its images to
 CACHE = "use_kv_cache"  # argument that lets a step reuse what the network computed in the step before
 PERTURBED = "pag_scale"  # argument with the scale of perturbed attention guidance
 INFERENCE = "force_inference_output"  # setting of HiDream's network, whose experts have no gradient as it is sampled from
@@ -106,6 +107,8 @@ def arguments(
     }
     # A pipeline that takes no size makes images of the size of those that it is given.
     asked |= {name: pixels for name, pixels in (("height", height), ("width", width)) if name in takes}
+    if AREA in takes:
+        asked[AREA] = height * width
     if (counted := next((name for name in FRAMES if name in takes), None)) is not None:
         asked[counted] = frames
     elif frames != 1 and not {*VIDEO.arguments} & {*takes}:  # else its videos are as long as those that it is given

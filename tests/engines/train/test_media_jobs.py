@@ -14,6 +14,9 @@ from marks import long
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train import job as jobs
+from fluvial.engines.train.config import PipelineConfig
 from fluvial.models.replay.kinds import SOUND, VIDEO, Sound, read_video
 
 pytestmark = [  # diffusers' own use
@@ -295,3 +298,17 @@ def test_a_list_of_images_is_one_argument(folder: Path, tmp_path: Path, capfd: p
     file.write_text(file.read_text().replace('["large1.png", "large2.png"]', '["large1.png"]'))
     assert train(pipeline, file, tmp_path / "other", *options) == 2
     assert "files in the column refs, expected" in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_images_of_another_size_are_said(folder: Path, tmp_path: Path) -> None:
+    """Kontext scales height and width to `max_area`, that of the size asked for unless it is given."""
+    pipeline = tiny_conditioned.save("kontext", tmp_path / "pipeline")
+    for more, size in (((), (16, 16)), (("max_area=1024",), (32, 32))):
+        settings = PipelineConfig(height=16, width=16, call=("_auto_resize=false", *more))
+        given = {"steps": 3, "guidance": Guidance(2.5), "prompts": (str(prompts(folder / "size.jsonl")),)}
+        job = jobs.to_train(str(pipeline), settings, **given)  # type: ignore[arg-type]
+        assert job.check is not None
+        said = job.check(jobs.build(job))
+        assert ("its images have 32x32 pixels, not the 16x16 asked for" in said) == (size == (32, 32))
+        assert job.model.decode(torch.zeros(1, *job.shape)).shape[-2:] == size

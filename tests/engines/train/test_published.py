@@ -529,7 +529,7 @@ def test_levels_of_published_runs() -> None:
 
 def test_models_that_cannot_be_trained_as_published() -> None:
     """Their runs name it, and do not count among those without deviations."""
-    for name in ("flow_grpo/bagel-7b/pickscore-full", "flow_grpo/flux.1-kontext-dev/counting"):
+    for name in ("flow_grpo/bagel-7b/pickscore-full", "unirl/hunyuanvideo-1.5/dancegrpo"):
         assert [path for path, found in find(name).deviations.items() if found.kind == "model"] == ["model"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_conditioned
 import tiny_pipelines
 
 from fluvial.engines.cli import main as cli
@@ -210,3 +211,35 @@ def test_the_list_says_what_to_bring(capsys: pytest.CaptureFixture[str]) -> None
     assert listed[OCR] == []
     assert listed["flow_grpo/sd3.5-medium/geneval"] == ["a reward server"]
     assert listed["gardo/sd3.5-medium/ocr"] == ["an objective that fluvial lacks"]
+
+
+EDITS = {
+    "flow_grpo/flux.1-kontext-dev/counting": ("kontext", "--pipeline.call", "_auto_resize=false"),
+    "flow_grpo/qwen-image-edit/counting": ("qwen-edit",),
+    "flow_grpo/qwen-image-edit/counting-fast": ("qwen-edit",),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EDITS)
+def test_a_published_run_of_edits_trains_on_prompts_with_images(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It lacks prompts and a reward, and says so; a pipeline that scales by area makes images of the size asked for."""
+    assert takes.to_bring(find(name)) == ["--prompts", "--rewards"]
+    tiny_conditioned.without_scaling(monkeypatch)
+    model, *call = EDITS[name]
+    lines = [
+        {"prompt": text, "image": tiny_conditioned.draw_image(tmp_path / f"{number}.png", number).name}
+        for number, text in enumerate(("three foxes", "four cats", "an owl"))
+    ]
+    (tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["--model", str(tiny_conditioned.save(model, tmp_path / model)), "--prompts", str(tmp_path / "edits.jsonl")]
+    words += ["--rewards", "jpeg", "--pipeline.height", "16", "--pipeline.width", "16", *call]
+    words += TINY.replace("--rollout.steps 3", "").replace("--evaluation.steps 2", "").split()  # those of the run
+    assert cli.run(["train", name, *words, "--out", str(tmp_path / "run")]) == 0
+    said = capfd.readouterr()
+    assert "asked for" not in said.out + said.err
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ratios = [row["first_pass_max_abs_log_ratio"] for row in records if "first_pass_max_abs_log_ratio" in row]
+    assert ratios[0] == 0
