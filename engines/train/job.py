@@ -294,10 +294,12 @@ def to_train(
         layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
         adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
         asked, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
+        scale = model.asked.get("guidance_scale", guidance.scale)
+        own = f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
         other = f"; its images have {width}x{height} pixels, not the {asked.width}x{asked.height} asked for"
         return (
             f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
-            f"velocities and images within {error:.1g}{adapted}{other if asked != (height, width) else ''}"
+            f"velocities and images within {error:.1g}{adapted}{own}{other if asked != (height, width) else ''}"
         )
 
     job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)

@@ -119,7 +119,7 @@ class AnyPipeline(WithExperts):
         self.text_lengths = (most, 2**31)
         super().__init__(local, **options)
         self.decode_chunk = 1 if self.pipeline in ONE_OF_EACH else self.decode_chunk
-        embedded = self.config.get("guidance_embeds", True)
+        embedded = self.config.get("guidance_embeds")
         self.asked = arguments(
             self.pipeline, self.takes, (height, width, frames), steps, scale, negative, call or {}, embedded
         )

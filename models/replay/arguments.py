@@ -19,7 +19,9 @@ from fluvial.models.replay.media import TextPrompt, media_of, text_of
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 AREA = "max_area"  # pixels that FLUX Kontext scales the height and width of its images to
-CACHE = "use_kv_cache"  # argument that lets a step reuse what the network computed in the step before
+# Arguments whose default is not what a replay can have: use of what the network computed in the step before, prompts that a
+# language model rewrites at random, and a list of scales of guidance in place of one.
+OUR_DEFAULTS = {"use_kv_cache": False, "enable_prompt_rewrite": False, "use_pe": False, "guidance_schedule": None}
 PERTURBED = "pag_scale"  # argument with the scale of perturbed attention guidance
 INFERENCE = "force_inference_output"  # setting of HiDream's network, whose experts have no gradient as it is sampled from
 # Arguments of pipelines whose samples are no rollout at one noise level per step, and why.
@@ -81,7 +83,7 @@ def arguments(
     scale: float,
     negative: str,
     call: Mapping[str, Any],
-    embedded: bool,
+    embedded: bool | None,
 ) -> dict[str, Any]:
     """Return the arguments of a pipeline's call apart from the prompt.
 
@@ -92,7 +94,8 @@ def arguments(
         steps: number of steps of the schedule.
         scale, negative: scale of guidance, and its negative prompt.
         call: further arguments.
-        embedded: whether the network takes the scale as an input.
+        embedded: whether the network takes the scale as an input, as a distilled one does; None where that is unknown. Then
+            a scale of 1, that is no classifier-free guidance, leaves the input at the pipeline's default.
 
     Raises:
         ValueError: the pipeline does not take one of them, or no prompt.
@@ -113,9 +116,9 @@ def arguments(
         asked[counted] = frames
     elif frames != 1 and not {*VIDEO.arguments} & {*takes}:  # else its videos are as long as those that it is given
         raise ValueError(f"frames is {frames}, expected 1: {pipeline} makes images")
-    guidance = next((name for name in (SCALES if embedded else SCALES[::-1]) if name in takes), None)
+    guidance = next((name for name in (SCALES[::-1] if embedded is False else SCALES) if name in takes), None)
     if guidance is not None:
-        asked[guidance] = scale
+        asked[guidance] = takes[guidance].default if embedded and scale == 1 and guidance == SCALES[0] else scale
     elif scale != 1:
         raise ValueError(f"the scale of guidance is {scale:g}, expected 1: {pipeline} has no guidance")
     if call.get(PERTURBED, getattr(takes.get(PERTURBED), "default", 0)):
@@ -123,8 +126,7 @@ def arguments(
             f"{pipeline} exchanges layers of its network during the call, for perturbed attention guidance (PAG), and is "
             f"replayed without: --pipeline.call {PERTURBED}=0"
         )
-    if CACHE in takes:
-        asked[CACHE] = False
+    asked |= {name: value for name, value in OUR_DEFAULTS.items() if name in takes}
     if scale != 1 and "negative_prompt" in takes:
         asked["negative_prompt"] = negative
     asked |= call

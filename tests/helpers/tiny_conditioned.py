@@ -194,11 +194,18 @@ ROWS: dict[str, Row] = {
     "qwen-controlnet": Row(
         partial(controlled, "QwenImageControlNetPipeline", qwen_image), ("control_image",), {"max_sequence_length": 32}, 3.0
     ),
-    "longcat": Row(partial(build, "LongCatImagePipeline"), (), asked_of("LongCatImagePipeline").call, 3.0),
+    "longcat": Row(
+        partial(build, "LongCatImagePipeline"),
+        (),
+        {**asked_of("LongCatImagePipeline").call, "enable_prompt_rewrite": False},
+        3.0,
+    ),
     "fibo": Row(partial(build, "BriaFiboPipeline"), (), asked_of("BriaFiboPipeline").call, 3.0),
     "lumina": Row(partial(build, "LuminaPipeline"), (), {**asked_of("LuminaPipeline").call, "negative_prompt": "bad"}, 3.0),
     "prx": Row(partial(build, "PRXPipeline"), (), asked_of("PRXPipeline").call, 3.0),
-    "ideogram": Row(partial(build, "Ideogram4Pipeline"), (), asked_of("Ideogram4Pipeline").call, 3.0),
+    "ideogram": Row(
+        partial(build, "Ideogram4Pipeline"), (), {**asked_of("Ideogram4Pipeline").call, "guidance_schedule": None}, 3.0
+    ),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
     "qwen-edit-plus": Row(partial(qwen_edit, plus=True), ("image",), {"max_sequence_length": 128}, 3.0),

@@ -30,16 +30,55 @@ def test_a_pipeline_without_a_prompt_is_refused_and_no_step_reuses_another_ones_
     def call(self: Any, task_prompt: str = "", image: Any = None) -> None: ...
 
     def caching(
-        self: Any, prompt: str, num_inference_steps: int, output_type: str, return_dict: bool, use_kv_cache: bool = True
+        self: Any,
+        prompt: str,
+        num_inference_steps: int,
+        output_type: str,
+        return_dict: bool,
+        use_kv_cache: bool = True,
+        enable_prompt_rewrite: bool = True,
     ) -> None: ...
 
     rest: Any = ((32, 32, 1), 3, 1.0, "", {}, False)
     with pytest.raises(ValueError, match=r"^APipeline takes no prompt, it takes task_prompt, image$"):
         arguments("APipeline", inspect.signature(call).parameters, *rest)
     takes = inspect.signature(caching).parameters
-    assert arguments("APipeline", takes, *rest)["use_kv_cache"] is False
+    asked = arguments("APipeline", takes, *rest)
+    assert (asked["use_kv_cache"], asked["enable_prompt_rewrite"]) == (False, False)
+    rewritten = arguments("APipeline", takes, (32, 32, 1), 3, 1.0, "", {"enable_prompt_rewrite": True}, False)
+    assert rewritten["enable_prompt_rewrite"] is True  # and the check refuses it
     with pytest.raises(ValueError, match=r"^the scale of guidance is 4.5, expected 1: APipeline has no guidance$"):
         arguments("APipeline", takes, (32, 32, 1), 3, 4.5, "", {}, False)
+
+
+@pytest.mark.parametrize(
+    ("embedded", "scale", "call", "expected"),
+    [
+        (True, 1.0, {}, {"guidance_scale": 3.5}),
+        (True, 2.0, {}, {"guidance_scale": 2.0}),
+        (True, 1.0, {"guidance_scale": 1.0}, {"guidance_scale": 1.0}),
+        (False, 1.0, {}, {"true_cfg_scale": 1.0}),
+        (None, 1.0, {}, {"guidance_scale": 1.0}),
+    ],
+)
+def test_a_distilled_network_keeps_the_scale_that_it_was_distilled_for(
+    embedded: bool | None, scale: float, call: dict[str, Any], expected: dict[str, float]
+) -> None:
+    """No classifier-free guidance is no reason to give it 1."""
+
+    def distilled(
+        self: Any,
+        prompt: str,
+        num_inference_steps: int,
+        output_type: str,
+        return_dict: bool,
+        guidance_scale: float = 3.5,
+        true_cfg_scale: float = 1.0,
+    ) -> None: ...
+
+    takes = inspect.signature(distilled).parameters
+    asked = arguments("APipeline", takes, (32, 32, 1), 3, scale, "", call, embedded)
+    assert {name: value for name, value in asked.items() if name.endswith("scale")} == expected
 
 
 def test_a_sound_of_another_rate_than_the_pipelines_is_refused() -> None:
