@@ -1,6 +1,9 @@
 """The ledger of durations (durations.csv) is complete and within the limits of `make test`; no time is measured here."""
 
+import runpy
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import ledger
 import pytest
@@ -48,3 +51,24 @@ def test_growth_is_seen(measured: ledger.Row, wrong: int, slower: int) -> None:
     """In processes, which counts as a failure, and in time, which is said."""
     found = ledger.growth([measured], [row(4, 10.0)])
     assert tuple(map(len, found)) == (wrong, slower)
+
+
+@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize("again", [True, False])
+def test_failed_tests_run_once_more_where_that_is_asked_for(
+    second: int, again: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those alone, and once; the report of the first run stays, and a test that fails twice fails the session."""
+    found = runpy.run_path(str(ROOT / "tests" / "sessions.py"))
+    left, commands = [1, second], list[list[str]]()
+
+    def ended(command: list[str], **options: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=left.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    session = next(session for session in found["sessions"](everything=True) if session.name == "typed")
+    problems = found["run"](session, ["-n", "2"], tmp_path / "report.xml", again=again)
+    assert (problems == []) == (again and second == 0)
+    assert [("--last-failed" in command) for command in commands] == [False, True][: 1 + again]
+    assert [any("junitxml" in word for word in command) for command in commands] == [True, False][: len(commands)]

@@ -94,8 +94,8 @@ def arguments(
         steps: number of steps of the schedule.
         scale, negative: scale of guidance, and its negative prompt.
         call: further arguments.
-        embedded: whether the network takes the scale as an input, as a distilled one does; None where that is unknown. Then
-            a scale of 1, that is no classifier-free guidance, leaves the input at the pipeline's default.
+        embedded: whether the network takes the scale as an input, as a distilled one does; None where that is unknown. A
+            scale of 1 is no classifier-free guidance, and leaves such an input at the pipeline's default.
 
     Raises:
         ValueError: the pipeline does not take one of them, or no prompt.

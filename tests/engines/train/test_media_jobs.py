@@ -301,14 +301,15 @@ def test_a_list_of_images_is_one_argument(folder: Path, tmp_path: Path, capfd: p
 
 
 @pytest.mark.long
-def test_images_of_another_size_are_said(folder: Path, tmp_path: Path) -> None:
-    """Kontext scales height and width to `max_area`, that of the size asked for unless it is given."""
+def test_another_size_and_a_default_scale_are_said(folder: Path, tmp_path: Path) -> None:
+    """Kontext scales height and width to `max_area`, that of the size asked for unless it is given; its own scale is 3.5."""
     pipeline = tiny_conditioned.save("kontext", tmp_path / "pipeline")
-    for more, size in (((), (16, 16)), (("max_area=1024",), (32, 32))):
+    for more, size, scale in (((), (16, 16), 2.5), (("max_area=1024",), (32, 32), 1.0)):
         settings = PipelineConfig(height=16, width=16, call=("_auto_resize=false", *more))
-        given = {"steps": 3, "guidance": Guidance(2.5), "prompts": (str(prompts(folder / "size.jsonl")),)}
+        given = {"steps": 3, "guidance": Guidance(scale), "prompts": (str(prompts(folder / "size.jsonl")),)}
         job = jobs.to_train(str(pipeline), settings, **given)  # type: ignore[arg-type]
         assert job.check is not None
         said = job.check(jobs.build(job))
         assert ("its images have 32x32 pixels, not the 16x16 asked for" in said) == (size == (32, 32))
+        assert ("guidance_scale 3.5, the pipeline's default" in said) == (scale == 1)
         assert job.model.decode(torch.zeros(1, *job.shape)).shape[-2:] == size
