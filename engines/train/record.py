@@ -101,8 +101,9 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(_is_literal, lambda value, _: value)
     converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _chosen)
     converter.register_unstructure_hook_func(is_variant, _with_kind)
-    converter.register_unstructure_hook(Objective, _named_objective)
-    converter.register_structure_hook(Objective, _objective)
+    # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.
+    converter.register_unstructure_hook_func(lambda kind: kind is Objective, _named_objective)
+    converter.register_structure_hook_func(lambda kind: kind is Objective, _objective)
     return converter
 
 
