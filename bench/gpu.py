@@ -1,18 +1,25 @@
 """Questions for a GPU that is available for a short time: parts with a time limit each, whose rows are written at once.
 
-    kernels      the fused kernels at three sizes of real models, in one launch and in two
+    smoke        every fused kernel and its gradient beside float64
+    train        whole `fluvial train handwriting` runs: float32, bfloat16 and compiled, beside one on the CPU
+    tests        the tests of the kernels, on 12 workers
+    kernels      the fused kernels at sizes of real models that no cache holds, beside a copy
+    networks     updates and rollout steps of published networks with random weights: seconds, MFU, memory beside the plan
     update       FSDP2 updates of a transformer of SD3.5-medium's size, with LoRA and full, and the first ratio
-    compile      the same with compiled blocks: programs, recompilations, speed, and the first ratio
+    peers        Flow-GRPO's own rollout and update of that transformer beside ours
+    compile      updates with compiled blocks: programs, recompilations, speed, and the first ratio
     invariance   whether a sample's prediction depends on its batch, which operation is the first, and what avoiding it costs
     nccl         the collectives of one rank
 
-Every part runs in a process of its own, so that one that fails or hangs does not stop the others.
+`bench/visit.sh` runs them in the order of two visits. Every part runs in a process of its own, so that one that fails or
+hangs does not stop the others.
 """
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fluvial.bench import harness, kernels
+from fluvial.bench import harness, kernels, visits
+from fluvial.bench.peers import report as peers
 from fluvial.bench.traffic import Operations
 from fluvial.bench.update.cases import MODEL, SIZES, Case, Size, build_engine, make_rollout, update_engine
 from fluvial.core.checks import check_number
@@ -33,10 +41,21 @@ from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.models.handwriting.model import CodeCond
 
-Part = Literal["kernels", "update", "compile", "invariance", "nccl"]
-# Seconds of each part on a GPU; `make bench-gpu` and `make test-gpu` take 8 minutes each.
-LIMITS: dict[Part, float] = {"nccl": 30, "invariance": 90, "update": 140, "compile": 120, "kernels": 90}
-KERNEL_SHAPES = ("SD3.5 512^2", "SD3.5 1024^2", "Qwen-Image 1024^2")
+Part = Literal["smoke", "train", "tests", "kernels", "networks", "update", "peers", "compile", "invariance", "nccl"]
+# Seconds of each part on a GPU: the first three take at most 315 s together, the others 445 s.
+LIMITS: dict[Part, float] = {
+    "smoke": 45,
+    "train": 120,
+    "tests": 150,
+    "kernels": 80,
+    "networks": 120,
+    "update": 60,
+    "peers": 60,
+    "compile": 60,
+    "invariance": 45,
+    "nccl": 20,
+}
+KERNEL_SHAPES = ("SD3.5 512^2", "Qwen-Image 1024^2", "Wan 480p 81 frames")
 
 
 @dataclass(frozen=True)
@@ -63,7 +82,7 @@ class GpuConfig:
         device: cuda or cpu; cpu only checks that the parts run.
         size: real (models of billions of parameters) or tiny.
         limit: factor of the time limit of every part.
-        out: folder of gpu.csv and kernels.csv; rows are appended.
+        out: folder of gpu.jsonl and kernels.csv; rows are appended.
     """
 
     parts: tuple[Part, ...] = tuple(LIMITS)
@@ -100,9 +119,11 @@ class Rows:
         self.config, self.part, self.written = config, part, list[GpuRow]()
 
     def add(self, what: str, setting: str, value: float, unit: str, note: str = "") -> None:
-        """Append a row to gpu.csv and print it."""
+        """Append a row to gpu.jsonl and print it."""
         row = GpuRow(self.part, what, setting, value, unit, note, **harness.facts(GpuRow))
-        harness.append(self.config.out / "gpu.csv", [row], GpuRow)
+        self.config.out.mkdir(parents=True, exist_ok=True)
+        with (self.config.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
         self.written.append(row)
         print(f"{self.part}: {what}, {setting}: {value:.6g} {unit} {note}".rstrip(), flush=True)
 
@@ -134,7 +155,7 @@ def of_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
         device=config.device,
         out=config.out,
         runs=20 if real else 2,
-        batches=(8,) if real else (1,),
+        batches=(64, 8) if real else (1,),  # 8 samples of SD3.5 at 512^2 are 25 MB, which the second-level cache holds
         shapes=KERNEL_SHAPES if real else ("handwriting",),
         operations=("policy_loss with KL", "nft_loss", "sde_step") if real else ("velocity_error",),
         compiled=False,
@@ -286,6 +307,13 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
     return found[0] if found else (0, "none")
 
 
+def of_peers(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Time Flow-GRPO's own code beside ours on the same transformer, where its clone is in the folder `clones`."""
+    size = "sd3.5-medium 512^2" if config.size == "real" else "tiny"
+    timed = peers.PeersConfig(peers=("flow_grpo",), sizes=(size,), samples=config.samples, steps=4, runs=3, out=config.out)
+    peers.run(timed)
+
+
 def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
     """Run the collectives of an update on one rank, and compare their results with what they must be."""
     elements = 2**26 if config.size == "real" else 2**10
@@ -311,6 +339,11 @@ def _programs() -> int:
 
 
 PARTS_BY_NAME: dict[Part, Callable[[GpuConfig, Rows, float], None]] = {
+    "smoke": visits.compare_kernels,
+    "train": visits.train,
+    "tests": visits.run_kernel_tests,
+    "networks": visits.time_networks,
+    "peers": of_peers,
     "kernels": of_kernels,
     "update": of_update,
     "compile": of_compile,

@@ -7,10 +7,12 @@ import csv
 import os
 import pickle
 import platform
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -229,16 +231,23 @@ def in_processes(
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((function, arguments)))
         command = [sys.executable, "-P", *launcher, "-m", "fluvial.bench.harness", str(call)]
-        try:
-            said = None if ranks > 1 else subprocess.PIPE
-            done = subprocess.run(command, env=environment, stderr=said, text=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            raise RunError(f"stopped after {limit:.0f} s") from None
-        if done.returncode and ranks > 1:
-            raise RunError(f"{ranks} processes ended with exit code {done.returncode}; their messages are above")
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise RunError(f"failed with code {done.returncode}: {lines[-1][:300] if lines else 'no message'}")
+        errors = Path(folder, "errors")
+        with errors.open("w") as file:
+            done = subprocess.Popen(command, env=environment, stderr=None if ranks > 1 else file, start_new_session=True)
+            try:
+                code = done.wait(limit)
+            except subprocess.TimeoutExpired:
+                raise RunError(f"stopped after {limit:.0f} s") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(done.pid, signal.SIGKILL)  # what it started, too
+                done.wait()
+                sys.stderr.write(said := errors.read_text(errors="replace"))
+        if code and ranks > 1:
+            raise RunError(f"{ranks} processes ended with exit code {code}; their messages are above")
+        if code:
+            lines = [line for line in said.splitlines() if line.strip()]
+            raise RunError(f"failed with code {code}: {lines[-1][:300] if lines else 'no message'}")
         result: T = pickle.loads(call.with_suffix(".result").read_bytes())
         return result
 

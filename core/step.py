@@ -122,7 +122,7 @@ def policy_loss(
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     if kl is None:
         return loss, info
-    return loss + kl_coef * scale * kl, info._replace(kl_ref=kl.detach())
+    return loss + kl_coef * scale * kl, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
 
 
 def kl_scale(

@@ -17,6 +17,7 @@ from fluvial.engines.plan.memory import LiveStorages
 from fluvial.engines.plan.plan import PlanConfig, plan
 from fluvial.engines.report.progress import table
 from fluvial.models import add_lora
+from fluvial.models.device import default_device, is_accelerator
 from fluvial.models.shapes import MODELS, blocks
 
 # The plan adds up peaks that need not coincide, so it may exceed the measured peak by this fraction.
@@ -53,16 +54,16 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
         UsageError: the transformer is not the built-in one, or the number of ranks is not the plan's number of GPUs.
         RunError: plan and measurement do not agree.
     """
-    if name != "handwriting":
+    if name != "handwriting" and not is_accelerator(default_device()):
         raise UsageError(
-            f"`check` is set, which runs the transformer here, and {name} is too large for that: use handwriting"
+            f"`check` is set, which runs the transformer here, and {name} is too large for a CPU: use handwriting or a GPU"
         )
     with init_world() as world:
         if world.size != config.gpus:
             raise UsageError(
                 f"`check` is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs"
             )
-        compared = compare(name, config, world)
+        compared = compare(build_case(name, config, world))
         if world.is_main:
             rows = {row.kind: (f"{row.planned:,}", f"{row.measured:,}", "yes" if row.agrees else "NO") for row in compared}
             console.print(table(f"{name}, {config.train}: bytes", ("planned", "measured", "agrees"), rows), highlight=False)
@@ -70,28 +71,59 @@ def check(name: str, config: PlanConfig, *, console: Console) -> None:
             raise RunError(f"the plan does not agree with what was measured: {', '.join(wrong)}")
 
 
-def compare(name: str, config: PlanConfig, world: World) -> list[Compared]:
-    """Return planned and measured bytes of a transformer's updates, on this rank.
+class Case(NamedTuple):
+    """A plan, its engine over a network with random weights, and what its updates take."""
+
+    name: str
+    config: PlanConfig
+    engine: Engine
+    items: dict[str, Tensor]
+    loss: LossFn
+    micro_batch: int
+
+
+def build_case(name: str, config: PlanConfig, world: World) -> Case:
+    """Return the engine of a plan with random weights, and random items; frozen weights are drawn in the compute dtype.
 
     Args:
-        name: name of a transformer that is small enough to run here.
-        config: plan to check.
+        name: name of a network that fits on the device.
+        config: plan.
         world: process group that runs the updates.
     """
     model, device = MODELS[name], world.device
-    module = model.build()
-    if config.train == "lora":
+    kept, lora = torch.get_default_dtype(), config.train == "lora"
+    torch.set_default_dtype(config.engine.compute_dtype(device) if lora else kept)
+    try:
+        with device:
+            module = model.build()
+    finally:
+        torch.set_default_dtype(kept)
+    if lora:
         add_lora(module, config.lora, model.lora_targets)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    shapes = {key: tensor.shape for key, tensor in model.inputs(count, model.resolution or 0).items()}
-    items = {key: torch.rand(shape, device=device) for key, shape in shapes.items()}
+    whole, fewer = (model.inputs(samples, config.resolution or model.resolution or 0) for samples in (count, count + 1))
+    tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
+    items = {key: value for key, value in tensors.items() if fewer[key].shape != value.shape}
+    shared = {key: value for key, value in tensors.items() if key not in items}
+    lists = {key: value for key, value in whole.items() if key not in tensors}  # an entry per sample, all alike
 
     def loss_fn(batch: dict[str, Tensor]) -> tuple[Tensor, Loss]:
-        loss = engine.module(**batch, return_dict=False)[0].float().square().flatten(1).sum(1)
+        each = {key: value[: len(batch["timestep"])] for key, value in lists.items()}
+        loss = engine.module(**batch, **shared, **each, return_dict=False)[0].float().square().flatten(1).sum(1)
         return loss, Loss(loss.detach())
 
+    return Case(name, config, engine, items, loss_fn, micro_batch)
+
+
+def compare(case: Case) -> list[Compared]:
+    """Return planned and measured bytes of the updates of a case whose engine has taken none yet, on this rank."""
+    name, config, engine, items, loss_fn, micro_batch = case
+    device, count = engine.world.device, len(items["timestep"])
     # Devices are not compared, so the plan puts nothing on the host.
     anywhere = replace(config, engine=replace(config.engine, offload="none"))
     planned = plan(name, anywhere, device=device).update

@@ -16,7 +16,7 @@ from marks import long
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.plan.check import compare
+from fluvial.engines.plan.check import build_case, compare
 from fluvial.engines.plan.fit import steps_to_fit
 from fluvial.engines.plan.memory import LiveStorages, Stretch, account
 from fluvial.engines.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
@@ -77,7 +77,7 @@ def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, 
     config = PlanConfig(
         train=train, micro_batch=16, micro_batches=2, engine=EngineConfig(**lies), optimizer=OptimizerConfig(ema_decay=0.9)
     )
-    for row in compare("handwriting", config, one):
+    for row in compare(build_case("handwriting", config, one)):
         assert row.agrees, row
         assert row.measured > 0
 
@@ -100,7 +100,7 @@ def test_what_each_setting_of_a_small_card_saves_is_measured(one: World, train: 
     """Weights, moments and gradients to the byte; the peak of an update within a tenth."""
     count = lies.pop("micro_batches", 2)
     config = PlanConfig(train=train, micro_batch=16, micro_batches=count, engine=EngineConfig(**lies))
-    for row in compare("handwriting", config, one):
+    for row in compare(build_case("handwriting", config, one)):
         assert row.agrees or row.planned == pytest.approx(row.measured, rel=0.1), row
 
 
