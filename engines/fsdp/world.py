@@ -204,18 +204,20 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
     except RuntimeError as error:
         raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
+    failed = True
     try:
         world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
         with entered(world):
             yield world
         if size > 1:
             dist.barrier()  # no rank closes connections while others still use them
+        failed = False
     except RuntimeError as error:
         if (reason := _lost(error, timeout)) is None:
             raise
         raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
     finally:
-        dist.destroy_process_group()
+        leave(device, failed=failed and size > 1)
 
 
 @contextmanager
@@ -255,6 +257,15 @@ def joined_world() -> World:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     size = dist.get_world_size()
     return World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
+
+
+def leave(device: torch.device, *, failed: bool) -> None:
+    """Leave the process group; after a failure without waiting for the device or for the other ranks."""
+    if failed and is_accelerator(device):
+        # NCCL destroys a communicator on all ranks together, after its collectives: ranks that wait for this one never come.
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:

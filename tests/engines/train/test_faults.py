@@ -16,10 +16,11 @@ import launch
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed import distributed_c10d
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import LostProcessError, UsageError
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.fsdp.world import World, init_world, leave
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.run import run_folder
 from fluvial.engines.run.stop import stop_request
@@ -218,6 +219,20 @@ def test_gloo_says_that_a_process_is_lost(text: str, reason: str) -> None:
     """The message is in plain words, without a traceback."""
     with pytest.raises(LostProcessError, match=rf"rank 0: lost another process \({reason}\)$"), init_world(timeout=7):
         raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "failed", "left"), [("cuda", True, "abort"), ("cuda", False, "end"), ("cpu", True, "end")]
+)
+def test_a_failure_on_a_gpu_waits_for_no_other_rank(
+    monkeypatch: pytest.MonkeyPatch, device: str, failed: bool, left: str
+) -> None:
+    """Only all ranks together can destroy NCCL's communicators, and after a failure the others may wait for this one."""
+    calls = list[str]()
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("end"))
+    leave(torch.device(device), failed=failed)
+    assert calls == [left]
 
 
 def test_the_stores_and_nccls_words_count_too() -> None:
