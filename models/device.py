@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 SIMULATED = "simulated"  # type of the device of `engines.simulate`, whose tensors have no values
 
@@ -28,6 +29,13 @@ def compute_on(device: torch.device) -> None:
     """Make a device the current one of this thread; a new thread has the first of the machine's, on every rank."""
     if is_accelerator(device):
         torch.get_device_module(device).set_device(device)
+
+
+def use_here(*tensors: Tensor | None) -> None:
+    """Keep the memory of another stream's tensors from being used again while the work of this thread still reads them."""
+    for tensor in tensors:
+        if tensor is not None and is_accelerator(tensor.device):
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 def has_values(device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from fluvial.engines.rewards.groups import GroupBuffer
 from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.scores import Scored, invalid, named, one_line, read_scores, together
 from fluvial.engines.rewards.signature import Samples, signature_of
-from fluvial.models.device import compute_on
+from fluvial.models.device import compute_on, use_here
 
 TIMEOUT = 600.0  # seconds that the scores of one chunk may take
 POLL = 0.1  # seconds between two looks whether scores that come later are still waited for
@@ -112,18 +112,23 @@ class RewardRunner:
 
     def _serve(self) -> None:
         while (chunk := self.work.get()) is not None:
-            future, samples, tally = chunk
-            compute_on(samples.images.device)
-            if self.tolerated is not None and tally.failed > self.tolerated:
-                future.set_result(invalid(len(samples.prompts), tally.problem))
-                continue
-            start = time.perf_counter()
-            scored = self._scored(samples)
-            tally.seconds += time.perf_counter() - start
-            if isinstance(scored, Scored):
-                tally.failed += int(torch.isnan(scored.scores).sum())
-                tally.problem = scored.problems[0] if scored.problems else tally.problem
+            future, scored = chunk[0], self._served(*chunk[1:])
+            del chunk  # an update needs the memory of its images
             future.set_result(scored)
+
+    def _served(self, samples: Samples, tally: Tally) -> Scored | Later:
+        """Return the scores of a chunk, and count them."""
+        compute_on(samples.images.device)
+        use_here(samples.images, samples.latents)
+        if self.tolerated is not None and tally.failed > self.tolerated:
+            return invalid(len(samples.prompts), tally.problem)
+        start = time.perf_counter()
+        scored = self._scored(samples)
+        tally.seconds += time.perf_counter() - start
+        if isinstance(scored, Scored):
+            tally.failed += int(torch.isnan(scored.scores).sum())
+            tally.problem = scored.problems[0] if scored.problems else tally.problem
+        return scored
 
     def _awaited(self, later: Later, samples: Samples, stop: Callable[[], bool]) -> Scored:
         """Return the scores that a reward has promised, which takes as long as the reward lets it."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
@@ -184,8 +184,11 @@ def test_rollouts_that_are_scored_at_once_are_collected_apart() -> None:
 def test_the_thread_of_a_reward_computes_on_the_device_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread has the first device of the machine, whatever the rank's main thread has."""
     of_thread, seen = threading.local(), list[int]()
-    module = SimpleNamespace(set_device=lambda device: setattr(of_thread, "index", torch.device(device).index))
+    module = SimpleNamespace(
+        set_device=lambda device: setattr(of_thread, "index", torch.device(device).index), current_stream=lambda device: None
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(FakeTensor, "record_stream", lambda tensor, stream: None)
 
     def reward(images: Tensor, prompts: Sequence[str]) -> list[float]:
         seen.append(getattr(of_thread, "index", 0))

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fluvial.engines.data.records import as_prompts
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.rewards.runner import RewardRunner
 from fluvial.engines.simulate.mode import LARGE, Wait
 from fluvial.engines.simulate.simulation import Simulation, simulate
 from fluvial.models.device import default_device
@@ -119,6 +121,20 @@ def test_threads_run_on_the_device_too() -> None:
         thread.start()
         thread.join()
         assert (found[0].device.type, simulation.mode.ledger.now) == ("simulated", 32)
+
+
+def test_a_reward_thread_keeps_the_memory_of_its_images_until_it_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may come from another stream, whose allocator is told; afterwards nothing holds them."""
+    told = list[torch.Size]()
+    with simulate() as simulation:
+        monkeypatch.setattr(FakeTensor, "record_stream", lambda tensor, stream: told.append(tensor.shape))
+        runner = RewardRunner(lambda images, prompts: images.mean((1, 2, 3)))
+        images, latents = (torch.zeros(2, *event, device=simulation.world.device) for event in ((3, 4, 4), (2, 2, 2)))
+        runner.submit(images, as_prompts(["a", "b"]), latents)
+        del images, latents
+        runner.collect()
+        assert (told, simulation.mode.ledger.now) == ([torch.Size([2, 3, 4, 4]), torch.Size([2, 2, 2, 2])], 0)
+        runner.close()
 
 
 def test_results_on_the_host_are_those_of_equal_ranks() -> None:
