@@ -23,4 +23,5 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """
     if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
-    return remember(tensor.pin_memory().to(device, non_blocking=True), tensor.detach())
+    pinned = tensor.contiguous().pin_memory()  # with the strides of an expanded tensor, PyTorch refuses to write to it
+    return remember(pinned.to(device, non_blocking=True), tensor.detach())

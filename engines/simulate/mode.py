@@ -100,7 +100,7 @@ class SimulatedMode(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional")):
             return self._collective(func, args, kwargs, fake=fake)
         if func.overloadpacket in (aten.is_pinned, aten._pin_memory) and leaves[0].device.type == "cpu":
-            return True if func.overloadpacket is aten.is_pinned else leaves[0]  # all memory of the host counts as pinned
+            return fake if func.overloadpacket is aten.is_pinned else leaves[0] if fake else _pinned(leaves[0])
         if not fake and (device := kwargs.get("device")) is not None and torch.device(device).type == TYPE:
             fake = True
         if not fake:
@@ -258,6 +258,11 @@ class SimulatedMode(TorchDispatchMode):
 
     def _no(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a copy of a host tensor with its strides, as CUDA makes one in pinned memory; fake ones count as pinned."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
 _HANDLERS: dict[Any, Any] = {

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fluvial.core.types import to_device
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
@@ -196,6 +197,15 @@ def test_large_tensors_of_the_host_can_be_pinned() -> None:
         assert large.is_pinned()
         assert torch.ones(3).pin_memory().tolist() == [1.0, 1.0, 1.0]
         assert simulation.mode.ledger.now == held
+
+
+def test_an_expanded_tensor_of_the_host_is_copied_to_the_device() -> None:
+    """CUDA's pinned copy would have the same strides, and PyTorch refuses to write elements that share their memory."""
+    with simulate(ranks=1) as simulation:
+        shared = torch.tensor([2.0]).expand(3)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            shared.pin_memory()
+        assert to_device(shared, simulation.world.device).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_gathers_and_reductions_are_one_per_unit_and_update() -> None:
