@@ -51,7 +51,8 @@ class Guidance:
         scale: Scale g in v_uncond + g (v - v_uncond); 1 is no guidance, and skips the unconditional half.
         negative: Negative prompt, which the samples are guided away from; for most models the empty one.
         forwards: Number of forward passes for the two halves: one, or two, which take less memory.
-        gradient: Halves that the gradient flows through in training, both or the conditional one.
+        gradient: Halves that the gradient flows through in training, both or the conditional one. With conditional, an
+            update's passes of more pairs than `micro_batch` compute the other half in a pass of its own, without a graph.
         update: Prediction of the update: guided, as that of the rollout, or conditional, without guidance, for objectives
             that train on clean samples (DGPO).
     """

@@ -282,6 +282,17 @@ class TrainConfig:
         most = max(self.update_micro_batch // each, 1)
         return (min(most, count), rows) if min(most, count) > rows else (min(most, rows),)
 
+    def update_forwards(self, pairs: int) -> Literal["one", "two"]:
+        """Return the number of forward passes for the two halves of guidance at `pairs` (sample, step) pairs of an update.
+
+        Two where the unconditional half has no gradient, because one pass would propagate zeros back through it. Pairs that
+        are no more than a rollout's samples per pass take the rollout's own pass, whose bits they have on every device.
+        """
+        guidance = self.rollout.guidance
+        if guidance.gradient == "both" or isinstance(self.micro_batch, str) or pairs <= self.samples_per_pass:
+            return guidance.forwards
+        return "two"
+
     @property
     def updates_per_rollout(self) -> int:
         """Number of optimizer updates on the samples of one rollout."""

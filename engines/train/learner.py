@@ -383,7 +383,8 @@ class Learner:
             x, level, sample = x.flatten(0, 1), level.repeat_interleave(2), sample.repeat_interleave(2)
             timestep = None if timestep is None else timestep.repeat_interleave(2)
         inputs = x, level, optree.tree_map(lambda table: host_values.rows(table, sample), cond)
-        return inputs, {"timestep": timestep, "forwards": guidance.forwards, "gradient": guidance.gradient}
+        forwards = self.config.update_forwards(len(x))
+        return inputs, {"timestep": timestep, "forwards": forwards, "gradient": guidance.gradient}
 
     def _predictions(self, module: nn.Module, items: Items, cond: Cond, pad_to: int) -> Tensor:
         """Return a network's prediction at each item, `[P, ...]`, computed in the update's own micro-batches."""

@@ -112,15 +112,16 @@ class RunPasses:
         chunk: int | None = None,
     ) -> Tensor:
         """Return the prediction of `size` rows of noise from row `first` on; each `chunk` of them is at a step's level."""
-        guidance, device = self.config.rollout.guidance, self.engine.world.device
+        gradient, device = self.config.rollout.guidance.gradient, self.engine.world.device
         cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), trimmed(self.job.model, self.row, tokens))
         cond = cond.cond if isinstance(cond, Guided) and not guided else cond
         rows = torch.arange(first, first + size)
         step = rows // (chunk or size) % len(self.schedule.timesteps)
         level, timestep = self.schedule.levels[step].to(device), self.schedule.timesteps[step.to(device)]
         x = normal(fold_in(key(0), rows.to(device)), (size, *shape))
+        forwards = self.config.update_forwards(size)
         return guided_velocity(
-            self.job.model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, gradient=guidance.gradient
+            self.job.model, module, x, level, cond, timestep=timestep, forwards=forwards, gradient=gradient
         )
 
 

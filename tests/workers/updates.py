@@ -67,9 +67,14 @@ def counts(world: World) -> list[dict[str, Any]]:
 
 
 def gradients(world: World) -> dict[str, float]:
-    """Return how far an update's gradient is from the baseline's, and from that of the engine's default way, relatively."""
+    """Return how far an update's gradient is from the baseline's, and that of other ways from the default's, relatively."""
     distances = {}
-    ways: dict[str, dict[str, Any]] = {"two": {"forwards": "two"}, "conditional": {"gradient": "conditional"}}
+    two, half = {"forwards": "two"}, {"gradient": "conditional"}
+    ways = {  # and the one that each is compared with
+        "two": (two, "default"),
+        "conditional": (half, "default"),
+        "conditional in two": (two | half, "conditional"),
+    }
     for train, guidance in (("full", True), ("full", False), ("lora", True)):
         chosen = case(4, guidance=guidance, train=train)
         keep, published = build_engine(chosen, world, EngineConfig(replicas=1)), build_published(chosen, world)
@@ -78,11 +83,11 @@ def gradients(world: World) -> dict[str, float]:
         published.update(rollout.stored, micro_batch=SAMPLES)
         name = f"{train}, {'guidance' if guidance else 'no guidance'}"
         distances[f"{name}, baseline"] = gradient_distance(keep, published, world)
-        for way, options in ways.items():
-            if guidance:
-                other = build_engine(chosen, world, EngineConfig(replicas=1))
-                update_engine(other, rollout, micro_batch=10, **options)
-                distances[f"{name}, {way}"] = gradient_distance(other, keep, world)
+        engines = {"default": keep}
+        for way, (options, other) in ways.items() if guidance else ():
+            engines[way] = build_engine(chosen, world, EngineConfig(replicas=1))
+            update_engine(engines[way], rollout, micro_batch=10, **options)  # type: ignore[arg-type]
+            distances[f"{name}, {way}"] = gradient_distance(engines[way], engines[other], world)
     return distances
 
 

@@ -137,6 +137,32 @@ def test_the_first_ratio_is_one(tmp_path: Path, threads: int, train: Any, guidan
 
 
 @pytest.mark.bits
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_half_of_guidance_without_a_gradient_has_no_graph(tmp_path: Path, train: Any) -> None:
+    """Of passes of more pairs than a rollout's rows, in trials, too; first ratios stay 1, and results to rounding."""
+    guidance, found = Guidance(scale=2.0, gradient="conditional"), dict[str, Any]()
+    for pairs in ("auto", "rollout"):
+        config = tiny.config(tmp_path, **{**RUN, "update_micro_batch": pairs}, train=train)
+        config = replace(config, rollout=replace(ROLLOUT, guidance=guidance), optimizer=OptimizerConfig(lr=1e-2))
+        model = Recording()
+        with Trainer(config, replace(tiny.job(), model=model)) as run:
+            tried = model.clear()
+            records = list(run)
+            weights = {name: shard.clone() for name, shard in run.engine.sharded.shards().items()}
+        assert [record["first_pass_max_abs_log_ratio"] for record in records] == [0.0, 0.0]
+        found[pairs] = tried, model.clear(), records, weights
+    rollout = [(False, 24)] * (2 * tiny.STEPS)
+    assert found["auto"][1] == 2 * [*rollout, (False, 48), (True, 48)]
+    assert found["rollout"][1] == 2 * [*rollout, *[(True, 24)] * 4]
+    assert {rows for graph, rows in found["auto"][0] if graph} == {2, 24, 48}  # of 1, 12 or 24, and 48 pairs
+    for own, other in zip(*(found[pairs][2] for pairs in ("auto", "rollout")), strict=True):
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    for name, shard in found["auto"][3].items():
+        torch.testing.assert_close(shard, found["rollout"][3][name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.bits
 @pytest.mark.long
 @pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize("model", ["handwriting", "handwriting-unet"])
@@ -157,6 +183,27 @@ def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) ->
         assert set(rows) <= set(run.pairs)
         assert max(rows) == run.pairs[0]
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
+
+
+class Recording(tiny.Tiny):
+    """A model that records whether each pass has a graph, and its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "passes", list[tuple[bool, int]]())
+
+    def clear(self) -> list[tuple[bool, int]]:
+        """Return the passes since the last call."""
+        held: list[tuple[bool, int]] = self.__dict__["passes"]
+        object.__setattr__(self, "passes", [])
+        return held
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TinyCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Record a pass and make it."""
+        self.__dict__["passes"].append((torch.is_grad_enabled(), len(x)))
+        return super().predict(module, x, sigma, cond)
 
 
 class Telling(tiny.Tiny):
