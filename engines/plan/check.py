@@ -106,9 +106,9 @@ def build_case(name: str, config: PlanConfig, world: World) -> Case:
     engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
     micro_batch = config.micro_batch or model.micro_batch
     count = micro_batch * config.micro_batches
-    whole, fewer = (model.inputs(samples, config.resolution or model.resolution or 0) for samples in (count, count + 1))
+    whole, larger = (model.inputs(samples, config.resolution or model.resolution or 0) for samples in (count, count + 1))
     tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
-    items = {key: value for key, value in tensors.items() if fewer[key].shape != value.shape}
+    items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
     shared = {key: value for key, value in tensors.items() if key not in items}
     lists = {key: value for key, value in whole.items() if key not in tensors}  # an entry per sample, all alike
 
