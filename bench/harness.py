@@ -226,7 +226,9 @@ def in_processes(
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     # torchrun does not hand -P to the processes that it starts.
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1"} | (
+        {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    )
     with TemporaryDirectory() as folder:
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((function, arguments)))
@@ -239,9 +241,10 @@ def in_processes(
             except subprocess.TimeoutExpired:
                 raise RunError(f"stopped after {limit:.0f} s") from None
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(done.pid, signal.SIGKILL)  # what it started, too
-                done.wait()
+                for number in (signal.SIGABRT, signal.SIGKILL):  # its descendants, too; the first prints where they are
+                    with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                        os.killpg(done.pid, number)
+                        done.wait(5)
                 sys.stderr.write(said := errors.read_text(errors="replace"))
         if code and ranks > 1:
             raise RunError(f"{ranks} processes ended with exit code {code}; their messages are above")
