@@ -6,7 +6,7 @@
     kernels      the fused kernels at sizes of real models that no cache holds, beside a copy
     networks     updates and rollout steps of published networks with random weights: seconds, MFU, memory beside the plan
     update       FSDP2 updates of a transformer of SD3.5-medium's size, with LoRA and full, and the first ratio
-    peers        Flow-GRPO's own rollout and update of that transformer beside ours
+    published    updates of that transformer beside the loop of published trainers (`bench.baselines`)
     compile      updates with compiled blocks: programs, recompilations, speed, and the first ratio
     invariance   whether a sample's prediction depends on its batch, which operation is the first, and what avoiding it costs
     nccl         the collectives of one rank
@@ -32,28 +32,28 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluvial.bench import harness, kernels, visits
-from fluvial.bench.peers import report as peers
 from fluvial.bench.traffic import Operations
 from fluvial.bench.update.cases import MODEL, SIZES, Case, Size, build_engine, make_rollout, update_engine
+from fluvial.bench.update.measure import time_case
 from fluvial.core.checks import check_number
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.models.handwriting.model import CodeCond
 
-Part = Literal["smoke", "train", "tests", "kernels", "networks", "update", "peers", "compile", "invariance", "nccl"]
-# Seconds of each part on a GPU: the first three take at most 315 s together, the others 445 s.
+Part = Literal["smoke", "train", "tests", "kernels", "networks", "update", "published", "compile", "invariance", "nccl"]
+# Seconds of each part on a GPU: 330 for the parts of the first visit, 460 for those of the second.
 LIMITS: dict[Part, float] = {
-    "smoke": 45,
-    "train": 120,
-    "tests": 150,
-    "kernels": 80,
-    "networks": 120,
-    "update": 60,
-    "peers": 60,
-    "compile": 60,
-    "invariance": 45,
+    "smoke": 70,
+    "train": 130,
+    "tests": 110,
     "nccl": 20,
+    "kernels": 80,
+    "networks": 110,
+    "compile": 80,
+    "published": 70,
+    "update": 70,
+    "invariance": 50,
 }
 KERNEL_SHAPES = ("SD3.5 512^2", "Qwen-Image 1024^2", "Wan 480p 81 frames")
 
@@ -307,11 +307,17 @@ def first_difference(predict: Callable[[int], Tensor], *, small: int, large: int
     return found[0] if found else (0, "none")
 
 
-def of_peers(config: GpuConfig, rows: Rows, until: float) -> None:
-    """Time Flow-GRPO's own code beside ours on the same transformer, where its clone is in the folder `clones`."""
-    size = "sd3.5-medium 512^2" if config.size == "real" else "tiny"
-    timed = peers.PeersConfig(peers=("flow_grpo",), sizes=(size,), samples=config.samples, steps=4, runs=3, out=config.out)
-    peers.run(timed)
+def of_published(config: GpuConfig, rows: Rows, until: float) -> None:
+    """Time updates in turn with the loop of published trainers on the same rollout."""
+    case = Case(config.model, "lora", 4, True, config.samples, config.samples // 2)
+    with init_world() as world:
+        measured, compared = time_case(case, world, name=config.size, runs=3)
+    for row in measured:
+        rows.add("update", row.provider, row.p50, "s", f"of {row.p20:.4g} to {row.p80:.4g}")
+    for provider, speedup in compared.speedup.items():
+        rows.add("speed beside the published loop", provider, speedup, "1")
+    rows.add("speed beside the published loop", "keep, its log-probs stored", compared.speedup_stored, "1")
+    rows.add("distance of the gradients", "keep and published loop", compared.distance, "1")
 
 
 def of_nccl(config: GpuConfig, rows: Rows, until: float) -> None:
@@ -343,7 +349,7 @@ PARTS_BY_NAME: dict[Part, Callable[[GpuConfig, Rows, float], None]] = {
     "train": visits.train,
     "tests": visits.run_kernel_tests,
     "networks": visits.time_networks,
-    "peers": of_peers,
+    "published": of_published,
     "kernels": of_kernels,
     "update": of_update,
     "compile": of_compile,

@@ -4,7 +4,7 @@
 set -eu
 case ${1:-} in
 	first) parts="smoke train tests nccl" ;;
-	second) parts="kernels networks update peers compile invariance" ;;
+	second) parts="kernels networks compile published update invariance" ;;
 	*) echo "usage: sh bench/visit.sh first|second" >&2; exit 2 ;;
 esac
 : "${OUT:=build/visit}" "${PYTHON:=python3}"
@@ -18,4 +18,4 @@ printf 'Metadata-Version: 2.1\nName: fluvial\nVersion: 0.1.0\n' > "$site/fluvial
 export PYTHONPATH="$site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export TORCHINDUCTOR_CACHE_DIR="$site/inductor" TRITON_CACHE_DIR="$site/triton"
 "$PYTHON" -P -m fluvial.bench gpu --parts $parts --out "$OUT" ${ARGS:-} > "$OUT/log" 2>&1 || echo "exit code $?" >> "$OUT/log"
-grep -E '^(smoke|train|tests|nccl|kernels|networks|update|peers|compile|invariance): ' "$OUT/log" | cut -c1-240
+grep -E '^(smoke|train|tests|nccl|kernels|networks|update|published|compile|invariance): ' "$OUT/log" | cut -c1-240

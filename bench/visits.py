@@ -41,10 +41,10 @@ RUNS = {
     "bfloat16": "--engine.compile False",
 }
 COMPILED = "bfloat16, compiled"
-# (network, resolution, weights that are trained, samples per pass), the smallest first
+# (network, resolution, weights that are trained, samples per pass)
 NETWORKS = (
-    ("sd3.5-medium", 512, "lora", 8),
     ("flux.1-dev", 512, "lora", 4),
+    ("sd3.5-medium", 512, "lora", 8),
     ("flux.1-dev", 1024, "lora", 1),
     ("sd3.5-medium", 1024, "full", 2),
 )

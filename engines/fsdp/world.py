@@ -204,7 +204,10 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
     except RuntimeError as error:
         raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
-    failed = True
+    # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, on an H200), and
+    # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` takes it all the same.
+    failed, cudnn = True, torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
         with entered(world):
@@ -218,6 +221,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
     finally:
         leave(device, failed=failed and size > 1)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 @contextmanager
