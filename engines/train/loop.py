@@ -12,7 +12,6 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import as_records, rows
-from fluvial.engines.fsdp.determinism import deterministic
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.report import images, trackers
 from fluvial.engines.report.progress import RunProgress
@@ -37,8 +36,7 @@ EXTREMES = 8  # best and worst samples that a report shows
 def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
     """Run a training job, see `fluvial.engines.train.train`."""
     keep_freed_memory()
-    deterministically = deterministic(config.engine.deterministic)
-    with deterministically, init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
+    with init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
         config = _restarted(config if job is not None else jobs.from_run(config), world, console)
         with world.agreed():
             trackers.find(config.tracker)  # before anything is written

@@ -72,6 +72,7 @@ class Trainer:
     ) -> None:
         config = config if job is not None else jobs.from_run(config)
         with ExitStack() as stack:
+            stack.enter_context(deterministic(config.engine.deterministic))
             if world is None:
                 world = _opened_world(config, stack)
             self.world = world = world.grouped(config.engine.context_parallel)
@@ -311,5 +312,4 @@ def _opened_world(config: TrainConfig, stack: ExitStack) -> World:
     """Return a world that is closed with the stack."""
     if torch.distributed.is_initialized():
         raise UsageError("trainer: a process group is open already: pass the world of init_world()")
-    stack.enter_context(deterministic(config.engine.deterministic))
     return stack.enter_context(init_world(timeout=config.collective_timeout))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.evaluate import evaluate
-from fluvial.engines.fsdp.config import OptimizerConfig
+from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.train import train
 from fluvial.engines.train.trainer import Trainer
@@ -100,10 +100,13 @@ def test_a_request_to_stop_ends_the_iteration(tmp_path: Path) -> None:
 
 
 def test_the_world_is_the_callers_where_there_is_one(tmp_path: Path) -> None:
-    """A trainer closes the world that it opened, and no other."""
+    """A trainer closes the world that it opened, and no other; in either it computes as `engine.deterministic` says."""
+    strict = tiny.config(tmp_path, engine=EngineConfig(deterministic=True))
     with init_world() as world:
-        with Trainer(tiny.config(tmp_path), tiny.job(), world) as trainer:
+        with Trainer(strict, tiny.job(), world) as trainer:
+            assert torch.are_deterministic_algorithms_enabled()
             trainer.update()
+        assert not torch.are_deterministic_algorithms_enabled()
         assert torch.distributed.is_initialized()
         with pytest.raises(UsageError, match=r"a process group is open already: pass the world of init_world\(\)"):
             Trainer(tiny.config(tmp_path), tiny.job())
