@@ -55,7 +55,9 @@ class RewardRunner:
         self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
         self.signature, self.tolerated = signature_of(reward), tolerated
         self.work: Queue[tuple[Future[Scored | Later], Samples, Tally] | None] = Queue()
-        self.waiting: list[tuple[Future[Scored | Later], Samples]] = []
+        self.waiting: list[
+            tuple[Future[Scored | Later], Sequence[Prompt]]
+        ] = []  # the images stay no longer than they are scored
         self.tally = Tally()  # since the last call of `results`
         # A daemon: a reward that hangs does not keep the process alive.
         Thread(target=self._serve, name="reward", daemon=True).start()
@@ -64,9 +66,9 @@ class RewardRunner:
         self, images: Tensor, prompts: Sequence[Prompt], latents: Tensor | None = None, group: int | None = None
     ) -> None:
         """Start scoring a chunk, see `Samples`."""
-        chunk = (Future[Scored | Later](), Samples(images, prompts, latents, group))
-        self.waiting.append(chunk)
-        self.work.put((*chunk, self.tally))
+        future = Future[Scored | Later]()
+        self.waiting.append((future, prompts))
+        self.work.put((future, Samples(images, prompts, latents, group), self.tally))
 
     def apart(self) -> Self:
         """Return a runner on the same thread whose results are those of its own chunks."""
@@ -85,12 +87,12 @@ class RewardRunner:
         """
         waiting, self.waiting = self.waiting, []
         found = []
-        for future, samples in waiting:
+        for future, prompts in waiting:
             try:
                 scored = future.result(self.timeout)
-                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, samples, stop))
+                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, prompts, stop))
             except FutureTimeoutError:
-                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(texts(samples.prompts))}") from None
+                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(texts(prompts))}") from None
         self.tally.failed = 0
         return found
 
@@ -130,16 +132,16 @@ class RewardRunner:
             tally.problem = scored.problems[0] if scored.problems else tally.problem
         return scored
 
-    def _awaited(self, later: Later, samples: Samples, stop: Callable[[], bool]) -> Scored:
+    def _awaited(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
         """Return the scores that a reward has promised, which takes as long as the reward lets it."""
         while not later.done():
             if stop():
-                return invalid(len(samples.prompts), f"{self.label} was not waited for")._replace(abandoned=True)
+                return invalid(len(prompts), f"{self.label} was not waited for")._replace(abandoned=True)
             wait([later], POLL)
         try:
-            return read_scores(later.result(), texts(samples.prompts), label=self.label)
+            return read_scores(later.result(), texts(prompts), label=self.label)
         except Exception as error:
-            return invalid(len(samples.prompts), self._line(error, samples))
+            return invalid(len(prompts), self._line(error, prompts))
 
     def _scored(self, samples: Samples) -> Scored | Later:
         """Return the scores of a chunk, whatever the reward does."""
@@ -148,28 +150,32 @@ class RewardRunner:
         except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
             # What a reward lacks, or cannot reach, for all samples, it would for each.
             whole = samples.group is not None or isinstance(error, OSError | FluvialError)
-            return invalid(len(samples.prompts), self._line(error, samples)) if whole else self._one_by_one(samples, error)
+            return (
+                invalid(len(samples.prompts), self._line(error, samples.prompts))
+                if whole
+                else self._one_by_one(samples, error)
+            )
 
     def _called(self, samples: Samples) -> Scored | Later:
         returned = self.signature.call(self.reward, samples)
         return returned if isinstance(returned, Future) else read_scores(returned, texts(samples.prompts), label=self.label)
 
-    def _line(self, error: BaseException, samples: Samples) -> str:
+    def _line(self, error: BaseException, prompts: Sequence[Prompt]) -> str:
         """Return why a call gave no scores, in one line."""
         if not isinstance(error, FluvialError):
-            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(texts(samples.prompts))}"
+            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(texts(prompts))}"
         return one_line(error) if str(error).startswith(self.label) else f"{self.label}: {one_line(error)}"
 
     def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
         """Return the scores of the samples that the reward can score alone; the line names the first that it cannot."""
-        found, problem, bad = list[Scored](), self._line(error, samples), 0
+        found, problem, bad = list[Scored](), self._line(error, samples.prompts), 0
         for i in range(len(samples.prompts)):
             single = samples.part(slice(i, i + 1))
             try:
                 scored = self._called(single) if bad < BAD else invalid(1, problem)
-                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, single, lambda: False))
+                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, single.prompts, lambda: False))
             except BaseException as own:
-                problem, bad = problem if bad else self._line(own, single), bad + 1
+                problem, bad = problem if bad else self._line(own, single.prompts), bad + 1
                 found.append(invalid(1, problem))
         return together(found)._replace(problems=(problem,), failed=True)
 

@@ -1,6 +1,7 @@
 """A simulated device: what it computes, counts and refuses, each against numbers worked out by hand."""
 
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -133,8 +134,9 @@ def test_a_reward_thread_keeps_the_memory_of_its_images_until_it_has_read_them(m
         images, latents = (torch.zeros(2, *event, device=simulation.world.device) for event in ((3, 4, 4), (2, 2, 2)))
         runner.submit(images, as_prompts(["a", "b"]), latents)
         del images, latents
-        runner.collect()
+        wait([future for future, _ in runner.waiting])  # scored, and not collected yet
         assert (told, simulation.mode.ledger.now) == ([torch.Size([2, 3, 4, 4]), torch.Size([2, 2, 2, 2])], 0)
+        runner.collect()
         runner.close()
 
 
