@@ -9,6 +9,7 @@ import copy
 import hashlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +35,7 @@ from fluvial.models.replay.processors import add_tokenizers, read_processors
 EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
 PATCH = 2  # latents per token along each side
 DECODED = 4  # images that a VAE decodes at a time
+MOVING = threading.RLock()  # held while a VAE that rests on the host works: an evaluation and rollouts made ahead share it
 
 
 class TextCond(NamedTuple):
@@ -327,14 +329,16 @@ class Pipeline:
     @contextlib.contextmanager
     def _vae_at_work(self, *, differentiable: bool) -> Iterator[Any]:
         """Yield the VAE on the device. Afterwards it goes back to the host if it rests there and no gradient needs it."""
-        vae = self.vae
-        if self.vae_options.on_host:
-            vae.to(self.device)
-        try:
-            yield vae
-        finally:
-            if self.vae_options.on_host and not differentiable:
-                vae.to("cpu")
+        if not self.vae_options.on_host:
+            yield self.vae
+            return
+        with MOVING:
+            vae = self.vae.to(self.device)
+            try:
+                yield vae
+            finally:
+                if not differentiable:
+                    vae.to("cpu")
 
     def scheduler(self) -> Any:
         """Return diffusers' flow-matching scheduler with the folder's settings.

@@ -1,6 +1,7 @@
 """Frozen parts with less memory: quantised text encoders, and a VAE in tiles, in a dtype of its own, and off the device."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tiny_pipelines import ROWS, opened
 from torch import Tensor
 
 from fluvial.engines.plan.memory import LiveStorages
-from fluvial.models.pipelines import unfilled
+from fluvial.models.pipelines import base, unfilled
 from fluvial.models.pipelines.base import VaeOptions
 from fluvial.models.quantised import quantised_layers
 
@@ -78,6 +79,8 @@ def test_a_vae_is_on_the_device_only_while_it_works(folders: Callable[[str], Pat
     real = model.vae.to
 
     def moved(device: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:  # another thread cannot move it meanwhile
+            assert not other.submit(base.MOVING.acquire, blocking=False).result()
         moves.append(str(device))
         return real(device)
 
