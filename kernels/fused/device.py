@@ -62,12 +62,21 @@ def step_mean(a, x, b, v):
 
 @triton.jit
 def words(low, high, first, COUNT: tl.constexpr):
-    """Return the four words of COUNT / 4 counters: from element `first` (a multiple of 4, int64) of `random.bits`."""
+    """Return the four words of COUNT / 4 counters: from element `first` (a multiple of 4, int64) of `random.bits`.
+
+    This is `core.random.philox`. A round multiplies two words to 64 bits each, in one instruction, where `tl.philox_impl`
+    takes two.
+    """
     counter = first // 4 + tl.arange(0, COUNT // 4)
-    zero = tl.zeros([COUNT // 4], tl.uint32)
-    return tl.philox_impl(
-        (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero, low + zero, high + zero
-    )
+    c0, c1 = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros([COUNT // 4], tl.uint32), tl.zeros([COUNT // 4], tl.uint32)
+    for _ in tl.static_range(10):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ low, (p0 >> 32).to(tl.uint32) ^ c3 ^ high
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        low = tl.add(low, 0x9E3779B9, sanitize_overflow=False)
+        high = tl.add(high, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -86,22 +95,33 @@ def normals(low, high, first, COUNT: tl.constexpr):
 @triton.jit
 def _box_muller(first, second):
     """Return two normal numbers from two words: radius sqrt(-2 log((first + 1) / 2^32)), angle 2 pi second / 2^32."""
-    radius = tl.sqrt_rn(2.0 * _minus_log(first))
+    radius = tl.sqrt(_minus_two_log(first))
     cosine, sine = _cos_sin(second)
     return radius * cosine, radius * sine
 
 
 @triton.jit
-def _minus_log(word):
-    """Return -log((word + 1) / 2^32), accurate also near 0, where the argument is near 1."""
-    near_one = word >= 0x80000000
-    # Above one half, from the distance to one, which is an integer: log1p(-d) = log(t) d / (1 - t) with t = fl(1 - d).
-    d = (word ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32
-    t = 1.0 - d
-    exact = t == 1.0
-    above = tl.where(exact, d, tl.log(t) * d / tl.where(exact, 1.0, t - 1.0))
-    below = -tl.log((tl.where(near_one, 0, word) + 1).to(tl.float32) * 2.0**-32)
-    return tl.where(near_one, above, below)
+def _minus_two_log(word):
+    """Return -2 log((word + 1) / 2^32) = -2 (exponent log 2 + log(1 + rest)), accurate near 0, too.
+
+    The argument is 2^exponent (1 + rest), with 1 + rest from sqrt(1/2) to sqrt(2), and log(1 + rest) is the polynomial of
+    the Cephes library's logf. Where the exponent is 0, `rest` is exact: minus the distance to one, which is an integer.
+    """
+    argument = word.to(tl.float32) + 1.0
+    pattern = argument.to(tl.int32, bitcast=True)
+    exponent = (pattern - 0x4F3504F3) >> 23  # the bits of sqrt(1/2) 2^32
+    rest = tl.fma((pattern - (exponent << 23)).to(tl.float32, bitcast=True), 2.0**-32, -1.0)
+    rest = tl.where(exponent == 0, (word ^ 0xFFFFFFFF).to(tl.float32) * -(2.0**-32), rest)
+    square = rest * rest
+    tail = tl.fma(rest, -2 * 7.0376836292e-2, 2 * 1.1514610310e-1)
+    tail = tl.fma(rest, tail, -2 * 1.1676998740e-1)
+    tail = tl.fma(rest, tail, 2 * 1.2420140846e-1)
+    tail = tl.fma(rest, tail, -2 * 1.4249322787e-1)
+    tail = tl.fma(rest, tail, 2 * 1.6668057665e-1)
+    tail = tl.fma(rest, tail, -2 * 2.0000714765e-1)
+    tail = tl.fma(rest, tail, 2 * 2.4999993993e-1)
+    tail = tl.fma(rest, tail, -2 * 3.3333331174e-1)
+    return tl.fma(exponent.to(tl.float32), -1.3862943611198906, tl.fma(square * rest, tail, tl.fma(rest, -2.0, square)))
 
 
 @triton.jit
@@ -110,12 +130,20 @@ def _cos_sin(word):
 
     They are the minimax polynomials of the Cephes library's sinf and cosf for [-pi/4, pi/4].
     """
-    quarter = tl.add(word, 0x20000000, sanitize_overflow=False) >> 30
-    rest = tl.sub(word, quarter << 30, sanitize_overflow=False).to(tl.int32, bitcast=True)
-    angle = rest.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    # Without its two leading bits a word is the distance to the nearest quarter turn; rounded, they are that quarter.
+    angle = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.6572951981e-10  # 2 pi / 2^34
+    quarter = tl.add(word, 0x20000000, sanitize_overflow=False)
     z = angle * angle
-    sine = angle + angle * z * ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1)
-    cosine = 1.0 - 0.5 * z + z * z * ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2)
-    swap = (quarter & 1) == 1
+    sine = tl.fma(tl.fma(tl.fma(z, -1.9515295891e-4, 8.3321608736e-3), z, -1.6666654611e-1), angle * z, angle)
+    cosine = tl.fma(tl.fma(z, 2.443315711809948e-5, -1.388731625493765e-3), z, 4.166664568298827e-2)
+    cosine = tl.fma(cosine, z * z, tl.fma(z, -0.5, 1.0))
+    swap = (quarter & 0x40000000) != 0
     c, s = tl.where(swap, sine, cosine), tl.where(swap, cosine, sine)
-    return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)
+    # The cosine is negative in the second and third quarters, the sine in the last two.
+    return _signed(c, quarter ^ (quarter << 1)), _signed(s, quarter)
+
+
+@triton.jit
+def _signed(value, word):
+    """Return a value, negated where the word's leading bit is set."""
+    return (value.to(tl.uint32, bitcast=True) ^ (word & 0x80000000)).to(tl.float32, bitcast=True)
