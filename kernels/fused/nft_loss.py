@@ -31,25 +31,26 @@ def error_sums(
     row = (program // chunks).to(tl.int64)
     start = (program % chunks).to(tl.int64) * (BLOCK * BLOCKS)
     t = tl.load(t_ptr + row * s_t)
-    positive_abs = tl.zeros([BLOCK], tl.float32)
-    positive_sq = tl.zeros([BLOCK], tl.float32)
-    negative_abs = tl.zeros([BLOCK], tl.float32)
-    negative_sq = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(BLOCKS):
+    positive_abs = tl.zeros([BLOCK // 2], tl.float32)
+    positive_sq = tl.zeros([BLOCK // 2], tl.float32)
+    negative_abs = tl.zeros([BLOCK // 2], tl.float32)
+    negative_sq = tl.zeros([BLOCK // 2], tl.float32)
+    # All loads in flight and sums of whole blocks would take twice the registers: half as many programs per multiprocessor.
+    for i in tl.range(BLOCKS, loop_unroll_factor=1):
         offset = tl.arange(0, BLOCK) + i * BLOCK
         positive, negative = _errors(
             v_ptr + row * s_v + start, old_ptr + row * s_old + start, x0_ptr + row * s_x0 + start,
             xt_ptr + row * s_xt + start, t, beta, offset, offset < length - start,
         )  # fmt: skip
-        positive_abs += tl.abs(positive)
-        positive_sq = tl.fma(positive, positive, positive_sq)
-        negative_abs += tl.abs(negative)
-        negative_sq = tl.fma(negative, negative, negative_sq)
+        positive_abs += _neighbours(tl.abs(positive), LEVELS)
+        positive_sq += _neighbours(positive * positive, LEVELS)
+        negative_abs += _neighbours(tl.abs(negative), LEVELS)
+        negative_sq += _neighbours(negative * negative, LEVELS)
     sums = (
-        tree_sum(positive_abs, LEVELS),
-        tree_sum(positive_sq, LEVELS),
-        tree_sum(negative_abs, LEVELS),
-        tree_sum(negative_sq, LEVELS),
+        tree_sum(positive_abs, LEVELS - 1),
+        tree_sum(positive_sq, LEVELS - 1),
+        tree_sum(negative_abs, LEVELS - 1),
+        tree_sum(negative_sq, LEVELS - 1),
     )
     if sums_ptr is None:
         _loss(sums, row, loss_ptr, weights_ptr, prob_ptr, s_prob, inverse, scale, weight_min)
@@ -64,6 +65,12 @@ def error_sums(
                     weight_min,
                 )  # fmt: skip
                 tl.store(counter_ptr + row, 0)
+
+
+@triton.jit
+def _neighbours(values, LEVELS: tl.constexpr):
+    """Return the sums of neighbouring pairs of 2^LEVELS values."""
+    return tl.sum(tl.reshape(values, [1 << (LEVELS - 1), 2]), 1)
 
 
 @triton.jit
