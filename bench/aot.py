@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of every kernel, as the operations launch it, for GPUs that need not be present.
 
-Registers, spills, shared memory and the width of every access to global memory are read from the machine code. Launches are
-caught with their arguments, so that the compiled kernels are those that an operation launches.
+Instructions, registers, spills, shared memory and the width of every access to global memory are read from the machine code.
+Launches are caught with their arguments, so that the compiled kernels are those that an operation launches.
 """
 
 import ast
@@ -50,6 +50,7 @@ OUTPUTS = frozenset({"out_ptr", "dv_ptr", "dx_ptr", "dnext_ptr", "dref_ptr", "du
 STORED_NUMBERS = {"residual_sums": 2 + 1 + gaussian_step.DIAGNOSTICS + 1, "error_sums": 4 + 3 + 1, "draw": 1 + 1 + 1}
 # Loads of partial sums in the last program of a row: the loop over each sum, which the compiler unrolls.
 LOADS_OF_SUMS = {"residual_sums": 2 * 8, "error_sums": 4 * 8, "draw": 8}
+ROLLED = frozenset({"error_sums"})  # kernels whose loop over blocks is not unrolled
 ROW = 8192  # elements per sample: two chunks, all aligned
 SHORT = 1024  # one chunk
 TYPES = {
@@ -80,7 +81,10 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class AotRow:
-    """The machine code of a kernel for one target; widths are of the accesses to samples, in bits."""
+    """The machine code of a kernel for one target; widths are of the accesses to samples, in bits.
+
+    Instructions are those of the code over the elements that it handles per thread; of a loop's code, those of one round.
+    """
 
     kernel: str
     target: str
@@ -93,6 +97,7 @@ class AotRow:
     load_bits: int
     store_bits: int
     triton: str
+    instructions: float = 0.0  # per element; 0 for a kernel that reads no samples
     sources: str = ""  # of the kernels that were compiled, see `sources`; an older table does not say
 
 
@@ -152,6 +157,7 @@ def compiled(launch: Launch, target: str) -> AotRow:
         load_bits=_width(code.loads, read, numbers, launch, gpu),
         store_bits=_width(code.stores, written, STORED_NUMBERS.get(name, 0), launch, gpu),
         triton=triton.__version__,
+        instructions=round(code.instructions / _elements(launch, gpu), 1) if tiles else 0.0,
         sources=sources(),
     )
 
@@ -207,14 +213,17 @@ def run(config: AotConfig) -> list[AotRow]:
         line = {"kernel": kernel, "target": target, "compiled": str(len(these))}
         for extreme, names in ((max, ("registers", "spill_bytes", "shared_bytes")), (min, ("load_bits", "store_bits"))):
             line |= {name.replace("_", " "): str(extreme(getattr(row, name) for row in these)) for name in names}
+        several = [row.instructions for row in these if row.chunks == "several"]
+        line["instructions per element"] = str(max(several, default=0.0))
         lines.append(line)
     harness.show_table(f"{len(rows)} kernels, Triton {triton.__version__}", lines, left=2)
     return rows
 
 
 class Code(NamedTuple):
-    """Accesses to global memory in machine code, by their width in bits."""
+    """Instructions of machine code, and its accesses to global memory by their width in bits."""
 
+    instructions: int
     registers: int
     spill_bytes: int
     loads: Counter[int]
@@ -234,6 +243,7 @@ def _nvidia(asm: dict[str, Any]) -> Code:
     assert found is not None, usage
     registers, stack, local = map(int, found.groups())
     return Code(
+        len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", sass, re.MULTILINE)),
         registers,
         stack + local + 4 * len(re.findall(r"\b(?:LDL|STL)\b", sass)),
         *(_widths(re.findall(rf"\b{name}((?:\.\w+)*)", sass)) for name in ("LDG", "STG")),
@@ -260,7 +270,8 @@ def _amd(asm: dict[str, Any]) -> Code:
         return Counter(widths[width] for width in found if width in widths)
 
     spilled = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count")) + number("private_segment_fixed_size")
-    return Code(number("vgpr_count"), spilled, accesses("load"), accesses("store"))
+    instructions = len(re.findall(r"^\s+(?:[vs]|ds|global|buffer)_(?!nop)", text, re.MULTILINE))
+    return Code(instructions, number("vgpr_count"), spilled, accesses("load"), accesses("store"))
 
 
 def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int, launch: Launch, target: GPUTarget) -> int:
@@ -271,11 +282,16 @@ def _width(accesses: Counter[int], operands: Sequence[torch.dtype], numbers: int
     """
     if not operands:
         return 0
-    elements = launch.arguments["BLOCKS"] << launch.arguments["LEVELS"]
-    a_thread = elements // (_warps(launch, target) * target.warp_size)
-    expected = sum(a_thread * dtype.itemsize // 16 for dtype in operands)
+    expected = sum(_elements(launch, target) * dtype.itemsize // 16 for dtype in operands)
     narrow = sum(count for bits, count in accesses.items() if bits < 128)
     return 128 if accesses[128] == expected and narrow <= numbers else min(accesses, default=0)
+
+
+def _elements(launch: Launch, target: GPUTarget) -> int:
+    """Return the elements per thread that the code handles: of all blocks, or of one if their loop is not unrolled."""
+    blocks = 1 if launch.kernel.fn.__name__ in ROLLED else launch.arguments["BLOCKS"]
+    elements: int = blocks << launch.arguments["LEVELS"]
+    return elements // (_warps(launch, target) * target.warp_size)
 
 
 def _warps(launch: Launch, target: GPUTarget) -> int:
