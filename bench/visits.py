@@ -104,7 +104,10 @@ def train(config: "GpuConfig", rows: "Rows", until: float) -> None:
         return subprocess.Popen([*command, "--eval-every", "0", *few, *flags.split()], env={**os.environ, **environment})
 
     # Compilation takes longest, so that run goes on beside the others. Only theirs are timed alone, on cores of their own.
-    beside = {"cpu": start("cpu", "", CUDA_VISIBLE_DEVICES=""), COMPILED: start(COMPILED, "--engine.compile True")}
+    beside = {
+        "cpu": start("cpu", "", CUDA_VISIBLE_DEVICES=""),
+        COMPILED: start(COMPILED, "--engine.compile True --max-log-ratio 1"),
+    }
     wrong = list[str]()
     for name, flags in RUNS.items():
         wrong += _compare_run(name, start(name, flags), folder, rows)
