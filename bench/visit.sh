@@ -17,5 +17,5 @@ for folder in core kernels engines models bench; do ln -s "$PWD/$folder" "$site/
 printf 'Metadata-Version: 2.1\nName: fluvial\nVersion: 0.1.0\n' > "$site/fluvial-0.1.0.dist-info/METADATA"
 export PYTHONPATH="$site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 export TORCHINDUCTOR_CACHE_DIR="$site/inductor" TRITON_CACHE_DIR="$site/triton"
-"$PYTHON" -P -m fluvial.bench gpu --parts $parts --out "$OUT" ${ARGS:-} > "$OUT/log" 2>&1 || echo "exit code $?" >> "$OUT/log"
+"$PYTHON" -P -m fluvial.bench gpu --parts $parts --out "$OUT" ${ARGS:-} >> "$OUT/log" 2>&1 || echo "exit code $?" >> "$OUT/log"
 grep -E '^(smoke|train|tests|nccl|kernels|networks|update|published|compile|invariance): ' "$OUT/log" | cut -c1-240

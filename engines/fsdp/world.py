@@ -204,7 +204,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
     except RuntimeError as error:
         raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
-    # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, on an H200) and
+    # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, an H200) and
     # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` takes it all the same.
     failed, cudnn = True, torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
