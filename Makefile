@@ -8,9 +8,12 @@ ARGS ?=
 WORKERS ?= -n 2 --dist worksteal
 # Pinned versions. The package index's torch of that version is the CUDA build; a machine set up with a CPU file takes that.
 CONSTRAINTS := constraints.txt
+# Of the dependencies, what a machine may lack that has torch, transformers, peft, accelerate and pytest.
+GPU_LACKS := attrs cattrs certifi charset-normalizer diffusers docstring_parser httpcore2 httpx2 idna importlib_metadata msgspec \
+	optree requests truststore typeguard tyro urllib3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-all test-lesser-cpu test-pretraining test-simulated-gpu test-gpu lint bench bench-gpu clean
+.PHONY: train test test-all test-lesser-cpu test-pretraining test-simulated-gpu gpu-pack gpu-first gpu-second lint bench clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train ddpo --processes auto --out $(RUN) $(ARGS)
@@ -37,9 +40,15 @@ test-pretraining: $(VENV)/installed-test
 test-simulated-gpu: $(VENV)/installed-test
 	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m simulated $(WORKERS) tests/engines/simulate tests/engines/dryrun tests/engines/plan $(ARGS)
 
-test-gpu: $(VENV)/installed-test
-	$(BIN)/python -P -m fluvial.bench gpu --parts nccl invariance --limit 0.8
-	FLUVIAL_TEST_DEVICE=cuda FLUVIAL_NO_TYPECHECK=1 timeout 380 $(BIN)/python -P -m pytest tests/kernels/test_fused.py $(ARGS)
+# Two visits to a GPU, from a plain folder with its own python3 and torch, and nothing installed: 330 s and 460 s at most. Rows
+# and logs are in $OUT. The machine needs what `make gpu-pack` collects here, on one with a package index.
+gpu-pack: $(BIN)/python
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 \
+		$(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(tag)_x86_64) --platform any \
+		--constraint $(CONSTRAINTS) --dest build/gpu-pack $(GPU_LACKS)
+
+gpu-first gpu-second:
+	sh bench/visit.sh $(@:gpu-%=%)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
@@ -52,9 +61,6 @@ bench: $(VENV)/installed
 	$(BIN)/python -P -m fluvial.bench phases
 	$(BIN)/python -P -m fluvial.bench traffic
 	$(BIN)/python -P -m fluvial.bench kernels --device cpu
-
-bench-gpu: $(VENV)/installed
-	$(BIN)/python -P -m fluvial.bench gpu --parts update compile kernels $(ARGS)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

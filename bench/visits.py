@@ -1,5 +1,6 @@
 """Parts of a visit to a GPU that run whole programs: kernels beside float64, runs, tests, and networks beside their plan."""
 
+import gc
 import json
 import os
 import subprocess
@@ -176,19 +177,25 @@ def time_networks(config: "GpuConfig", rows: "Rows", until: float) -> None:
             micro_batches=2,
             engine=EngineConfig(compute="bfloat16", compile=False, checkpointing="block" if trained == "full" else "none"),
         )
-        setting = f"{name}{f' {resolution}^2' if resolution else ''}, {trained}, {micro_batch} per pass"
-        with init_world() as world:
-            case = check.build_case(name, plan, world)
-            _time_network(case, setting, rows)
+        _time_network(
+            name, plan, f"{name}{f' {resolution}^2' if resolution else ''}, {trained}, {micro_batch} per pass", rows
+        )
+        gc.collect()  # hooks hold modules in reference cycles
 
 
-def _time_network(case: check.Case, setting: str, rows: "Rows") -> None:
+def _time_network(name: str, plan: PlanConfig, setting: str, rows: "Rows") -> None:
+    with init_world() as world:
+        _time_case(check.build_case(name, plan, world), setting, rows)
+
+
+def _time_case(case: check.Case, setting: str, rows: "Rows") -> None:
     engine, items, loss, micro_batch = case.engine, case.items, case.loss, case.micro_batch
     count, on_gpu = len(items["timestep"]), engine.world.device.type == "cuda"
     for compared in check.compare(case):
         rows.add(f"{compared.kind}, planned", setting, compared.planned, "bytes")
         rows.add(f"{compared.kind}, counted", setting, compared.measured, "bytes")
     if on_gpu:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def update() -> None:
@@ -206,4 +213,3 @@ def _time_network(case: check.Case, setting: str, rows: "Rows") -> None:
     if on_gpu:
         rows.add("allocator's peak", setting, torch.cuda.max_memory_allocated(), "bytes")
         rows.add("allocator's reserved", setting, torch.cuda.max_memory_reserved(), "bytes")
-        torch.cuda.empty_cache()

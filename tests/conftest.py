@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# The suite tests the CPU, whether or not there is a GPU (`make test-gpu` tests that). Set before torch looks for one.
+# The suite tests the CPU, whether or not there is a GPU (`make gpu-first` tests that). Set before torch looks for one.
 if "FLUVIAL_TEST_DEVICE" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

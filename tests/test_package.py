@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch_names
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "kernels", "engines", "models", "bench")
@@ -117,3 +119,13 @@ def test_pinned_versions_satisfy_the_ranges() -> None:
         optional = marker is not None and "extra ==" in str(marker) and not marker.evaluate({"extra": "test"})
         if not optional or importlib.util.find_spec(name.replace("-", "_")):
             assert importlib.metadata.version(name).split("+")[0] == pins[name], name
+
+
+def test_the_oldest_torch_has_all_that_is_used_of_it() -> None:
+    """Names and keywords, beside those that were recorded with it; `helpers/torch_names.py` says how."""
+    recorded = json.loads(torch_names.RECORD.read_text(encoding="utf-8"))
+    used = torch_names.find_used()
+    assert len(used) > 250
+    assert [name for name in used if name not in recorded] == []
+    unknown = {name: words - set(recorded[name]) for name, words in used.items() if recorded[name] is not None}
+    assert {name: words for name, words in unknown.items() if words} == {}

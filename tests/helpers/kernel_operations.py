@@ -13,7 +13,7 @@ from fluvial import kernels
 from fluvial.core.random import fold_in, key
 from fluvial.core.transitions import Transition
 
-# Where the table's tensors are: cpu, for Triton's interpreter, or with `make test-gpu` an accelerator.
+# Where the table's tensors are: cpu, for Triton's interpreter, or with `make gpu-first` an accelerator.
 DEVICE = os.environ.get("FLUVIAL_TEST_DEVICE", "cpu")
 
 Samples = dict[str, Tensor]  # float tensors [B, *event]; all may need a gradient

@@ -1,6 +1,6 @@
 """The fused kernels against the reference in float64.
 
-tests/sessions.py runs this in Triton's interpreter, `make test-gpu` on an accelerator.
+tests/sessions.py runs this in Triton's interpreter, `make gpu-first` on an accelerator.
 """
 
 import itertools
