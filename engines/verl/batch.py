@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fluvial.engines.errors import UsageError
 from fluvial.models import Cond
@@ -96,12 +97,13 @@ class Fields:
                 f"{name} has rows of {min(lengths)} to {max(lengths)} tokens, and the model attends to padding: pass the "
                 "embeddings as the rollout had them, with their padding"
             )
-        return torch.nested.to_padded_tensor(value, padding=0)
+        # `to_padded_tensor` pads to a cached length, and to the sum of the lengths where there is none.
+        return pad_sequence(list(value.unbind()), batch_first=True)
 
 
-def lengths_of(value: Any) -> list[int]:
+def lengths_of(value: Tensor) -> list[int]:
     """Return the length of each row of a tensor, jagged or not."""
-    return value.offsets().diff().tolist() if value.is_nested else [value.shape[1]] * len(value)
+    return [len(row) for row in value.unbind()]
 
 
 def step_by_step(value: Tensor) -> Tensor:

@@ -183,7 +183,8 @@ def _engine(config: Any, model: Any, *, ranks: int) -> EngineConfig:
     backend = model.attn_backend
     return EngineConfig(
         comm="reshard" if config.reshard_after_forward else "keep",
-        grad_sync="last" if config.use_no_sync_for_gradient_accumulation else "every",
+        # Without the field (verl 0.9.0, 0.10.0.dev), gradients are always synchronised after the last micro-batch.
+        grad_sync="last" if getattr(config, "use_no_sync_for_gradient_accumulation", True) else "every",
         replicas=ranks // size,
         context_parallel=int(config.ulysses_sequence_parallel_size),
         compute=_dtype("engine.mixed_precision.param_dtype", mixed["param_dtype"]) if "param_dtype" in mixed else "auto",

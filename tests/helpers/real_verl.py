@@ -4,6 +4,7 @@
 more, so the packages above the modules that are tested are stand-ins, which only know where their modules lie.
 """
 
+import importlib.util
 import sys
 import types
 from functools import cache
@@ -13,6 +14,7 @@ import pytest
 import wheels
 
 VERSION = "0.9.1"
+OTHER = "0.9.0"  # its FSDPEngineConfig lacks a field, as that of 0.10.0.dev
 FOLDER = wheels.BUILD / f"verl-{VERSION}"
 # Modules that configs name types of, and that want packages which are not here: the name of the type in each.
 NAMED = {"verl.utils.profiler": "ProfilerConfig", "verl.workers.config.model": "HFModelConfig"}
@@ -36,3 +38,12 @@ def load() -> Any:
 def part(name: str) -> Any:
     """Return a module of verl, after `load`."""
     return wheels.module(name)
+
+
+def other_engine_config() -> Any:
+    """Return the class FSDPEngineConfig of verl `OTHER`, after `load`."""
+    file = wheels.install("verl", OTHER) / "verl" / "workers" / "config" / "engine.py"
+    spec: Any = importlib.util.spec_from_file_location("verl.workers.config.engine_of_another_version", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FSDPEngineConfig

@@ -65,9 +65,9 @@ def model_config(name: str, folder: Path, **changes: Any) -> Any:
     return SimpleNamespace(**{**fields, **changes})
 
 
-def engine_config(**changes: Any) -> Any:
-    """Return verl's own FSDPEngineConfig with the strategy that its actor's config sets afterwards."""
-    config = real_verl.part("verl.workers.config.engine").FSDPEngineConfig(
+def engine_config(*, kind: Any = None, **changes: Any) -> Any:
+    """Return verl's own FSDPEngineConfig, or a `kind` of it, with the strategy that its actor's config sets afterwards."""
+    config = (kind or real_verl.part("verl.workers.config.engine").FSDPEngineConfig)(
         **{"micro_batch_size_per_gpu": 4, "infer_micro_batch_size_per_gpu": 4, "dtype": "float32", **changes}
     )
     object.__setattr__(config, "strategy", "fluvial")

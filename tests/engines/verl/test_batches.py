@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_verl
 import tiny_pipelines
 import torch
 import verl_runs
@@ -50,6 +51,25 @@ def test_other_layouts_of_a_batch_give_the_same_log_probs(folders: dict[str, Pat
     sized = verl_runs.batch("qwen-image", made, height=16, width=16)
     engine.settings.__dict__["size"] = (32, 32, 1)  # that of the batch counts
     assert torch.equal(log_probs(engine, sized), expected)
+
+
+@pytest.mark.parametrize("name", ["sd3", "qwen-image"])
+def test_mini_batches_of_verl_have_the_log_probs_of_their_samples(
+    folders: dict[str, Path], world: World, name: str
+) -> None:
+    """verl's own iterator of `train_mini_batch` makes jagged rows without a cached maximum; padding follows the longest."""
+    utils = real_verl.part("verl.utils.tensordict_utils")
+    made = verl_runs.rollout(name, folders[name])
+    engine = verl_runs.build(verl_runs.model_config(name, folders[name]))
+    data = verl_runs.batch(name, made)
+    expected, tokens = log_probs(engine, data), data["prompt_embeds"]
+    masked = name == "qwen-image"  # SD3 attends to padding, so its rows are as long as in the rollout
+    mask = data["prompt_embeds_mask"].bool() if masked else torch.ones(tokens.shape[:2], dtype=torch.bool)
+    rows = torch.nested.as_nested_tensor([row[own] for row, own in zip(tokens, mask, strict=True)], layout=torch.jagged)
+    jagged = without(data, "prompt_embeds", "prompt_embeds_mask", prompt_embeds=rows)
+    halves = utils.make_iterator(jagged, mini_batch_size=2, epochs=1)
+    found = torch.cat([log_probs(engine, half) for half in halves])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("kind", "form"), [("cps", "unscaled"), ("dance_sde", "density")])

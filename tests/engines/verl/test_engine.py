@@ -52,6 +52,14 @@ def made(folders: dict[str, Path]) -> verl_runs.Made:
     return verl_runs.rollout("sd3", folders["sd3"])
 
 
+def test_an_engine_starts_with_the_config_of_another_verl(folders: dict[str, Path], world: World) -> None:
+    """0.9.0, like 0.10.0.dev, has no `use_no_sync_for_gradient_accumulation`, and synchronises gradients once."""
+    config = verl_runs.engine_config(kind=real_verl.other_engine_config())
+    assert not hasattr(config, "use_no_sync_for_gradient_accumulation")
+    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), engine=config)
+    assert engine.settings.engine.grad_sync == "last"
+
+
 def test_the_entry_point_registers_an_engine_for_each_model_type(base: Any) -> None:
     """The group is verl's, and what it names is what verl's registry then holds, as subclasses of verl's own class."""
     group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
