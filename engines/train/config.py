@@ -166,8 +166,9 @@ class TrainConfig:
         collective_timeout: Seconds that processes wait for each other in a collective before they give up on one that died
             or hangs.
         resume: Continue the run in `out` from its newest checkpoint, with its recorded settings where none is given. A
-            continued run may change what does not change an update: `updates` (fewer, too), engine, evaluation, checkpoints,
-            exports, tracker, max_invalid and where rollouts are made. Any other change makes it another run, and is refused.
+            continued run may change what does not change an update: `updates` (fewer, too; not more while the learning rate
+            depends on their number), engine, evaluation, checkpoints, exports, tracker, max_invalid and where rollouts are
+            made. Any other change makes it another run, and is refused.
         resume_from: Continue from this checkpoint, a folder or a URL.
         objective: Loss that the policy is trained with, and its hyper-parameters; a frozen dataclass of your own too.
         rollout: How samples are generated.

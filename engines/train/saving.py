@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.errors import RunError
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.fsdp.config import lr_factor
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
@@ -143,6 +144,7 @@ class Saver:
 
         Raises:
             RunError: it is damaged, or of another run.
+            UsageError: more updates than planned would raise the learning rate again.
         """
         state = optree.tree_map(torch.empty_like, self.engine.state())
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
@@ -150,9 +152,10 @@ class Saver:
         if self.ahead is not None:  # whose shapes only the checkpoint knows
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
         planned = checkpoint.setting(path, "updates", world=self.world)
-        if replanned := planned is not None and planned != fingerprint.get("updates", planned):
+        if planned is not None:
             fingerprint["updates"] = planned
         meta: dict[str, Any] = checkpoint.load(path, {**state, **requested}, fingerprint=fingerprint, world=self.world)
+        replanned = self._is_replanned(meta["run"]["updates"], done=meta["engine"]["updates"])
         self.engine.restore(state, meta["engine"])
         if self.ahead is not None:
             self.ahead.restore(requested, meta["ahead"])
@@ -163,9 +166,7 @@ class Saver:
                 line = f"{path} is after update {done}, and updates is {asked}: evaluate and export these weights"
                 self.console.print(line, highlight=False, soft_wrap=True)
             elif replanned:
-                line = (
-                    f"updates was {planned}, is {asked}: from here the learning rate follows the schedule of {asked} updates"
-                )
+                line = f"updates is {asked} now: from here the learning rate follows the schedule of {asked} updates"
                 self.console.print(line, highlight=False, soft_wrap=True)
             now = self._environment()
             changed = [
@@ -176,6 +177,20 @@ class Saver:
             self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
         known = {name: meta[name] for name in asdict(Progress())}
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
+
+    def _is_replanned(self, planned: int, *, done: int) -> bool:
+        """Return whether the learning rate from here on is another one than that of the schedule of `planned` updates."""
+        asked, optimizer = self.config.updates, self.config.optimizer
+        was, now = lr_factor(self.engine.optimizer, optimizer, updates=planned)(done), self.engine.lr_factor(done)
+        if was != now and asked > planned:
+            raise UsageError(
+                "updates",
+                asked,
+                f"at most {planned}",
+                f"the learning rate was planned for {planned} updates, and would go from {optimizer.lr * was:g} to "
+                f"{optimizer.lr * now:g}; to train longer, start another run with `model` set to the folder of this one",
+            )
+        return was != now
 
     def _environment(self) -> dict[str, Any]:
         """Return what the bits of a run depend on besides its settings, with the numbers of pairs that were chosen there."""

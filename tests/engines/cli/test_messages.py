@@ -204,9 +204,9 @@ def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, capfd: p
     resumed = ["train", "grpo", "--resume", "--out", str(out), "--updates"]
     assert cli.run([*resumed, "1"]) == 0
     assert "is after update 2, and updates is 1: evaluate and export" in capfd.readouterr().out.replace("\n", " ")
-    assert cli.run([*resumed, "3"]) == 0
-    said = capfd.readouterr().out.replace("\n", " ")
-    assert "updates was 2, is 3: from here the learning rate follows the schedule of 3 updates" in said
+    assert cli.run([*resumed, "3"]) == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "--updates is 3, expected at most 2: the learning rate was planned for 2 updates, and would go from 0 to" in said
     shutil.rmtree(out / "checkpoints")
     assert cli.run([*resumed, "1"]) == 0
     assert "holds no checkpoint yet: the run starts from the beginning" in capfd.readouterr().out.replace("\n", " ")

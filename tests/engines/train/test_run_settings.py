@@ -13,6 +13,7 @@ import torch
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
@@ -342,3 +343,31 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: Wo
         del record["seconds"], record["speed"], record["memory"]
         found.append(record)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "refused"),
+    [
+        (OptimizerConfig(schedule="cosine"), True),
+        (OptimizerConfig(schedule="cosine", min_lr_ratio=0.5), True),
+        (OptimizerConfig(warmup_ratio=0.5), True),
+        (OptimizerConfig(warmup_ratio=0.01), False),  # the warm-up is over in both
+        (OptimizerConfig(warmup=1), False),
+    ],
+)
+def test_more_updates_never_change_a_planned_learning_rate(
+    one: World, tmp_path: Path, optimizer: OptimizerConfig, refused: bool
+) -> None:
+    """A resumption with more updates is refused while the learning rate depends on their number; fewer are not."""
+    config = tiny.config(tmp_path, updates=4, optimizer=replace(optimizer, lr=0.01))
+    with Trainer(config, tiny.job(), one) as trainer:
+        for _ in range(2):
+            trainer.update()
+        trainer.save()
+    for updates in (3, 8):
+        with Trainer(replace(config, updates=updates), tiny.job(), one) as trainer:
+            if refused and updates == 8:
+                with pytest.raises(UsageError, match="updates is 8, expected at most 4: the learning rate was planned"):
+                    trainer.resume(tmp_path / "checkpoints" / "000002")
+            else:
+                trainer.resume(tmp_path / "checkpoints" / "000002")
