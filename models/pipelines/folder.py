@@ -1,9 +1,15 @@
 """Read the folder of a pipeline as diffusers saves it: download it, list its parts, and name what is missing."""
 
+import atexit
 import json
+import os
+import shutil
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +21,21 @@ INDEX = "model_index.json"  # lists the parts of a pipeline
 # Files of weights, and indices of weights in several files, by the names of diffusers and of transformers.
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 INDICES = ("diffusion_pytorch_model.safetensors.index.json", "model.safetensors.index.json")
+# The variant that is taken where it is the only one. An index in it names files that keep their names.
+VARIANT = ".fp16"
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"  # settings of published models, without weights
 
 
 def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -> Path:
     """Return the folder of a pipeline; an id on the Hugging Face Hub is downloaded into the Hub's cache.
 
+    A folder with parts that have weights in float16 alone is a temporary one, whose links have the names without a variant.
+
     Raises:
         ValueError: there is no such folder, and the download fails.
     """
     if Path(name_or_path).expanduser().is_dir():
-        return Path(name_or_path).expanduser()
+        return _without_variants(Path(name_or_path).expanduser())
     if not has_values(default_device()) and (folder := configuration(str(name_or_path))) is not None:
         return folder
     from diffusers import DiffusionPipeline
@@ -35,10 +45,52 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
     try:
         validate_repo_id(str(name_or_path))  # the Hub is not asked for a path
         with reachable_or_cached() as reachable, nullcontext() if reachable else quietly():
-            return Path(DiffusionPipeline.download(str(name_or_path), **options))
+            try:
+                folder = DiffusionPipeline.download(str(name_or_path), **options)
+            except OSError as error:
+                if "Could not find the necessary" not in str(error):
+                    raise
+                folder = DiffusionPipeline.download(str(name_or_path), variant=VARIANT[1:], **options)
+        return _without_variants(Path(folder))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
         raise ValueError(f"{name_or_path} is not a folder, and cannot be downloaded from the Hub: {reason}") from error
+
+
+def _without_variants(folder: Path) -> Path:
+    """Return a pipeline's folder, or one of links to it if parts have their weights in float16 alone."""
+    parts = entries(folder) if (folder / INDEX).is_file() else {}
+    alone = [name for name in parts if _has_float16_alone(folder / name)]
+    return _link_without_variants(folder.absolute(), tuple(alone)) if alone else folder
+
+
+def _has_float16_alone(part: Path) -> bool:
+    names = (*WEIGHTS, *INDICES)
+    return any((part / _in_float16(name)).is_file() for name in names) and not any((part / name).is_file() for name in names)
+
+
+def _in_float16(name: str) -> str:
+    """Return the name of a file of weights, or of an index, in float16."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}{VARIANT}{dot}{suffix}"
+
+
+@cache
+def _link_without_variants(folder: Path, alone: tuple[str, ...]) -> Path:
+    """Return a temporary folder of links to a pipeline, where the files in float16 of the parts `alone` have plain names."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{folder}: {', '.join(alone)} have weights in float16 alone, which are read", file=sys.stderr)
+    links = Path(tempfile.mkdtemp(prefix="fluvial-float16-"))
+    atexit.register(shutil.rmtree, links, ignore_errors=True)
+    plain = {_in_float16(name): name for name in (*WEIGHTS, *INDICES)}
+    for path in folder.iterdir():
+        if path.name not in alone:
+            (links / path.name).symlink_to(path)
+            continue
+        (links / path.name).mkdir()
+        for file in path.iterdir():
+            (links / path.name / plain.get(file.name, file.name)).symlink_to(file)
+    return links
 
 
 def check_known(name: str) -> None:

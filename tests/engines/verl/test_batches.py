@@ -54,9 +54,7 @@ def test_other_layouts_of_a_batch_give_the_same_log_probs(folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen-image"])
-def test_mini_batches_of_verl_have_the_log_probs_of_their_samples(
-    folders: dict[str, Path], world: World, name: str
-) -> None:
+def test_mini_batches_of_verl_have_the_log_probs_of_their_samples(folders: dict[str, Path], world: World, name: str) -> None:
     """verl's own iterator of `train_mini_batch` makes jagged rows without a cached maximum; padding follows the longest."""
     utils = real_verl.part("verl.utils.tensordict_utils")
     made = verl_runs.rollout(name, folders[name])

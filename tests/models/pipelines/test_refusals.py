@@ -3,12 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import (
     STEPS,
     each_row,
@@ -172,13 +174,30 @@ def test_a_missing_file_is_named(gone: str, message: str, tmp_path: Path, folder
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_with_only_a_float16_variant_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
-    """diffusers finds such weights only if it is told the name of the variant."""
-    shutil.copytree(folders("sd3"), tmp_path / "copy")
-    part = tmp_path / "copy" / "transformer"
-    (part / "diffusion_pytorch_model.safetensors").rename(part / "diffusion_pytorch_model.fp16.safetensors")
-    with pytest.raises(ValueError, match=r"or model\.safetensors, only diffusion_pytorch_model\.fp16\.safetensors; save"):
-        open_model(tmp_path / "copy")
+@pytest.mark.parametrize("size", ["10GB", "30KB"])
+def test_weights_in_float16_are_read_if_there_are_no_others(
+    size: str, tmp_path: Path, folders: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As diffusers saves the variant, in one file or several: values are those of float16, and one line says so."""
+    copy, whole = tmp_path / "copy", opened("sd3", folders("sd3"))
+    shutil.copytree(folders("sd3"), copy)
+    networks: dict[str, Any] = {"transformer": whole.build(), "vae": whole.vae}
+    for part, network in networks.items():
+        for file in (copy / part).glob("*.safetensors*"):
+            file.unlink()
+        deepcopy(network).half().save_pretrained(copy / part, variant="fp16", max_shard_size=size)
+    text = copy / "text_encoder"
+    tensors = {name: tensor.half() for name, tensor in load_file(text / "model.safetensors").items()}
+    save_file(tensors, text / "model.fp16.safetensors", metadata={"format": "pt"})
+    (text / "model.safetensors").unlink()
+    models = [opened("sd3", copy), opened("sd3", copy)]
+    assert (
+        capfd.readouterr().err == f"{copy}: text_encoder, transformer, vae have weights in float16 alone, which are read\n"
+    )
+    for found, expected in ((models[0].build(), networks["transformer"]), (models[1].vae, networks["vae"])):
+        pairs = zip(found.parameters(), expected.parameters(), strict=True)
+        assert all(torch.equal(one, other.half().float()) for one, other in pairs)
+    assert models[0].encode(["a fox"]).tokens.isfinite().all()
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, folders: Callable[[str], Path]) -> None:
@@ -200,7 +219,9 @@ def test_a_hub_id_is_downloaded(folders: Callable[[str], Path], monkeypatch: pyt
 
     def download(name: str, **options: Any) -> str:
         asked.append((name, options))
-        if name != "somebody/model":
+        if name == "somebody/half" and "variant" not in options:
+            raise OSError("Could not find the necessary `safetensors` weights in {...} (variant=None)")
+        if not name.startswith("somebody/"):
             raise OSError("We couldn't connect.\nMore lines.")
         return str(folders("sd3"))
 
@@ -208,7 +229,10 @@ def test_a_hub_id_is_downloaded(folders: Callable[[str], Path], monkeypatch: pyt
     model = open_model("somebody/model")
     assert isinstance(model, SD3)
     assert model.weights == folders("sd3") / "transformer"
-    assert asked == [("somebody/model", {"use_safetensors": True, "trust_remote_code": False})]
+    options = {"use_safetensors": True, "trust_remote_code": False}
+    assert asked == [("somebody/model", options)]
+    open_model("somebody/half")
+    assert asked[2:] == [("somebody/half", {"variant": "fp16", **options})]
     with pytest.raises(
         ValueError, match="no-one/model is not a folder, and cannot be downloaded from the Hub: We couldn't"
     ) as why:
