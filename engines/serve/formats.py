@@ -5,7 +5,7 @@ import binascii
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
-from fluvial.engines.wire.decode import WireError, convert
-
-T = TypeVar("T")
 
 FILES = ("PNG", "JPEG", "WEBP")
 
@@ -82,13 +79,12 @@ class Score(Struct, frozen=True):
     requests: list[History]
 
 
-def flow_factory(value: Any, limits: Limits) -> list[Sample]:
+def flow_factory(body: Compute, limits: Limits) -> list[Sample]:
     """Return the samples of a request to /compute.
 
     Raises:
-        RequestError: it has another form, or its images have too many pixels.
+        RequestError: its fields do not go together, or its images have too many pixels.
     """
-    body = _typed(value, Compute)
     if body.condition_videos:
         raise RequestError(400, "condition_videos is set, and no reward here takes any")
     if bool(body.image) == bool(body.video):
@@ -111,15 +107,15 @@ def flow_factory(value: Any, limits: Limits) -> list[Sample]:
     return samples
 
 
-def unirl(value: Any, limits: Limits) -> list[ScoreRequest]:
+def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
     """Return the samples of a request to /score; of each history the last turn, as UniRL's rewards take it.
 
     Raises:
-        RequestError: it has another form, or its images have too many pixels.
+        RequestError: a sample has no image or no text, or the images have too many pixels.
     """
     decoder = _Decoder(limits.most_pixels)
     found = []
-    for number, request in enumerate(_typed(value, Score).requests):
+    for number, request in enumerate(body.requests):
         turn, where = request.history[-1], f"requests[{number}].history[-1]"
         if turn.video_b64 is not None or turn.video_path is not None:
             raise RequestError(400, f"{where} has a video, expected image_b64: send the frames of videos to /compute")
@@ -167,11 +163,3 @@ class _Decoder:
         if self.left < 0:
             raise RequestError(413, f"the images have more than {self.most / 1e6:g} megapixels: send fewer at once")
         return data
-
-
-def _typed(value: Any, kind: type[T]) -> T:
-    """Return a JSON value as an object of a type."""
-    try:
-        return convert(value, kind)
-    except WireError as error:
-        raise RequestError(400, str(error)) from None

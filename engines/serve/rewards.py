@@ -26,7 +26,7 @@ from fluvial.engines.rewards.signature import Samples, signature_of
 from fluvial.engines.serve import asgi
 from fluvial.engines.serve.asgi import RequestError, json_of, until_gone
 from fluvial.engines.serve.batching import Batcher
-from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory, unirl
+from fluvial.engines.serve.formats import Compute, Limits, Sample, Score, batch_of, flow_factory, unirl
 
 
 class Outcome(NamedTuple):
@@ -101,8 +101,8 @@ class RewardService:
         """
         name = request.path_params.get("reward") or (next(iter(self.batchers)) if len(self.batchers) == 1 else "")
         self._known(name)
-        value = await json_of(request, most_bytes=self.limits.most_bytes)
-        samples = await asyncio.to_thread(flow_factory, value, self.limits)
+        body = await json_of(request, Compute, most_bytes=self.limits.most_bytes)
+        samples = await asyncio.to_thread(flow_factory, body, self.limits)
         outcomes = await until_gone(request, self._scored(name, samples))
         if all(outcome.raised for outcome in outcomes):
             raise RunError(f"reward {name!r} {outcomes[0].problem}")
@@ -117,8 +117,8 @@ class RewardService:
         Raises:
             RequestError: the request is wrong.
         """
-        value = await json_of(request, most_bytes=self.limits.most_bytes)
-        requests = await asyncio.to_thread(unirl, value, self.limits)
+        body = await json_of(request, Score, most_bytes=self.limits.most_bytes)
+        requests = await asyncio.to_thread(unirl, body, self.limits)
         names = list(dict.fromkeys(name for each in requests for name in each.rewards))
         for name in names:
             if name not in self.batchers:

@@ -1,6 +1,6 @@
 """Typed decoding by msgspec: what does not fit its type is a `WireError` of one line that names the field.
 
-Unknown fields are ignored.
+Unknown fields are ignored, except by types that forbid them.
 """
 
 from collections.abc import Callable
@@ -40,6 +40,24 @@ def convert(
         return msgspec.convert(_without_nulls(value) if lenient else value, kind, dec_hook=hook)
     except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:  # the last of half a surrogate pair
         raise _one_line(error, name) from None
+
+
+def decode(body: bytes | bytearray, kind: type[T], *, lenient: bool = False) -> T:
+    """Return the JSON of a request's body as an object of a type; a field that the type lacks makes no object.
+
+    Args:
+        lenient: see `convert`.
+
+    Raises:
+        WireError: it is not JSON, or does not fit the type.
+    """
+    try:
+        value = msgspec.json.decode(body, type=Any if lenient else kind)
+    except msgspec.ValidationError as error:
+        raise _one_line(error, "") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise WireError("the body is not JSON, or is nested too deeply") from None
+    return convert(value, kind, lenient=True) if lenient else value
 
 
 def unpack(data: bytes, kind: Any, *, json: bool = False, name: str = "") -> Any:

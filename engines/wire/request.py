@@ -1,7 +1,7 @@
 """A request of `POST /rollout/generate`: sglang-diffusion's fields, and fluvial's own below `extra_sampling_params`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
@@ -46,7 +46,7 @@ class RequestLimits:
     characters: int = 65536
 
 
-class FluvialOptions(Struct, frozen=True, omit_defaults=True):
+class FluvialOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Fields of a request that fluvial's own server takes beyond sglang's.
 
     Args:
@@ -93,8 +93,8 @@ class FluvialOptions(Struct, frozen=True, omit_defaults=True):
     media: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=16)] | None = None
 
 
-class ExtraParams(Struct, frozen=True, omit_defaults=True):
-    """Further settings: a server of fluvial reads its own, and ignores the rest.
+class ExtraParams(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Further settings of a request, see `read_request`.
 
     Args:
         fluvial: fluvial's own fields. A request that has them, be they empty, is answered in fluvial's form, any other in
@@ -108,7 +108,7 @@ NO_EXTRA = ExtraParams()  # the default, which is left out of what is written
 NO_OPTIONS = FluvialOptions()
 
 
-class RolloutRequest(Struct, frozen=True, omit_defaults=True):
+class RolloutRequest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A prompt, and how its samples are made. Fields and defaults are sglang's; see the schema for their meaning.
 
     Args:
@@ -130,7 +130,8 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
         rollout_return_step_indices: boundaries of steps, 0 to T, whose latents are returned; None is all of them.
         rollout_video_dtype: "uint8" quantises videos.
         suppress_logs: leave out `peak_memory_mb`.
-        extra_sampling_params: further settings, fluvial's own among them.
+        extra_sampling_params: fluvial's own fields. Other fields of a request that are here replace those above, as sglang's
+            server does.
     """
 
     prompt: str
@@ -200,12 +201,12 @@ class RolloutRequest(Struct, frozen=True, omit_defaults=True):
 
 
 def read_request(value: Any, limits: RequestLimits | None = None) -> RolloutRequest:
-    """Return the request of a JSON value; unknown fields are ignored, and null is the default.
+    """Return the request of a JSON value; null is the default.
 
     Raises:
-        WireError: it breaks the schema, its values contradict each other, or it is too large.
+        WireError: it breaks the schema or has unknown fields, its values contradict each other, or it is too large.
     """
-    request, limits = convert(value, RolloutRequest, lenient=True), limits or RequestLimits()
+    request, limits = convert(_with_extra(value), RolloutRequest, lenient=True), limits or RequestLimits()
     pixels = (request.width or 1) * (request.height or 1) * (request.num_frames or 1)
     for name, size, most in (
         ("prompt", len(request.prompt), limits.characters),
@@ -218,6 +219,28 @@ def read_request(value: Any, limits: RequestLimits | None = None) -> RolloutRequ
             raise WireError(f"{name}: got {size}, expected at most {most}")
     _check(request)
     return request
+
+
+def _with_extra(value: Any) -> Any:
+    """Return the JSON value of a request with what is below `extra_sampling_params`, but fluvial's own, among its fields.
+
+    Raises:
+        WireError: a field there is none of a request.
+    """
+    extra = value.get("extra_sampling_params") if isinstance(value, dict) else None
+    if not isinstance(extra, dict):
+        return value
+    own = {name: item for name, item in extra.items() if name == "fluvial"}
+    after = own["fluvial"].get("after") if isinstance(own.get("fluvial"), dict) else None
+    if isinstance(after, dict) and (unknown := sorted({*after} - {each.name for each in fields(Tail)})):
+        raise WireError(f"extra_sampling_params.fluvial.after: {unknown[0][:60]} is unknown, expected fields of the steps after")
+    others = {name: item for name, item in extra.items() if name not in own and item is not None}
+    for name in others:
+        if name not in RolloutRequest.__struct_fields__ or name == "extra_sampling_params":
+            raise WireError(f"extra_sampling_params: {name[:60]} is set, which this server lacks: leave it out")
+    if others.get("rollout", value.get("rollout", True)) != value.get("rollout", True):
+        raise WireError("extra_sampling_params: rollout differs from that of the request, which sglang takes: leave it out")
+    return {**value, **others, "extra_sampling_params": own}
 
 
 def written(request: RolloutRequest) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """POST /v1/images/generations: images of a prompt in the format of OpenAI, with the fields that sglang adds to it.
 
 Images come back as base64 in `b64_json`; nothing is written to disk, so there are no URLs. Fields that change no sample here
-are ignored: `model`, `quality`, `style`, `user`, `output_quality`, `generator_device`. Fields that would change one, and
-that this server lacks, are refused unless they are off.
+are ignored (`IGNORED`). Fields that would change one, and that this server lacks, are refused unless they are off, and
+unknown fields are refused.
 """
 
 import asyncio
@@ -41,8 +41,14 @@ UNSUPPORTED = (
     "profile",
 )
 
+IGNORED = {
+    *("model", "quality", "style", "user", "output_quality", "generator_device"),
+    # Numbers of what is refused above.
+    *("upscaling_scale", "num_profiled_timesteps", "profile_all_stages", "progressive_levels", "progressive_delta"),
+}
 
-class ImagesRequest(Struct, frozen=True):
+
+class ImagesRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Images to make.
 
     Args:
@@ -98,10 +104,11 @@ def image_routes(service: RolloutService) -> list[Route]:
     """
 
     async def generations(request: Request) -> JSONResponse:
-        value = await json_of(request, most_bytes=service.limits.body)
-        asked = convert(value, ImagesRequest, lenient=True)
+        value = await json_of(request, dict[str, Any], most_bytes=service.limits.body)
         if found := [name for name in UNSUPPORTED if value.get(name) not in OFF]:
             raise RequestError(400, f"{found[0]} is {str(value[found[0]])[:40]!r}, which this server lacks: leave it out")
+        read = {name: each for name, each in value.items() if name not in IGNORED and name not in UNSUPPORTED}
+        asked = convert(read, ImagesRequest, lenient=True)
         if asked.response_format == "url":
             raise RequestError(400, "response_format is url, and this server keeps no files: expected b64_json")
         if len(service.policy.shape) > 3:

@@ -51,8 +51,9 @@ class RolloutService:
             RequestError: the request is wrong or too large, too many samples wait, or it took too long.
             RunError: the samples cannot be made.
         """
-        value = await json_of(request, most_bytes=self.limits.body)
-        samples = await self.made(request, [read_request(value, self.limits.request)])
+        value = await json_of(request, dict[str, Any], most_bytes=self.limits.body)
+        asked = await asyncio.to_thread(read_request, value, self.limits.request)
+        samples = await self.made(request, [asked])
         return Response(await asyncio.to_thread(write_response, samples), media_type=MSGPACK)
 
     async def made(self, request: Request, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:

@@ -45,7 +45,7 @@ Names = Annotated[tuple[str, ...], Meta(max_length=4096)]
 PRODUCTS: dict[str, Product] = {"auto": "auto", "dynamic": "factors", "merge": "merged"}
 
 
-class Change(Struct, frozen=True):
+class Change(Struct, frozen=True, forbid_unknown_fields=True):
     """A change of the weights, with the version that they will have."""
 
     weight_version: Version | Digits | None = None
@@ -57,13 +57,19 @@ class FromDisk(Change, frozen=True, kw_only=True):
     model_path: Text
     target_modules: Names | None = None
     sha256: dict[str, Text] = {}
+    flush_cache: bool = True  # sglang's; nothing here outlives the weights
 
 
 class FromTensors(Change, frozen=True, kw_only=True):
-    """A bucket of a push; sglang's payloads are pickles, which are not read."""
+    """A bucket of a push; sglang's payloads are pickles, which are not read, nor are the fields that belong to them."""
 
     load_format: str | None = None
     serialized_named_tensors: Annotated[list[str], Meta(min_length=1)]
+    payload_gpu_uuids: Any = None
+    target_modules: Any = None
+    weight_update_mode: Any = None
+    lora_alpha: Any = None
+    lora_rank: Any = None
 
 
 class ForAdapters(Change, frozen=True):
@@ -98,6 +104,7 @@ class UnloadLora(Change, frozen=True, kw_only=True):
     """Name of an adapter that is not needed any more."""
 
     lora_name: Text
+    lora_id: Any = None  # sglang's own, of its adapters in memory
 
 
 class MergeLora(ForAdapters, frozen=True, kw_only=True):
@@ -106,14 +113,14 @@ class MergeLora(ForAdapters, frozen=True, kw_only=True):
     strength: Strength = 1.0
 
 
-class Checker(Struct, frozen=True):
+class Checker(Struct, frozen=True, forbid_unknown_fields=True):
     """SHA-256 sums that tensors of a network should have."""
 
     target_module: str
     expected_named_tensors_sha256: Annotated[dict[str, str], Meta(min_length=1)]
 
 
-class Checksums(Struct, frozen=True):
+class Checksums(Struct, frozen=True, forbid_unknown_fields=True):
     """Names of networks and adapters."""
 
     module_names: Names | None = None
@@ -333,4 +340,4 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
 async def _body(request: Request, kind: type[Result]) -> Result:
     """Return the fields of a request, of which there may be none."""
     empty = not request.headers.get("content-length", "").strip("0") and "transfer-encoding" not in request.headers
-    return convert({} if empty else await json_of(request, most_bytes=MOST_BYTES), kind, lenient=True)
+    return convert({}, kind) if empty else await json_of(request, kind, most_bytes=MOST_BYTES, lenient=True)

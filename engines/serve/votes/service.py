@@ -8,6 +8,7 @@ POST /undo             {"voter"} -> as /next
 POST /groups, /votes   of training runs, see `fluvial.engines.rewards.clients.votes`
 """
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -29,7 +30,6 @@ from starlette.types import ASGIApp
 from fluvial.engines.serve import asgi
 from fluvial.engines.serve.asgi import RequestError, json_of
 from fluvial.engines.serve.votes.records import Vote, VoteFolder, group_id, image_name
-from fluvial.engines.wire.decode import convert
 
 PAGE = resources.files("fluvial.engines.serve.votes").joinpath("page.html").read_text(encoding="utf-8")
 SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
@@ -136,8 +136,8 @@ class VoteService:
 
     async def ask(self, request: Request) -> JSONResponse:
         """Take in a group, and return its state."""
-        body = convert(await json_of(request, most_bytes=MOST_MB * 1_000_000), Groups, name="the body")
-        images = _images(body.images)
+        body = await json_of(request, Groups, most_bytes=MOST_MB * 1_000_000)
+        images = await asyncio.to_thread(_images, body.images)
         name = group_id(body.prompt, images)
         if name not in self.groups:
             alike = len(set(images)) == 1
@@ -154,7 +154,7 @@ class VoteService:
 
     async def votes(self, request: Request) -> JSONResponse:
         """Return the states of groups, null for those that are unknown."""
-        body = convert(await json_of(request, most_bytes=MOST_MB * 1_000_000), Asked, name="the body")
+        body = await json_of(request, Asked, most_bytes=MOST_MB * 1_000_000)
         now = self.clock()
         for name in body.groups:
             if name in self.groups:
@@ -168,12 +168,12 @@ class VoteService:
 
     async def next(self, request: Request) -> JSONResponse:
         """Return the comparison that a voter should make, and the progress."""
-        body = convert(await json_of(request, most_bytes=100_000), Voting, name="the body")
+        body = await json_of(request, Voting, most_bytes=100_000)
         return JSONResponse(self._next(body.voter))
 
     async def image(self, request: Request) -> Response:
         """Return an image of a group."""
-        body = convert(await json_of(request, most_bytes=100_000), Shown, name="the body")
+        body = await json_of(request, Shown, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None or body.number >= group.size:
             raise RequestError(404, "there is no such image")
@@ -181,7 +181,7 @@ class VoteService:
 
     async def vote(self, request: Request) -> JSONResponse:
         """Keep a vote, and return the next comparison."""
-        body = convert(await json_of(request, most_bytes=100_000), Voted, name="the body")
+        body = await json_of(request, Voted, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None:
             raise RequestError(404, "no run has asked for this group")
@@ -197,7 +197,7 @@ class VoteService:
 
     async def undo(self, request: Request) -> JSONResponse:
         """Take back the last vote of a voter, and show its comparison again."""
-        body = convert(await json_of(request, most_bytes=100_000), Voting, name="the body")
+        body = await json_of(request, Voting, most_bytes=100_000)
         vote = self.folder.undo(body.voter)
         if vote is not None and vote.group in self.groups:
             self.groups[vote.group].count(vote, -1)

@@ -1,11 +1,19 @@
-"""Requests of web pages: nothing that a page in a browser on the same machine can send is obeyed."""
+"""Requests of web pages, which are never obeyed, and large bodies, which keep nobody else out."""
 
 import asyncio
+import threading
+from pathlib import Path
 from typing import Any
 
 import asgi
 import pytest
 import rollout_servers as servers
+import torch
+
+from fluvial.engines.serve import asgi as shared
+from fluvial.engines.serve import rewards
+from fluvial.engines.serve.votes import records
+from fluvial.engines.serve.votes import service as votes
 
 STOP = "/release_memory_occupation"
 CHANGES = (STOP, "/resume_memory_occupation", "/v1/set_lora", "/v1/unmerge_lora_weights", "/update_weights_from_disk")
@@ -66,3 +74,58 @@ def test_with_a_key_a_server_may_have_any_name() -> None:
 def test_probes_are_answered_under_any_name() -> None:
     for path in ("/health", "/health_generate"):
         assert asyncio.run(asgi.call(servers.served().app, path, headers={"host": "10.1.2.3:30000"})).status == 200
+
+
+def all_servers(folder: Path) -> dict[str, tuple[Any, str, dict[str, str]]]:
+    """Return the application of each server, a path that takes large bodies, and headers."""
+    scores = rewards.RewardService({"zero": lambda images, prompts: torch.zeros(len(prompts))})
+    polls = votes.application(votes.VoteService(records.VoteFolder(folder)), key="k")
+    return {
+        "rollouts": (servers.served().app, "/rollout/generate", {}),
+        "weights": (servers.served().app, "/get_weights_checksum", {}),
+        "images": (servers.served().app, "/v1/images/generations", {}),
+        "rewards": (rewards.application(scores), "/compute", {}),
+        "rewards of UniRL": (rewards.application(scores), "/score", {}),
+        "votes": (polls, "/groups", {"authorization": "Bearer k"}),
+    }
+
+
+@pytest.mark.parametrize("name", ["rollouts", "weights", "images", "rewards", "rewards of UniRL", "votes"])
+def test_a_body_of_too_many_values_is_never_decoded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would become an object: a body of 60 MB took gigabytes, and minutes in which nothing else was answered."""
+
+    def decode(*args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(shared, "decode", decode)
+    app, path, headers = all_servers(tmp_path)[name]
+    body = b'{"prompt": "1", "x": [' + b"0," * shared.MOST_VALUES + b"0]}"
+    answer = asyncio.run(asgi.call(app, path, body=body, headers=headers))
+    assert answer.status == 413
+    assert "the request has more than 250000 values: send less at once" in answer.value["detail"]
+
+
+@pytest.mark.parametrize("name", ["rollouts", "rewards"])
+def test_probes_are_answered_while_a_large_body_is_decoded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding goes on until they are answered."""
+    app, path, headers = all_servers(tmp_path)[name]
+    decode, begun, answered = shared.decode, threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert answered.wait(60)
+        return decode(*args, **options)
+
+    monkeypatch.setattr(shared, "decode", slowly)
+
+    async def ask() -> tuple[int, int]:
+        body = b'{"prompt": "' + b"1" * shared.SMALL + b'"}'
+        large = asyncio.create_task(asgi.call(app, path, body=body, headers=headers))
+        await asyncio.to_thread(begun.wait, 60)
+        probe = await asgi.call(app, "/health")
+        answered.set()
+        return probe.status, (await large).status
+
+    assert asyncio.run(ask()) == (200, 400)

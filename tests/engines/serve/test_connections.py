@@ -41,7 +41,7 @@ async def opened(limits: ConnectionLimits = QUICK, key: str = "") -> AsyncIterat
     go = asyncio.Event()
 
     async def echo(request: Request) -> Response:
-        return JSONResponse(await json_of(request, most_bytes=1000))
+        return JSONResponse(await json_of(request, dict[str, Any], most_bytes=1000))
 
     async def slow(request: Request) -> Response:
         await go.wait()

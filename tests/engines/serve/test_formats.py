@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import struct
 import zlib
 from typing import Any
@@ -15,7 +16,17 @@ from PIL import Image
 
 from fluvial.engines.data.records import texts
 from fluvial.engines.serve.asgi import RequestError
-from fluvial.engines.serve.formats import Limits, Sample, batch_of, flow_factory, unirl
+from fluvial.engines.serve.formats import (
+    Compute,
+    Limits,
+    Sample,
+    Score,
+    ScoreRequest,
+    batch_of,
+    flow_factory,
+    unirl,
+)
+from fluvial.engines.wire.decode import WireError, decode
 
 LIMITS = Limits(most_pixels=100)
 
@@ -25,6 +36,16 @@ def file(value: int = 0, size: tuple[int, int] = (4, 2), kind: str = "PNG") -> s
     buffer = io.BytesIO()
     Image.new("RGB", size, (value, value, value)).save(buffer, kind)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+def computed(body: Any, limits: Limits = LIMITS) -> list[Sample]:
+    """Return the samples of a body of /compute."""
+    return flow_factory(decode(json.dumps(body).encode(), Compute), limits)
+
+
+def scored(body: Any) -> list[ScoreRequest]:
+    """Return the samples of a body of /score."""
+    return unirl(decode(json.dumps(body).encode(), Score), LIMITS)
 
 
 def bomb() -> str:
@@ -39,7 +60,7 @@ def bomb() -> str:
 
 
 def test_images_of_flow_factory() -> None:
-    found = flow_factory({"prompt": ["a", "b"], "image": [file(1), file(2, kind="JPEG")], "video": None}, LIMITS)
+    found = computed({"prompt": ["a", "b"], "image": [file(1), file(2, kind="JPEG")], "video": None})
     assert [sample.prompt.text for sample in found] == ["a", "b"]
     images, prompts = batch_of(found)
     assert images.shape == (2, 3, 2, 4)
@@ -49,7 +70,7 @@ def test_images_of_flow_factory() -> None:
 
 def test_videos_and_conditions_of_flow_factory() -> None:
     body = {"prompt": ["a"], "video": [[file(1), file(2), file(3)]], "condition_images": [[file(9)]]}
-    (sample,) = flow_factory(body, LIMITS)
+    (sample,) = computed(body)
     assert sample.image.shape == (3, 3, 2, 4)
     assert sample.image[0, :, 0, 0].tolist() == [1, 2, 3]
     assert isinstance(sample.prompt.image, bytes)
@@ -60,11 +81,11 @@ def test_requests_of_unirl() -> None:
     """The last turn counts."""
     turns = [{"text": "no"}, {"text": "a", "image_b64": file(5)}]
     body = {"requests": [{"history": turns, "required_rewards": ["x", "y", "x"], "metadata": {"tag": "t"}}]}
-    (request,) = unirl(body, LIMITS)
+    (request,) = scored(body)
     assert request.rewards == ("x", "y")
     assert (request.sample.prompt.text, request.sample.prompt.metadata) == ("a", {"tag": "t"})
     assert int(request.sample.image[0, 0, 0]) == 5
-    assert unirl({"requests": []}, LIMITS) == []
+    assert scored({"requests": []}) == []
 
 
 IMAGE = file()
@@ -100,9 +121,9 @@ IMAGE = file()
     ],
 )
 def test_wrong_requests_to_compute(body: Any, status: int, says: str) -> None:
-    with pytest.raises(RequestError, match=says) as error:
-        flow_factory(body, LIMITS)
-    assert error.value.status == status
+    with pytest.raises((RequestError, WireError), match=says) as error:
+        computed(body)
+    assert getattr(error.value, "status", 400) == status
 
 
 @pytest.mark.parametrize(
@@ -124,15 +145,15 @@ def test_wrong_requests_to_compute(body: Any, status: int, says: str) -> None:
     ],
 )
 def test_wrong_requests_to_score(request_: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says) as error:
-        unirl({"requests": [request_]}, LIMITS)
-    assert error.value.status == 400
+    with pytest.raises((RequestError, WireError), match=says) as error:
+        scored({"requests": [request_]})
+    assert getattr(error.value, "status", 400) == 400
 
 
 def test_a_bomb_is_refused_by_its_header() -> None:
     """A file of a few hundred bytes would become 10 GB."""
     with pytest.raises(RequestError) as error:
-        flow_factory({"prompt": ["a"], "image": [bomb()]}, Limits())
+        computed({"prompt": ["a"], "image": [bomb()]}, Limits())
     assert error.value.status in (400, 413)
 
 
@@ -151,13 +172,13 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_any_json_is_samples_or_a_request_error(value: Any) -> None:
-    for parse in (flow_factory, unirl):
+    for parse in (computed, scored):
         try:
-            found: Any = parse(value, LIMITS)
-        except RequestError as error:
+            found: Any = parse(value)
+        except (RequestError, WireError) as error:
             problem = error
         else:
             assert all(isinstance(getattr(each, "sample", each), Sample) for each in found)
             continue
-        assert problem.status in (400, 413)
-        assert "\n" not in problem.problem
+        assert getattr(problem, "status", 400) in (400, 413)
+        assert "\n" not in str(problem)

@@ -41,9 +41,17 @@ def test_the_defaults_are_those_of_sglang() -> None:
     assert (request.generator_device, request.outputs, request.seed, request.scale) == ("cuda", 1, None, None)
     assert (request.sampler, request.form) == ("flow_sde", "density")
     names = {field.name for field in fields(RolloutRequest)}
-    assert read_request({"prompt": "a", **dict.fromkeys(names - {"prompt"}), "unknown": [1]}) == request
-    assert read_request({"prompt": "a", "extra_sampling_params": {"fluvial": None, "guidance_scale_2": 3.0}}) == request
+    assert read_request({"prompt": "a", **dict.fromkeys(names - {"prompt"})}) == request
+    assert read_request({"prompt": "a", "extra_sampling_params": {"fluvial": None, "guidance_scale_2": None}}) == request
     assert read_request({"prompt": "a", "seed": 7.0, "guidance_scale": 4}) == RolloutRequest("a", seed=7, guidance_scale=4.0)
+
+
+def test_extra_fields_of_a_request_replace_its_own_as_in_sglang() -> None:
+    """Those that a request has; its server keeps the request's own `rollout`, so that another one is refused."""
+    extra = {"guidance_scale": 7.0, "num_inference_steps": 8, "rollout": True, "fluvial": {"reduction": "sum"}}
+    found = read_request({"prompt": "a", "guidance_scale": 2.0, "extra_sampling_params": extra})
+    assert (found.scale, found.num_inference_steps, found.fluvial.reduction) == (7.0, 8, "sum")
+    assert read_request({"prompt": "a", "extra_sampling_params": {"guidance_scale": 7.0}}).wants_sglang_form
 
 
 FULL = RolloutRequest(
@@ -165,6 +173,20 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         ({"rollout_video_dtype": "float"}, "rollout_video_dtype: Invalid enum value 'float'"),
         ({"image_path": "x.png"}, "image_path: Expected `array [|] null`, got `str`"),
         ({"extra_sampling_params": []}, "extra_sampling_params: Expected `object`, got `array`"),
+        ({"sigmas": [1.0, 0.5]}, "the body: Object contains unknown field `sigmas`"),
+        ({"true_cfg_scal": 4.0}, "the body: Object contains unknown field `true_cfg_scal`"),
+        *(
+            ({"extra_sampling_params": {name: value}}, f"extra_sampling_params: {name} is set, which this server lacks")
+            for name, value in {
+                "sigmas": [1.0, 0.5],
+                "guidance_scale_2": 9.0,
+                "initial_noise_latent_shape": [16, 8, 8],
+                "enable_teacache": False,
+                "extra_sampling_params": {},
+            }.items()
+        ),
+        ({"extra_sampling_params": {"rollout": False}}, "rollout differs from that of the request"),
+        ({"extra_sampling_params": {"guidance_scale": "7"}}, "guidance_scale: Expected `float [|] null`, got `str`"),
         ({"extra_sampling_params": {"fluvial": 1}}, r"extra_sampling_params.fluvial: Expected `object \| null`, got `int`"),
     ],
 )
@@ -178,6 +200,8 @@ def test_a_wrong_request_is_one_line(change: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"samplr": "dance_sde"}, "extra_sampling_params.fluvial: Object contains unknown field `samplr`"),
+        ({"after": {"fractoin": 0.5}}, "extra_sampling_params.fluvial.after: fractoin is unknown"),
         ({"key": [1]}, "fluvial.key: Expected `array` of length 2, got 1"),
         ({"key": [1, 2**32]}, r"key\[1\]: Expected `int` <= 4294967295"),
         ({"key": [1, 2]}, "set key and ids, or a seed"),

@@ -322,6 +322,7 @@ def test_images_are_files_of_the_samples(server: Server) -> None:
         ({"output_format": "gif"}, "output_format: Invalid enum value 'gif'"),
         ({"background": "transparent"}, "background is 'transparent', which this server lacks"),
         ({"enable_teacache": True}, "enable_teacache is 'True', which this server lacks"),
+        ({"guidence_scale": 2.0}, "the body: Object contains unknown field `guidence_scale`"),
         ({"task_type": "I2I"}, "task_type: Invalid enum value 'I2I'"),
     ],
 )

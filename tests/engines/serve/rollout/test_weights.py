@@ -412,6 +412,7 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
             {"load_format": SHARED_FILES, "serialized_named_tensors": ["{"]},
             "holds a text that is not JSON",
         ),
+        ("/v1/set_lora", {"lora_nickname": "x", "strenght": 2.0}, "the body: Object contains unknown field `strenght`"),
         ("/get_weights_checksum", {"module_names": 3}, "module_names: Expected `array"),
     ],
 )
