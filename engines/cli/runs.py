@@ -64,8 +64,8 @@ def listed() -> str:
 
 
 def described(found: PublishedRun) -> str:
-    """Return a run's sources, its settings side by side, and what is unusual about it."""
-    from fluvial.engines.train.published.resolve import side_by_side
+    """Return a run's sources, its settings side by side, those that are assumed, and what is unusual about it."""
+    from fluvial.engines.train.published.resolve import ASSUMED, side_by_side
 
     sources = {source: number for number, source in enumerate(found.sources, start=1)}
     lines = [
@@ -78,6 +78,7 @@ def described(found: PublishedRun) -> str:
         "",
     ]
     lines = [part for line in lines for part in wrapped(line, later=4) or [""]]
+    rows = list(side_by_side(found))
     settings = [
         (
             row.setting,
@@ -86,9 +87,12 @@ def described(found: PublishedRun) -> str:
             str(sources.get(row.source, "-")) if row.source else "-",
             row.why,
         )
-        for row in side_by_side(found)
+        for row in rows
+        if row.why != ASSUMED
     ]
     lines += table(("setting", "published", "ours", "source", "why"), settings)
+    if assumed := "; ".join(f"{row.setting} {row.ours}" for row in rows if row.why == ASSUMED):
+        lines += ["", f"{ASSUMED}, since no source states them", *wrapped(assumed, indent=2, later=2)]
     if found.unusual:
         lines += ["", "unusual", *(part for line in found.unusual for part in wrapped(f"- {line}", indent=2, later=4))]
     return "\n".join(lines)

@@ -233,7 +233,9 @@ def _with_extra(value: Any) -> Any:
     own = {name: item for name, item in extra.items() if name == "fluvial"}
     after = own["fluvial"].get("after") if isinstance(own.get("fluvial"), dict) else None
     if isinstance(after, dict) and (unknown := sorted({*after} - {each.name for each in fields(Tail)})):
-        raise WireError(f"extra_sampling_params.fluvial.after: {unknown[0][:60]} is unknown, expected fields of the steps after")
+        raise WireError(
+            f"extra_sampling_params.fluvial.after: {unknown[0][:60]} is unknown, expected fields of the steps after"
+        )
     others = {name: item for name, item in extra.items() if name not in own and item is not None}
     for name in others:
         if name not in RolloutRequest.__struct_fields__ or name == "extra_sampling_params":

@@ -62,9 +62,24 @@ READ_LATER: dict[str, dict[str, Any]] = {
     "d3po/sd1.5/compressibility": {**SMALL, "prompts_per_rollout": 20},
     "alignprop/sd1.5/aesthetic": SMALL,
     "alignprop/sd1.5/hps": SMALL,
-    "flow_grpo/sd3.5-medium/pickscore-fast": {"samples_per_prompt": 18, "prompts_per_rollout": 64},
+    "flow_grpo/sd3.5-medium/pickscore-fast": {
+        "samples_per_prompt": 18,
+        "prompts_per_rollout": 64,
+        "zero_advantage_filter": False,
+    },
     "unirl/qwen-image/nft": {"lora_targets": QWEN},
-    "miles_diffusion/qwen-image/ocr": {"lora_targets": QWEN},
+    "miles_diffusion/qwen-image/ocr": {
+        "lora_targets": QWEN,
+        "advantage_clip": 5.0,
+        "advantage_eps": 1e-4,
+        "advantage_std_ddof": 1,
+        "adam_eps": 1e-8,
+        "max_grad_norm": 1.0,
+        "lr_warmup_steps": 0,
+        "seed": 1234,
+    },
+    # The trainer's default, which its evaluations take (src/flow_factory/hparams/training_args.py:227-242).
+    "flow_factory/sd3.5-medium/crd-ocr": {"ema_enabled": True, "ema_decay": 0.995, "ema_interval": 10},
     "flow_factory/flux.1-dev/grpo": {"lora_targets": FLUX},
     "verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo": {"ratio_clip_low": 1e-4, "ratio_clip_high": 1e-4},
 }
