@@ -136,17 +136,18 @@ async def json_of(request: Request, kind: type[Result], *, most_bytes: int, leni
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:18]) > most_bytes:
         raise problem
-    body, values = bytearray(), 1
+    body, size, values = bytearray(), 0, 1
     try:
         async for piece in request.stream():
-            body += piece
-            if len(body) > most_bytes:
+            size, values = size + len(piece), values + piece.count(b",")
+            if size > most_bytes:
                 raise problem
-            values += piece.count(b",")
-            if values > MOST_VALUES:
-                raise RequestError(413, f"the request has more than {MOST_VALUES} values: send less at once")
+            if values <= MOST_VALUES:  # the rest is read all the same, for a client that sends it before it reads the answer
+                body += piece
     except ClientDisconnect:
         raise RequestError(GONE, "the client has hung up") from None
+    if values > MOST_VALUES:
+        raise RequestError(413, f"the request has more than {MOST_VALUES} values: send less at once")
     if len(body) <= SMALL:
         return decode(body, kind, lenient=lenient)
     return await asyncio.to_thread(decode, body, kind, lenient=lenient)
