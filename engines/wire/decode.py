@@ -52,7 +52,7 @@ def decode(body: bytes | bytearray, kind: type[T], *, lenient: bool = False) -> 
         WireError: it is not JSON, or does not fit the type.
     """
     try:
-        value = msgspec.json.decode(body, type=Any if lenient else kind)
+        value: Any = msgspec.json.decode(body, type=Any if lenient else kind)
     except msgspec.ValidationError as error:
         raise _one_line(error, "") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
