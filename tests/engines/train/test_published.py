@@ -441,7 +441,7 @@ def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
     """`fluvial runs NAME` prints it, and `fluvial train NAME` trains its configuration, or says what fluvial lacks."""
     printed = described(find(name))
-    assert all(row.setting in printed for row in side_by_side(find(name)))
+    assert all(setting in printed for setting in rows_of(name))
     if RUNS[name].needs:
         with pytest.raises(UsageError, match="has no such objective"):
             _recipe(name)
