@@ -48,7 +48,7 @@ gpu-pack: $(BIN)/python
 		--constraint $(CONSTRAINTS) --dest build/gpu-pack $(GPU_LACKS)
 
 gpu-first gpu-second:
-	sh bench/visit.sh $(@:gpu-%=%)
+	sh bench/gpu/visit.sh $(@:gpu-%=%)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

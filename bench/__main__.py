@@ -3,7 +3,9 @@
 import sys
 from collections.abc import Callable
 
-from fluvial.bench import aot, gpu, kernels, phases, serving, traffic
+from fluvial.bench import aot, kernels, phases, serving, traffic
+from fluvial.bench.gpu.config import GpuConfig
+from fluvial.bench.gpu.parts import run as run_parts
 from fluvial.bench.objectives import report as objectives
 from fluvial.bench.objectives.cases import ObjectivesConfig
 from fluvial.bench.peers import report as peers
@@ -24,7 +26,7 @@ def main(args: list[str]) -> int:
         "objectives": (ObjectivesConfig, objectives.run),
         "kernels": (kernels.KernelsConfig, kernels.run),
         "traffic": (traffic.TrafficConfig, traffic.run),
-        "gpu": (gpu.GpuConfig, gpu.run),
+        "gpu": (GpuConfig, run_parts),
         "aot": (aot.AotConfig, aot.run),
     }
     if not args or args[0] in ("-h", "--help"):

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.bench import gpu, harness, visits
-from fluvial.bench.gpu import GpuConfig, GpuRow
+from fluvial.bench import harness
+from fluvial.bench.gpu import parts as gpu
+from fluvial.bench.gpu import programs
+from fluvial.bench.gpu.config import GpuConfig, GpuRow, Rows
 from fluvial.engines.errors import RunError
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +56,7 @@ def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str, names: lis
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     changes = {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable, "ARGS": "--limit 10", "TORCH_COMPILE_DISABLE": "1"}
-    subprocess.run(["sh", "bench/visit.sh", visit], cwd=tmp_path, env={**os.environ, **changes}, check=True)
+    subprocess.run(["sh", "bench/gpu/visit.sh", visit], cwd=tmp_path, env={**os.environ, **changes}, check=True)
     rows = read(tmp_path / "out")
     assert [(row.part, row.note) for row in rows if row.what == "part"] == [(name, "done") for name in names]
     assert (tmp_path / "out" / "log").read_text().count("part, all") == len(names)
@@ -62,9 +64,9 @@ def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str, names: lis
 
 def test_a_kernel_that_is_wrong_fails_the_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside float64, where float32 is within the bound."""
-    real = visits._values_and_gradients
+    real = programs._values_and_gradients
     monkeypatch.setattr(
-        visits,
+        programs,
         "_values_and_gradients",
         lambda operation, provider, samples, numbers: [
             result * (1 if result.dtype == torch.float64 else 1.001)
@@ -73,26 +75,26 @@ def test_a_kernel_that_is_wrong_fails_the_smoke(tmp_path: Path, monkeypatch: pyt
     )
     config = GpuConfig(parts=("smoke",), out=tmp_path)
     with pytest.raises(RunError, match=r"velocity_error, reference, 3 x \(1271,\), value: 0.001"):
-        visits.compare_kernels(config, gpu.Rows(config, "smoke"), 0.0)
+        programs.compare_kernels(config, Rows(config, "smoke"), 0.0)
 
 
 def test_a_run_far_from_the_cpus_is_said(tmp_path: Path) -> None:
     """A first ratio that is not 1 too, unless the run is compiled."""
     config = GpuConfig(parts=("train",), out=tmp_path)
-    for name, reward, ratio in (("cpu", 0.5, 0.0), ("bfloat16", 0.6, 1e-6), (visits.COMPILED, 0.51, 1e-4)):
+    for name, reward, ratio in (("cpu", 0.5, 0.0), ("bfloat16", 0.6, 1e-6), (programs.COMPILED, 0.51, 1e-4)):
         (tmp_path / name).mkdir()
         record = {"loss": 0.0, "update": 1, "seconds": {}, "reward": {"mean": reward}, "first_pass_max_abs_log_ratio": ratio}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     ended = subprocess.Popen(["true"])
 
     def problems(name: str) -> list[str]:
-        return visits._compare_run(name, ended, tmp_path, gpu.Rows(config, "train"))
+        return programs._compare_run(name, ended, tmp_path, Rows(config, "train"))
 
     assert problems("bfloat16") == [
         "bfloat16, update 1: the first |log ratio| is 1e-06, expected 0",
         "bfloat16: a mean reward is 0.1 from the CPU's",
     ]
-    assert problems(visits.COMPILED) == []
+    assert problems(programs.COMPILED) == []
 
 
 def test_updates_agree_with_their_rollouts(tmp_path: Path) -> None:

@@ -83,4 +83,6 @@ def parameters(name: str) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps({name: parameters(name) for name in sorted(find_used())}, indent=0) + "\n", encoding="utf-8")
+    RECORD.write_text(
+        json.dumps({name: parameters(name) for name in sorted(find_used())}, indent=0) + "\n", encoding="utf-8"
+    )

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Run the parts of a visit to a machine with a GPU, from a plain folder and with its own torch: sh bench/visit.sh first|second
+# Run the parts of a visit to a machine with a GPU, from a plain folder and with its own torch: sh bench/gpu/visit.sh first|second
 # The wheels that it lacks lie in build/gpu-pack (`make gpu-pack`). Rows and the whole log go to $OUT.
 set -eu
 case ${1:-} in
 	first) parts="smoke train tests nccl" ;;
 	second) parts="kernels networks compile published update invariance" ;;
-	*) echo "usage: sh bench/visit.sh first|second" >&2; exit 2 ;;
+	*) echo "usage: sh bench/gpu/visit.sh first|second" >&2; exit 2 ;;
 esac
 : "${OUT:=build/visit}" "${PYTHON:=python3}"
 site=$(mktemp -d)

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
 from torch import Tensor
 
 from fluvial.bench import harness
+from fluvial.bench.gpu.config import GpuConfig, Rows
 from fluvial.bench.operations import OPERATIONS, Operation, inputs
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.config import EngineConfig
@@ -25,10 +26,7 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.plan import check
 from fluvial.engines.plan.plan import PlanConfig
 
-if TYPE_CHECKING:
-    from fluvial.bench.gpu import GpuConfig, Rows
-
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PEAK = 989e12  # FLOP/s of dense bfloat16 products of an H100 SXM and an H200, by NVIDIA's data sheets
 # Relative to the largest value: float32 sums, and gradients that are rounded to the velocities' bfloat16.
 VALUE_BOUND, GRADIENT_BOUND = 1e-4, 1e-2
@@ -51,7 +49,7 @@ NETWORKS = (
 )
 
 
-def compare_kernels(config: "GpuConfig", rows: "Rows", until: float) -> None:
+def compare_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
     """Compare each operation and its gradient with the reference in float64; raise RunError if one is out of bounds."""
     device, wrong = torch.device(config.device), list[str]()
     cases = list(product(OPERATIONS, ((1271,), (16, 64, 64))))
@@ -63,9 +61,9 @@ def compare_kernels(config: "GpuConfig", rows: "Rows", until: float) -> None:
             exact = _values_and_gradients(operation, "reference", _widened(samples), _widened(numbers))
             try:
                 found = _values_and_gradients(operation, provider, samples, numbers)
-            except Exception as error:  # the others are compared all the same
+            except Exception as failure:  # the others are compared all the same
                 traceback.print_exc()
-                wrong.append(f"{setting}: {type(error).__name__}")
+                wrong.append(f"{setting}: {type(failure).__name__}")
                 continue
             for name, mine, theirs in zip(("value", *operation.gradients), found, exact, strict=True):
                 error = float((mine.double() - theirs).abs().max() / theirs.abs().max())
@@ -91,7 +89,7 @@ def _widened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
-def train(config: "GpuConfig", rows: "Rows", until: float) -> None:
+def train(config: GpuConfig, rows: Rows, until: float) -> None:
     """Run `fluvial train handwriting` on the CPU and on the device, and compare log-ratios and rewards.
 
     Raises:
@@ -118,7 +116,7 @@ def train(config: "GpuConfig", rows: "Rows", until: float) -> None:
         raise RunError("; ".join(wrong))
 
 
-def _compare_run(name: str, run: "subprocess.Popen[bytes]", folder: Path, rows: "Rows") -> list[str]:
+def _compare_run(name: str, run: subprocess.Popen[bytes], folder: Path, rows: Rows) -> list[str]:
     """Wait for a run, write its rows, and return what is wrong with it."""
     if code := run.wait():
         return [f"{name}: exit code {code}"]
@@ -137,13 +135,13 @@ def _compare_run(name: str, run: "subprocess.Popen[bytes]", folder: Path, rows: 
     return wrong if far <= REWARD_BOUND else [*wrong, f"{name}: a mean reward is {far:.2g} from the CPU's"]
 
 
-def _updates(run: Path) -> list[dict]:  # type: ignore[type-arg]
+def _updates(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [record for record in records if "loss" in record]
 
 
-def run_kernel_tests(config: "GpuConfig", rows: "Rows", until: float) -> None:
+def run_kernel_tests(config: GpuConfig, rows: Rows, until: float) -> None:
     """Run the kernel tests on the device, or a few in Triton's interpreter on a CPU; raise RunError if one fails."""
     real = config.size == "real"
     report = config.out.resolve() / "kernels.xml"
@@ -164,7 +162,7 @@ def run_kernel_tests(config: "GpuConfig", rows: "Rows", until: float) -> None:
         raise RunError(f"{len(failed)} of {len(ran)} tests failed")
 
 
-def time_networks(config: "GpuConfig", rows: "Rows", until: float) -> None:
+def time_networks(config: GpuConfig, rows: Rows, until: float) -> None:
     """Update published networks with random weights in bfloat16: seconds, MFU, and memory beside the plan's."""
     networks = NETWORKS if config.size == "real" else (("handwriting", None, "lora", 4),)
     for name, resolution, trained, micro_batch in networks:
@@ -183,12 +181,12 @@ def time_networks(config: "GpuConfig", rows: "Rows", until: float) -> None:
         gc.collect()  # hooks hold modules in reference cycles
 
 
-def _time_network(name: str, plan: PlanConfig, setting: str, rows: "Rows") -> None:
+def _time_network(name: str, plan: PlanConfig, setting: str, rows: Rows) -> None:
     with init_world() as world:
         _time_case(check.build_case(name, plan, world), setting, rows)
 
 
-def _time_case(case: check.Case, setting: str, rows: "Rows") -> None:
+def _time_case(case: check.Case, setting: str, rows: Rows) -> None:
     engine, items, loss, micro_batch = case.engine, case.items, case.loss, case.micro_batch
     count, on_gpu = len(items["timestep"]), engine.world.device.type == "cuda"
     for compared in check.compare(case):

@@ -11,17 +11,14 @@
     invariance   whether a sample's prediction depends on its batch, which operation is the first, and what avoiding it costs
     nccl         the collectives of one rank
 
-`bench/visit.sh` runs them in the order of two visits. Every part runs in a process of its own, so that one that fails or
+`bench/gpu/visit.sh` runs them in the order of two visits. Every part runs in a process of its own, so that one that fails or
 hangs does not stop the others.
 """
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -31,101 +28,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fluvial.bench import harness, kernels, visits
+from fluvial.bench import harness, kernels
+from fluvial.bench.gpu import programs
+from fluvial.bench.gpu.config import GpuConfig, GpuRow, Part, Rows
 from fluvial.bench.traffic import Operations
-from fluvial.bench.update.cases import MODEL, SIZES, Case, Size, build_engine, make_rollout, update_engine
+from fluvial.bench.update.cases import MODEL, Case, build_engine, make_rollout, update_engine
 from fluvial.bench.update.measure import time_case
-from fluvial.core.checks import check_number
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.config import EngineConfig
 from fluvial.engines.fsdp.world import init_world
 from fluvial.models.handwriting.model import CodeCond
 
-Part = Literal["smoke", "train", "tests", "kernels", "networks", "update", "published", "compile", "invariance", "nccl"]
-# Seconds of each part on a GPU: 330 for the parts of the first visit, 460 for those of the second.
-LIMITS: dict[Part, float] = {
-    "smoke": 70,
-    "train": 130,
-    "tests": 110,
-    "nccl": 20,
-    "kernels": 80,
-    "networks": 110,
-    "compile": 80,
-    "published": 70,
-    "update": 70,
-    "invariance": 50,
-}
 KERNEL_SHAPES = ("SD3.5 512^2", "Qwen-Image 1024^2", "Wan 480p 81 frames")
-
-
-@dataclass(frozen=True)
-class GpuRow:
-    """One number."""
-
-    part: str
-    what: str
-    setting: str
-    value: float
-    unit: str
-    note: str
-    device: str
-    torch: str
-    date: str
-
-
-@dataclass(frozen=True)
-class GpuConfig:
-    """Settle with a GPU what only a GPU can, part by part.
-
-    Args:
-        parts: parts to run, in this order.
-        device: cuda or cpu; cpu only checks that the parts run.
-        size: real (models of billions of parameters) or tiny.
-        limit: factor of the time limit of every part.
-        out: folder of gpu.jsonl and kernels.csv; rows are appended.
-    """
-
-    parts: tuple[Part, ...] = tuple(LIMITS)
-    device: Literal["cuda", "cpu"] = "cuda" if torch.cuda.is_available() else "cpu"
-    size: Literal["real", "tiny"] = "real" if torch.cuda.is_available() else "tiny"
-    limit: float = 1.0
-    out: Path = harness.RESULTS
-
-    def __post_init__(self) -> None:
-        check_number("gpu", "limit", self.limit, low=0)
-        here = "cuda" if torch.cuda.is_available() else "cpu"
-        if self.device != here:
-            raise ValueError(f"gpu: device is {self.device}, and this machine has {here}: use {here}")
-
-    @property
-    def model(self) -> Size:
-        """The transformer of the parts that have one."""
-        return SIZES["sd3.5-medium 512^2" if self.size == "real" else "tiny"]
-
-    @property
-    def samples(self) -> int:
-        """Samples per rollout."""
-        return 8 if self.size == "real" else 4
-
-    def seconds(self, part: Part) -> float:
-        """Return the time limit of a part."""
-        return LIMITS[part] * self.limit
-
-
-class Rows:
-    """Writes the numbers of a part as they are measured."""
-
-    def __init__(self, config: GpuConfig, part: Part) -> None:
-        self.config, self.part, self.written = config, part, list[GpuRow]()
-
-    def add(self, what: str, setting: str, value: float, unit: str, note: str = "") -> None:
-        """Append a row to gpu.jsonl and print it."""
-        row = GpuRow(self.part, what, setting, value, unit, note, **harness.facts(GpuRow))
-        self.config.out.mkdir(parents=True, exist_ok=True)
-        with (self.config.out / "gpu.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
-        self.written.append(row)
-        print(f"{self.part}: {what}, {setting}: {value:.6g} {unit} {note}".rstrip(), flush=True)
 
 
 def run(config: GpuConfig) -> list[GpuRow]:
@@ -345,10 +259,10 @@ def _programs() -> int:
 
 
 PARTS_BY_NAME: dict[Part, Callable[[GpuConfig, Rows, float], None]] = {
-    "smoke": visits.compare_kernels,
-    "train": visits.train,
-    "tests": visits.run_kernel_tests,
-    "networks": visits.time_networks,
+    "smoke": programs.compare_kernels,
+    "train": programs.train,
+    "tests": programs.run_kernel_tests,
+    "networks": programs.time_networks,
     "published": of_published,
     "kernels": of_kernels,
     "update": of_update,

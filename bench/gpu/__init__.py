@@ -1,0 +1,1 @@
+"""What a GPU that is available for a short time should settle."""
