@@ -28,6 +28,7 @@ from fluvial.models.lora import (
     Form,
     Lokr,
     LoraConfig,
+    LowRank,
     adapter_names,
     adapter_parameters,
     add_lora,
@@ -118,7 +119,7 @@ def test_it_is_the_function_and_the_gradients_of_peft(form: Form) -> None:
 
 
 @each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: bool) -> None:
     """To the bit, as the reference policy without it; only the adapter is trained."""
@@ -188,6 +189,22 @@ def test_lengths_and_products_are_the_formulas(form: Form) -> None:
                 lokr_product(x, wide, ALPHA / RANK), x @ (expected - weight.double()).T, rtol=1e-9, atol=1e-9
             )
         torch.testing.assert_close(merged_weight(weight, parts, ALPHA / RANK).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
+def test_a_float64_module_keeps_its_digits(form: Form) -> None:
+    """Forward, and merged in place and by the export, against the adapter in float32 and against each other."""
+    module, single = adapted(form, dtype=torch.float64), adapted(form)
+    x = torch.randn(5, 24, dtype=torch.float64)
+    expected = module(x)
+    torch.testing.assert_close(single(x.float()).double(), expected, rtol=1e-4, atol=1e-4)
+    plain = layers(torch.float64)
+    plain.load_state_dict(dict(export.weights(module, merge=True)))
+    exported = {tensor.dtype for tensor in dict(export.weights(module, adapter="default")).values()}
+    assert exported == {torch.float64} == {tensor.dtype for tensor in export.layout(module, adapter="default").values()}
+    merge_lora(module)
+    for merged in (module, plain):
+        torch.testing.assert_close(merged(x), expected, rtol=1e-11, atol=1e-11)
 
 
 @each
