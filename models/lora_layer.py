@@ -128,12 +128,12 @@ def _frozen(base: Any, x: Tensor) -> Tensor:
 
 def widen(tensor: Tensor) -> Tensor:
     """Return a tensor in float32, or as it is if it has float64."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def row_norms(weight: Tensor) -> Tensor:
     """Return the norms of the rows of a weight `[out, in]`, `[out]`, at least 1e-15; in the dtype of `widen`."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).clamp_min(TINY**0.5)
 
 

@@ -14,6 +14,7 @@ from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
 from fluvial.models import DiffusionModel
 from fluvial.models.lora import Dora, adapter_parts, form_of, linear_layers, lora_layers, lora_settings
+from fluvial.models.lora_files import COMFY_DORA
 from fluvial.models.lora_layer import MAGNITUDE, growth, row_norms, widen
 from fluvial.models.original.convert import adapter_to_original, joined, lokr_to_original, to_original
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
@@ -142,7 +143,8 @@ def _write_original(
                 found = to_original(original, own)
             (out / name).mkdir(parents=True, exist_ok=True)
             contiguous = {key: tensor.contiguous() for key, tensor in found.items()}
-            save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata={"format": "pt"})
+            metadata = {"format": "pt"} | ({COMFY_DORA: "true"} if lengths else {})
+            save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata=metadata)
 
 
 def _lengths(
