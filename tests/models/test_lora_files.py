@@ -335,7 +335,7 @@ def of_peft(config: Callable[[Any], Any], name: str = "adapter_model.safetensors
     def write(net: nn.Module, folder: Path) -> None:
         import peft
 
-        model: Any = peft.get_peft_model(net, config(peft))  # type: ignore[arg-type]
+        model: Any = peft.get_peft_model(net, config(peft))
         randomise(model)
         model.save_pretrained(folder)
         (folder / "adapter_model.safetensors").rename(folder / name)
@@ -357,7 +357,7 @@ def by_layout(
     """
 
     def write(net: nn.Module, folder: Path) -> None:
-        source, tensors = torch.Generator().manual_seed(2), {}
+        source, tensors = torch.Generator().manual_seed(2), dict[str, Tensor]()
         for layer in FLUX_LAYERS:
             weight: Any = net.get_submodule(layer).weight
             weight.data, parts = make(weight.data, lambda *shape: 0.3 * torch.randn(shape, generator=source))
