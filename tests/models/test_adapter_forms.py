@@ -348,8 +348,8 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
 
 @pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
 @pytest.mark.parametrize("name", ["flux", *map(long, ("sd3", "qwen-image", "wan", "z-image", "sdxl"))])
-def test_comfyui_and_the_next_run_compute_the_merged_weights(one: World, form: Form, name: str, tmp_path: Path) -> None:
-    """From the files of an export, for layers that the original joins, too."""
+def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, tmp_path: Path) -> None:
+    """And so does the next run from the files of an export, for layers that the original joins, too."""
     made = tiny_pipelines.ROWS[name].make()
     pipeline, network = type(made).__name__, made.unet if name == "sdxl" else made.transformer
     assert pipeline in LAYOUTS

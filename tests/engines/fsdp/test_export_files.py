@@ -38,7 +38,7 @@ def test_a_file_of_weights_is_as_readable_as_any_other(tmp_path: Path) -> None:
 
 
 def test_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
-    """Whatever order safetensors writes the metadata in, which it draws anew for each file."""
+    """Whatever order safetensors writes the metadata in, which is another one for each file."""
     metadata = {"format": "pt", "settings": '{\n  "größe": 1\n}', "a": "1", "b": "2", "c": "3"}
     tensors, path, found = {"weight": torch.arange(3.0)}, tmp_path / "a.safetensors", set[bytes]()
     for _ in range(8):
