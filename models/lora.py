@@ -105,9 +105,8 @@ class LoraConfig:
         targets: Suffixes of the names of the adapted linear layers, such as to_q; None takes the model's own.
         form: What is added to a layer: lora (low-rank factors), dora (with trained lengths of the rows of the sum), or lokr
             (a Kronecker product, of fewer numbers).
-        weights: File or folder of an adapter to continue from, with keys of diffusers or PEFT, a LoRA also with those of
-            kohya/ComfyUI. Form, rank, alpha and layers are read from it, and nothing is drawn. It is the reference policy,
-            too.
+        weights: File or folder of an adapter to continue from, with keys of diffusers, PEFT, kohya/ComfyUI or LyCORIS. Form,
+            rank, alpha and layers are read from it, and nothing is drawn. It is the reference policy, too.
     """
 
     rank: int = 16

@@ -1,6 +1,7 @@
-"""Files of adapters: read one by the keys of diffusers, PEFT or kohya/ComfyUI, with its form, rank and alpha."""
+"""Files of adapters: read one by the keys of diffusers, PEFT, kohya/ComfyUI or LyCORIS, with its form, rank and scale."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,21 +11,40 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fluvial.models.lora import Dora, Form, Lokr, LowRank, adapter_parameters, linear_layers
-from fluvial.models.lora_layer import MAGNITUDE, row_norms
+from fluvial.models.lora import Dora, Form, Lokr, LowRank, adapter_parameters, linear_layers, lora_layers
+from fluvial.models.lora_layer import MAGNITUDE, row_norms, widen
 from fluvial.models.quantised import QuantisedLinear
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # of diffusers and of PEFT
+SETTINGS = "adapter_config.json"  # of PEFT, beside its file
 # What files put before the name of a layer, the longest first.
-PREFIXES = ("base_model.model.", "lora_transformer_", "diffusion_model.", "lora_unet_", "transformer.", "unet.", "model.")
-# Endings of the two factors and of the scale, as the three programs spell them.
+PREFIXES = (
+    *("base_model.model.", "lora_transformer_", "diffusion_model.", "lora_unet_", "transformer.", "lycoris_"),
+    *("unet.", "model."),
+)
+# Endings of the two factors and of the scale, as the programs spell them.
 FACTORS = re.compile(
     r"[._](?:lora_(?P<a>A|down)|lora_(?P<b>B|up)|lora\.(?P<down>down)|lora\.(?P<up>up)|"
     r"lora_linear_layer\.(?P<ldown>down)|lora_linear_layer\.(?P<lup>up))(?:\.default)?\.weight$|\.(?P<alpha>alpha)$"
 )
-# Endings of the parts that DoRA and LoKr have beside these, as PEFT and diffusers spell them.
-FURTHER = re.compile(rf"\.(?P<part>{MAGNITUDE}|lokr_w1|lokr_w2|lokr_w2_a|lokr_w2_b)(?:\.default)?(?:\.weight)?$")
-METADATA = "lora_adapter_metadata"  # key of diffusers' settings in a file's header
+DORA_SCALE = "dora_scale"  # the lengths of a DoRA's rows, as kohya and LyCORIS spell them
+# Endings of the parts that DoRA and LoKr have beside these.
+FURTHER = re.compile(
+    rf"\.(?P<part>{MAGNITUDE}|{DORA_SCALE}|lokr_w1|lokr_w1_a|lokr_w1_b|lokr_w2|lokr_w2_a|lokr_w2_b)"
+    r"(?:\.default)?(?:\.weight)?$"
+)
+UP = re.compile(r"(?:up|lora_B)(?:\.default)?\.weight$")
+DOWN = re.compile(r"(?:down|lora_A)(?:\.default)?\.weight$")
+HEADERS = ("lora_adapter_metadata", "lora_config")  # keys of PEFT's settings in a file's header
+ALPHAS = ("lora_alpha", "alpha", "ss_network_alpha")  # keys of one alpha in a header
+# In the header of a DoRA for ComfyUI: it divides `dora_scale` by the norms of W, other programs by those of W + s B A.
+COMFY_DORA = "dora_scale_of_frozen_norms"
+# Settings of PEFT with which a layer computes something else, and ways of drawing an adapter that change its base weights.
+VARIANTS = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
+    *("use_bdlora", "use_qalora"),
+)
+CHANGED_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 SHOWN = 3  # keys in a message
 
 
@@ -34,7 +54,7 @@ class LoraFile(NamedTuple):
     rank: int
     alpha: float
     layers: tuple[str, ...]  # names of the adapted layers in the module
-    tensors: dict[str, Tensor]  # float32, by the names of `adapter_parameters`: `layer.lora_A.weight`, `layer.lokr_w1`
+    tensors: dict[str, Tensor]  # float32, or float64 as in the file, by the names of `adapter_parameters`; see `read_lora`
     form: Form = LowRank()
 
 
@@ -44,9 +64,10 @@ Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) -> LoraFile:
     """Return the adapter of a file for a module.
 
-    Layers of a LoRA may have different ranks and scales: smaller factors are filled up with zeros, and scales are multiplied
-    into B. DoRA and LoKr are read as PEFT and diffusers write them, with one rank and scale. An nn.ModuleDict of models has
-    a folder per model, by name, as an export writes it.
+    A layer's scale is its alpha among the tensors divided by its rank, else what PEFT's settings in the header or beside the
+    file say, else an alpha in the header, else 1. Layers may have different ranks and scales: smaller factors are filled up
+    with zeros, and scales are multiplied into B or w1. An nn.ModuleDict of models has a folder per model, by name, as an
+    export writes it.
 
     Args:
         path: safetensors file, or a folder with one.
@@ -54,48 +75,39 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
         convert: function from the tensors of a file with the original, non-diffusers names of layers to diffusers' keys.
 
     Raises:
-        ValueError: there is no file, it cannot be read, a key matches no linear layer of the module, a factor is missing or
-            has another shape; the message names the keys.
+        ValueError: there is no file, it cannot be read, a key matches no linear layer of the module, a factor is missing,
+            has another shape or is not finite, or the scale is unknown or not above 0; the message names the keys.
     """
     if isinstance(module, nn.ModuleDict):
         parts = {name: read_lora(path / name, network, convert=convert) for name, network in module.items()}
         return _joined({f"{name}.": part for name, part in parts.items()})
     file = _file(path)
-    tensors, settings = _read(file)
+    tensors, settings, header = _read(file)
     linear = linear_layers(module)
-    found, alphas, unknown = _matched(tensors, linear)
-    if unknown and convert is not None:
+    found, unknown = _matched(tensors, linear, file)
+    if unknown and convert is not None and all(_has_known_ending(key) for key in tensors):
         try:
-            again = _matched(dict(convert(dict(tensors))), linear)
+            again = _matched(dict(convert(dict(tensors))), linear, file)
         except Exception:  # the converter of another layout may fail in any way
-            again = found, alphas, unknown
-        if len(again[2]) < len(unknown):
-            found, alphas, unknown = again
+            again = found, unknown
+        further = {part for key in tensors for part in FURTHER.findall(key)}  # which a converter may leave out in silence
+        if len(again[1]) < len(unknown) and (not further or _kinds(again[0]) & {MAGNITUDE, "lokr"}):
+            found, unknown = again
     if unknown or not found:
-        shown = ", ".join(sorted(unknown)[:SHOWN]) or "it holds none"
+        unknown.sort(key=lambda key: (_has_known_ending(key), key))
+        shown = ", ".join(unknown[:SHOWN]) or "it holds none"
         more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise ValueError(f"{file} has keys that match no linear layer of the {type(module).__name__}: {shown}{more}")
-    if any("lokr_w1" in parts for parts in found.values()):
-        return _kronecker(found, linear, settings, file)
+    scales = {layer: _scale(layer, parts, settings, file) for layer, parts in found.items()}
+    kinds = _kinds(found)
+    if "lokr" in kinds:
+        return _kronecker(found, scales, linear, settings, file)
     _check(found, linear, file)
-    ranks = {name: len(factors["A"]) for name, factors in found.items()}
-    given = settings.get("lora_alpha")
-    scales = {
-        name: (float(alphas[name]) if name in alphas else float(rank if given is None else given)) / rank
-        for name, rank in ranks.items()
-    }
-    if settings.get("use_rslora"):
-        raise ValueError(f"{file} is scaled by the root of its rank (rsLoRA), expected alpha / rank")
-    if not any(MAGNITUDE in parts for parts in found.values()):
-        return _equal(found, ranks, scales)
-    if len({*ranks.values()}) > 1 or len({*scales.values()}) > 1 or not all(MAGNITUDE in parts for parts in found.values()):
-        raise ValueError(f"{file} has layers of different ranks, scales or forms, expected those of one DoRA")
-    lengths = {f"{name}.{MAGNITUDE}.weight": held[MAGNITUDE].flatten() for name, held in found.items()}
-    for name, held in found.items():
-        count, wanted = held[MAGNITUDE].numel(), len(held["B"])
-        if count != wanted:
-            raise ValueError(f"{file} is of another architecture: {name} has {count} lengths of rows, expected {wanted}")
-    factors = _equal(found, ranks, scales)
+    factors = _equal(found, scales)
+    if MAGNITUDE not in kinds:
+        return factors
+    name = DORA_SCALE if COMFY_DORA in header else f"{MAGNITUDE}.weight"
+    lengths = {f"{layer}.{name}": parts[MAGNITUDE].flatten() for layer, parts in found.items()}
     return factors._replace(tensors={**factors.tensors, **lengths}, form=Dora())
 
 
@@ -105,11 +117,22 @@ def load_lora(module: nn.Module, tensors: Mapping[str, Tensor], adapter: str) ->
     Raises:
         ValueError: the lengths of a DoRA's rows need the weights of the module, which are on the meta device.
     """
+    layers = lora_layers(module)
     with torch.no_grad():
         for name, parameter in adapter_parameters(module, adapter).items():
             layer, _, rest = name.partition(f".{MAGNITUDE}")
-            value = tensors[name]
-            parameter.copy_(value - row_norms(_weight(module, layer)).to(value.device) if rest else value)
+            if not rest:
+                parameter.copy_(tensors[name])
+                continue
+            weight = _weight(module, layer)
+            norms = row_norms(weight)
+            if name in tensors:
+                lengths = tensors[name].to(norms.device)
+            else:
+                a, b = (tensors[f"{layer}.lora_{factor}.weight"].to(norms) for factor in "AB")
+                total = torch.addmm(widen(weight), b, a, alpha=layers[layer].scaling[adapter])
+                lengths = tensors[f"{layer}.{DORA_SCALE}"].to(norms) * row_norms(total) / norms
+            parameter.copy_(lengths - norms)
 
 
 def _weight(module: nn.Module, layer: str) -> Tensor:
@@ -134,45 +157,135 @@ def _file(path: Path) -> Path:
     return known or others[0]
 
 
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file, and what it, or the file beside it, says of its rank and scale."""
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """Return the tensors of a file, PEFT's settings in its header or beside it, and the header."""
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-        beside = file.parent / "adapter_config.json"
-        settings = json.loads(beside.read_text()) if beside.is_file() and file.name == FILES[1] else {}
+            header = opened.metadata() or {}
+        beside = file.parent / SETTINGS
+        text = next((header[key] for key in HEADERS if key in header), None)
+        if text is None and beside.is_file():
+            text = beside.read_text(encoding="utf-8")
+        settings = json.loads(text or "{}")
+        if not isinstance(settings, dict):
+            raise ValueError(f"its settings are a {type(settings).__name__}")
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{file} cannot be read as an adapter: {' '.join(str(error).split())}") from error
-    plain = {name.partition(".")[2]: value for name, value in header.items()}
-    settings = {**settings, **plain}
-    if patterns := [name for name in ("rank_pattern", "alpha_pattern") if settings.get(name)]:
-        raise ValueError(f"{file} has the setting {patterns[0]}, expected one alpha, or one per layer among the tensors")
-    return tensors, settings
+    settings = {name.removeprefix("transformer.").removeprefix("unet."): value for name, value in settings.items()}
+    if variant := next((name for name in VARIANTS if settings.get(name)), None):
+        raise ValueError(f"{file} has the setting {variant}, with which a layer is no W + s B A: merge it with PEFT")
+    if str(settings.get("init_lora_weights")).startswith(CHANGED_BASE):
+        raise ValueError(
+            f"{file} is drawn by {settings['init_lora_weights']}, which changes the base weights: convert it to a LoRA by "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    if "r" not in settings and not any(key.endswith(".alpha") for key in tensors):
+        tensors.update(_alphas(tensors, header, file))
+    return tensors, settings, header
+
+
+def _alphas(tensors: Mapping[str, Tensor], header: Mapping[str, str], file: Path) -> dict[str, Tensor]:
+    """Return the alpha of each layer, by key, that a file has in its header alone."""
+    name = next((name for name in ALPHAS if name in header), None)
+    if name is None:
+        return {}
+    try:
+        alpha = float(header[name])
+    except ValueError as error:
+        raise ValueError(f"{file} has the {name} {header[name]} in its header, expected a number") from error
+    stems = {}
+    for key, tensor in tensors.items():
+        ending = FACTORS.search(key) or FURTHER.search(key)
+        if ending is None or UP.search(key):
+            continue
+        stems[f"{key[: ending.start()]}.alpha"] = torch.tensor(alpha)
+        # Converters to these keys multiply the factors by the scale, and keep the header.
+        if name.startswith("ss_") and "lora_A" in key and len(tensor) != alpha:
+            raise ValueError(
+                f"{file} has rank {len(tensor)} and the {name} {alpha:g} in its header, which its factors may hold already: "
+                "add an alpha per layer, or remove it from the header"
+            )
+    return stems
+
+
+def _has_known_ending(key: str) -> bool:
+    """Return whether a key is of a part of a LoRA, DoRA or LoKr, whatever its layer is called."""
+    return any(ending.search(key) for ending in (FACTORS, FURTHER, UP, DOWN))
+
+
+def count_rows(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of rows of all factors B, which a change of names keeps."""
+    return sum(len(tensor) for key, tensor in tensors.items() if UP.search(key))
 
 
 def _matched(
-    tensors: Mapping[str, Tensor], linear: Mapping[str, nn.Module]
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str]]:
-    """Return the factors by layer, the alphas by layer, and the keys that belong to no layer."""
+    tensors: Mapping[str, Tensor], linear: Mapping[str, nn.Module], file: Path
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """Return the parts of each layer, and the keys that belong to no layer.
+
+    Raises:
+        ValueError: a part is not finite, or two keys are of the same.
+    """
     flat = {name.replace(".", "_"): name for name in linear}
     found: dict[str, dict[str, Tensor]] = {}
-    alphas: dict[str, Tensor] = {}
     unknown = []
     for key, tensor in tensors.items():
         ending = FACTORS.search(key) or FURTHER.search(key)
         layer = None if ending is None else _layer(key[: ending.start()], linear, flat)
         if ending is None or layer is None:
             unknown.append(key)
-        elif ending.re is FURTHER:
-            found.setdefault(layer, {})[ending["part"]] = tensor.float()
+            continue
+        if ending.re is FURTHER:
+            part = MAGNITUDE if ending["part"] == DORA_SCALE else ending["part"]
         elif ending["alpha"]:
-            alphas[layer] = tensor
+            part = "alpha"
         else:
-            factor = "A" if ending["a"] or ending["down"] or ending["ldown"] else "B"
-            matrix = tensor.flatten(2).squeeze(2) if tensor.ndim == 4 and tensor.shape[2:] == (1, 1) else tensor
-            found.setdefault(layer, {})[factor] = matrix.float()
-    return found, alphas, unknown
+            part = "A" if ending["a"] or ending["down"] or ending["ldown"] else "B"
+            tensor = tensor.flatten(2).squeeze(2) if tensor.ndim == 4 and tensor.shape[2:] == (1, 1) else tensor
+        if part in found.setdefault(layer, {}):
+            raise ValueError(f"{file} has several keys for one part of {layer}: {key}")
+        found[layer][part] = widen(tensor)
+        if not found[layer][part].isfinite().all():
+            raise ValueError(f"{file} has numbers that are not finite: {key}")
+    return found, unknown
+
+
+def _kinds(found: Mapping[str, Mapping[str, Tensor]]) -> set[str]:
+    """Return which parts there are, those of a LoKr as one."""
+    parts = {part for held in found.values() for part in held}
+    return {"lokr" if part.startswith("lokr") else part for part in parts} - {"alpha"}
+
+
+def _scale(layer: str, parts: Mapping[str, Tensor], settings: Mapping[str, Any], file: Path) -> float:
+    """Return the factor of a layer's product.
+
+    Raises:
+        ValueError: it is not finite and above 0, or ranks differ from those of the settings.
+    """
+    rank = next((len(parts[part]) for part in ("A", "lokr_w2_b", "lokr_w1_b") if part in parts), None)
+    alpha: Any = parts.get("alpha")
+    divisor: Any = rank  # None of a LoKr of whole factors, where LyCORIS takes a scale of 1 whatever alpha is
+    if alpha is not None:
+        alpha = alpha.item() if alpha.numel() == 1 else list(alpha.shape)
+    elif settings.get("r") is not None:
+        from peft.utils.other import get_pattern_key
+
+        ranks, alphas = settings.get("rank_pattern") or {}, settings.get("alpha_pattern") or {}
+        divisor = ranks.get(get_pattern_key(ranks, layer), settings["r"])
+        alpha = alphas.get(get_pattern_key(alphas, layer), settings.get("lora_alpha", settings.get("alpha", divisor)))
+        if rank not in (None, divisor):
+            raise ValueError(f"{file} has rank {rank} at {layer}, and its settings (header or {SETTINGS}) say {divisor}")
+    else:
+        alpha = rank
+    for each in (rank, divisor):
+        if each is not None and not (isinstance(each, int) and each > 0):
+            raise ValueError(f"{file} has the rank {each} at {layer}, expected at least 1")
+    if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
+        raise ValueError(f"{file} has the alpha {alpha} at {layer}, expected a finite number above 0")
+    if alpha is None or divisor is None:
+        return 1.0
+    return float(alpha / (math.sqrt(divisor) if settings.get("use_rslora") and "alpha" not in parts else divisor))
 
 
 def _layer(name: str, linear: Mapping[str, nn.Module], flat: Mapping[str, str]) -> str | None:
@@ -189,55 +302,84 @@ def _layer(name: str, linear: Mapping[str, nn.Module], flat: Mapping[str, str]) 
 
 
 def _check(found: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Module], file: Path) -> None:
-    """Raise ValueError unless each layer has both factors, of its own shape."""
-    for name, factors in found.items():
+    """Raise ValueError unless each layer has both factors, of its own shape, and all or none have lengths of rows."""
+    is_dora = MAGNITUDE in _kinds(found)
+    for name, parts in found.items():
         layer: Any = linear[name]
-        if missing := {"A", "B"} - set(factors):
-            raise ValueError(f"{file} is incomplete: {name} has no factor {missing.pop()}")
-        a, b = factors["A"], factors["B"]
+        if missing := {"A", "B"} - set(parts):
+            raise ValueError(f"{file} is incomplete: {name} has no factor {min(missing)}")
+        a, b = parts["A"], parts["B"]
         shapes = [list(a.shape), list(b.shape)]
         if a.ndim != 2 or shapes != [[len(a), layer.in_features], [layer.out_features, len(a)]]:
             raise ValueError(
                 f"{file} is of another architecture: {name} has factors of {shapes[0]} and {shapes[1]}, expected "
                 f"[rank, {layer.in_features}] and [{layer.out_features}, rank]"
             )
+        if not is_dora:
+            continue
+        if MAGNITUDE not in parts:
+            raise ValueError(f"{file} is incomplete: {name} has no lengths of rows, which other layers have")
+        lengths = list(parts[MAGNITUDE].shape)
+        if lengths not in ([layer.out_features], [layer.out_features, 1]):
+            raise ValueError(f"{file} has lengths of {lengths} at {name}, expected one per row, [{layer.out_features}]")
 
 
 def _kronecker(
-    found: Mapping[str, Mapping[str, Tensor]], linear: Mapping[str, nn.Module], settings: Mapping[str, Any], file: Path
+    found: Mapping[str, Mapping[str, Tensor]],
+    scales: Mapping[str, float],
+    linear: Mapping[str, nn.Module],
+    settings: Mapping[str, Any],
+    file: Path,
 ) -> LoraFile:
-    """Return the LoKr of a file, whose shapes are those that PEFT gives to one rank and factor."""
+    """Return the LoKr of a file as one of the rank and factor that PEFT gives to such shapes.
+
+    Smaller factors are filled up with zeros, and multiplied where a layer of the whole rank has none.
+    """
     from peft.tuners.lokr.layer import factorization
 
-    ranks = {len(parts["lokr_w2_b"]) for parts in found.values() if "lokr_w2_b" in parts}
-    firsts = [tuple(parts["lokr_w1"].shape) for parts in found.values() if "lokr_w1" in parts]
-    whole = [max(parts["lokr_w2"].shape) for parts in found.values() if "lokr_w2" in parts]
-    rank = int(settings.get("r") or max([*ranks] or whole or [1]))
+    for name, parts in found.items():
+        whole = {part.removesuffix("_a").removesuffix("_b") for part in parts} - {"alpha"}
+        split = all(f"{part}_a" in parts and f"{part}_b" in parts for part in whole - set(parts))
+        if whole != {"lokr_w1", "lokr_w2"} or not split:
+            raise ValueError(f"{file} is incomplete, or no LoKr alone: {name} has {', '.join(sorted(parts))}")
+    first = {name: _whole("lokr_w1", parts) for name, parts in found.items()}
+    second = {name: _whole("lokr_w2", parts) for name, parts in found.items()}
+    ranks = [len(parts["lokr_w2_b"]) for parts in found.values() if "lokr_w2_b" in parts]
+    halves = [math.ceil(max(parts["lokr_w2"].shape) / 2) for parts in found.values() if "lokr_w2" in parts]
     known = settings.get("decompose_factor")
-    for factor in [int(known)] if known is not None else [-1, *sorted({rows for rows, _ in firsts})]:
+    # PEFT gives a w2 of at most twice the rank no factors.
+    rank, scale = max([int(settings.get("r") or 1), *ranks, *halves]), next(iter(scales.values()))
+    for factor in [int(known)] if known is not None else [-1, *sorted({len(w1) for w1 in first.values()})]:
         expected = {}
         for name in found:
             layer: Any = linear[name]
-            (rows, long), (columns, wide) = (factorization(n, factor) for n in (layer.out_features, layer.in_features))
-            second = (
-                {"lokr_w2": (long, wide)}
-                if rank >= max(long, wide) / 2
-                else {"lokr_w2_a": (long, rank), "lokr_w2_b": (rank, wide)}
-            )
-            expected[name] = {"lokr_w1": (rows, columns), **second}
-        if expected == {name: {part: tuple(t.shape) for part, t in parts.items()} for name, parts in found.items()}:
-            tensors = {f"{name}.{part}": tensor for name, parts in found.items() for part, tensor in parts.items()}
-            form = Lokr(None if factor == -1 else factor)
-            return LoraFile(rank, float(settings.get("alpha", rank)), tuple(sorted(found)), tensors, form)
-    raise ValueError(f"{file} is no LoKr of one rank and factor for this architecture")
+            expected[name] = [factorization(size, factor) for size in (layer.out_features, layer.in_features)]
+        if expected != {name: [*zip(first[name].shape, second[name].shape, strict=True)] for name in found}:
+            continue
+        tensors = {}
+        for name, parts in found.items():
+            tensors[f"{name}.lokr_w1"] = first[name] * (scales[name] / scale)
+            if rank >= max(second[name].shape) / 2:
+                tensors[f"{name}.lokr_w2"] = second[name]
+                continue
+            fill = rank - len(parts["lokr_w2_b"])
+            tensors[f"{name}.lokr_w2_a"] = nn.functional.pad(parts["lokr_w2_a"], (0, fill))
+            tensors[f"{name}.lokr_w2_b"] = nn.functional.pad(parts["lokr_w2_b"], (0, 0, 0, fill))
+        return LoraFile(rank, rank * scale, tuple(sorted(found)), tensors, Lokr(None if factor == -1 else factor))
+    raise ValueError(f"{file} is no LoKr of one factor for this architecture")
 
 
-def _equal(found: Mapping[str, Mapping[str, Tensor]], ranks: Mapping[str, int], scales: Mapping[str, float]) -> LoraFile:
+def _whole(part: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """Return a factor of a LoKr, multiplied out."""
+    return parts[part] if part in parts else parts[f"{part}_a"] @ parts[f"{part}_b"]
+
+
+def _equal(found: Mapping[str, Mapping[str, Tensor]], scales: Mapping[str, float]) -> LoraFile:
     """Return factors of one rank and one scale."""
-    rank, scale = max(ranks.values()), next(iter(scales.values()))
+    rank, scale = max(len(parts["A"]) for parts in found.values()), next(iter(scales.values()))
     tensors = {}
     for name, factors in found.items():
-        fill = rank - ranks[name]
+        fill = rank - len(factors["A"])
         b = factors["B"] if scales[name] == scale else factors["B"] * (scales[name] / scale)
         tensors[f"{name}.lora_A.weight"] = nn.functional.pad(factors["A"], (0, 0, 0, fill))
         tensors[f"{name}.lora_B.weight"] = nn.functional.pad(b, (0, fill))
@@ -259,4 +401,4 @@ def _joined(parts: Mapping[str, LoraFile]) -> LoraFile:
         for layer in part.layers:
             both = {kind: part.tensors[f"{layer}.lora_{kind}.weight"] for kind in "AB"}
             factors[prefix + layer], scales[prefix + layer] = both, part.alpha / part.rank
-    return _equal(factors, {name: len(both["A"]) for name, both in factors.items()}, scales)
+    return _equal(factors, scales)

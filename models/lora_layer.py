@@ -126,13 +126,19 @@ def _frozen(base: Any, x: Tensor) -> Tensor:
     return rows_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias).view(*x.shape[:-1], -1)
 
 
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32, or as it is if it has float64."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def row_norms(weight: Tensor) -> Tensor:
-    """Return the norms of the rows of a weight `[out, in]`, `[out]` in float32, at least 1e-15."""
-    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).clamp_min(TINY**0.5)
+    """Return the norms of the rows of a weight `[out, in]`, `[out]`, at least 1e-15; in the dtype of `widen`."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(weight, dim=1, dtype=dtype).clamp_min(TINY**0.5)
 
 
 def growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
-    """Return what the rows of W + s B A are multiplied by to get their trained lengths, minus 1: `[out]` in float32.
+    """Return what the rows of W + s B A are multiplied by to get their trained lengths, minus 1: `[out]`.
 
     With n the norms of the rows w of W, d = `longer` and b the rows of B it is
 
@@ -145,15 +151,18 @@ def growth(weight: Tensor, a: Tensor, b: Tensor, longer: Tensor, scale: float) -
         a, b: factors, `[R, in]` and `[out, R]`.
         longer: trained lengths of the rows minus their norms, `[out]`.
         scale: alpha / R.
+
+    Returns:
+        Growth in the dtype of `widen(weight)`.
     """
     with torch.no_grad():
-        norms, wide = row_norms(weight), b.float() * scale
-        cross = (weight.mm(a.t()).float() * wide).sum(1)
-        square = (wide.mm(a.float().mm(a.float().t())) * wide).sum(1)
+        norms, wide, factor = row_norms(weight), widen(b) * scale, widen(a)
+        cross = (widen(weight.mm(a.t())) * wide).sum(1)
+        square = (wide.mm(factor.mm(factor.t())) * wide).sum(1)
         more = (2 * cross + square) / norms.square()
         root = (1 + more).clamp_min(0).sqrt()
         excess = more / (1 + root)  # root - 1, without cancellation
-    return (longer.float() / norms - excess) / root.clamp_min(TINY**0.5)
+    return (widen(longer) / norms - excess) / root.clamp_min(TINY**0.5)
 
 
 def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scale: float) -> Tensor:
@@ -198,14 +207,15 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def merged_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
-    """Return the weight that a layer and its adapter multiply by, computed in float32 and in the dtype of the weight.
+    """Return the weight that a layer and its adapter multiply by, in the dtype of the weight; computed in that of `widen`.
 
     Args:
         weight: frozen weight, `[out, in]`.
         parts: tensors of the adapter by `PARTS`.
         scale: alpha / R.
     """
-    wide, held = weight.float(), {part: tensor.float() for part, tensor in parts.items()}
+    wide = widen(weight)
+    held = {part: tensor.to(wide.dtype) for part, tensor in parts.items()}
     if "lokr_w1" in held:
         second = held["lokr_w2"] if "lokr_w2" in held else held["lokr_w2_a"] @ held["lokr_w2_b"]
         return (wide + torch.kron(held["lokr_w1"], second) * scale).to(weight.dtype)

@@ -14,7 +14,8 @@ from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
 from fluvial.models import DiffusionModel
 from fluvial.models.lora import Dora, adapter_parts, form_of, linear_layers, lora_layers, lora_settings
-from fluvial.models.lora_layer import MAGNITUDE, growth, row_norms
+from fluvial.models.lora_files import COMFY_DORA
+from fluvial.models.lora_layer import MAGNITUDE, growth, row_norms, widen
 from fluvial.models.original.convert import adapter_to_original, joined, lokr_to_original, to_original
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
 
@@ -142,7 +143,8 @@ def _write_original(
                 found = to_original(original, own)
             (out / name).mkdir(parents=True, exist_ok=True)
             contiguous = {key: tensor.contiguous() for key, tensor in found.items()}
-            save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata={"format": "pt"})
+            metadata = {"format": "pt"} | ({COMFY_DORA: "true"} if lengths else {})
+            save_tensors(contiguous, out / name / (COMFY_LORA if adapter else COMFY_WEIGHTS), metadata=metadata)
 
 
 def _lengths(
@@ -158,12 +160,12 @@ def _lengths(
         prefix = f"{name}." if name else ""
         for layer in joined(Original(pipeline, network.config), network, lora_layers(network)):
             weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
-            weight = fsdp.gathered(weight.detach()).float().cpu()
+            weight = widen(fsdp.gathered(weight.detach())).cpu()
             if not world.is_main:
                 continue
             norms = row_norms(weight)
             if keys := parts.get(prefix + layer):
-                a, b, lengths = (tensors[keys[part]].float() for part in ("lora_A", "lora_B", MAGNITUDE))
+                a, b, lengths = (tensors[keys[part]].to(weight.dtype) for part in ("lora_A", "lora_B", MAGNITUDE))
                 scale = settings["alpha"] / settings["rank"]
                 norms = norms * (1 + growth(weight, a, b, lengths - norms, scale))
             found[prefix + layer] = norms

@@ -6,7 +6,7 @@ and what its loss means come in as a pytree and a function.
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -116,7 +116,7 @@ class Engine:
         self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
-        self.flops: dict[Hashable, int] = {}  # of the model, by the shapes of a micro-batch
+        self.flops: dict[tuple[Any, ...], int] = {}  # of the model, by the shapes of a micro-batch
         self._squares = list[Tensor]()  # of the gradients whose steps were taken in the backward pass
         self._numbers = {parameter: number for number, parameter in enumerate(self.trainable.values())}
         self._warned = False  # of an eps above the gradients
@@ -232,8 +232,12 @@ class Engine:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
-    def _counted(self, shapes: Hashable) -> Iterator[None]:
-        """Count the FLOPs of the first micro-batch of each shape; the others have the same."""
+    def _counted(self, shapes: tuple[Any, ...]) -> Iterator[None]:
+        """Count the FLOPs of the first micro-batch of each shape; the others have the same.
+
+        A compiled block runs uncompiled for that, and rounds differently. So the counts are saved: after a resumption the
+        same programs run as in a run that was not interrupted.
+        """
         if shapes in self.flops:
             yield
             return
@@ -431,17 +435,24 @@ class Engine:
             state[f"weight.{name}"] = parameter.detach()
         return state
 
-    def counters(self) -> dict[str, int]:
-        """Return the numbers that go with `state`: updates, skipped updates, and those skipped since the last step."""
-        return {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+    def counters(self) -> dict[str, Any]:
+        """Return the numbers that go with `state`, as JSON holds them; with compiled blocks every rank must take part.
 
-    def restore(self, state: dict[str, Tensor], counters: dict[str, int]) -> None:
+        They are the updates, the skipped ones and those skipped since the last step, and each rank's counted FLOPs.
+        """
+        counters = {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return counters | ({"flops": self.world.gather_items([*self.flops.items()])} if self.compiles else {})
+
+    def restore(self, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
         """Take over a state and its counters as `state` and `counters` returned them, on any number of ranks.
 
         Values are copied.
         """
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
+        counted = counters.get("flops", [])
+        if self.compiles and len(counted) == self.world.size:
+            self.flops = {(size, *map(tuple, shapes)): flops for (size, *shapes), flops in counted[self.world.rank]}
         own = self.state()
         with torch.no_grad():
             for name, tensor in own.items():

@@ -23,7 +23,7 @@ from fluvial.engines.fsdp.files import LORA, MODEL, save_tensors, sync
 from fluvial.engines.fsdp.loading import plain_name
 from fluvial.engines.fsdp.world import World
 from fluvial.models.lora import Dora, adapter_names, adapter_parts, form_of, is_adapter, lora_layers
-from fluvial.models.lora_layer import MAGNITUDE, merged_weight, row_norms
+from fluvial.models.lora_layer import MAGNITUDE, merged_weight, row_norms, widen
 from fluvial.models.quantised import QuantisedLinear, quantised_layers
 
 
@@ -238,10 +238,10 @@ class _Source(NamedTuple):
         """Gather the shards, and return the full tensor on their device."""
         tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gathered(self.weight)
         if self.longer is not None:
-            return row_norms(tensor) + gathered(self.longer)
+            return (row_norms(tensor) + gathered(self.longer)).to(self.dtype(dtype))
         if self.parts is not None:
             parts = {part: gathered(factor) for part, factor in self.parts.items()}
-            tensor = merged_weight(tensor.float(), parts, self.scaling)
+            tensor = merged_weight(widen(tensor), parts, self.scaling)
         return tensor.to(self.dtype(dtype))
 
     @property
@@ -255,7 +255,7 @@ class _Source(NamedTuple):
     def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
         if self.longer is not None:
-            return torch.float32  # few numbers, of which others depend on small differences
+            return widen(self.longer).dtype  # few numbers, of which others depend on small differences
         floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
         return dtype if dtype is not None and floats else self.weight.dtype
 

@@ -92,11 +92,24 @@ def fingerprint(folder: Weights) -> str:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of any new file; safetensors has 0600."""
+    """Write a safetensors file, of the same bytes for the same tensors, with the permissions of any new file.
+
+    safetensors has 0600, and writes the metadata in an order that changes from process to process.
+    """
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
     path.chmod(stat.S_IMODE(mode))
+    if metadata is None or len(metadata) < 2:
+        return
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:  # the rest is filled up with spaces, as safetensors does
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def shared_folder() -> Path:

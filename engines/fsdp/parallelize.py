@@ -73,6 +73,10 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
         set_attention(module, config.attention)
     if config.context_parallel > 1:
         split_tokens(module, config.context_parallel, world)
+    for field in ("checkpointing", "compile") if not blocks else ():
+        if getattr(config, field) not in ("none", "auto", False):
+            hint = f"{type(module).__name__} has no repeated blocks; leave it out"
+            raise UsageError(f"engine.{field}", getattr(config, field), hint=hint)
     dtype = config.compute_dtype(world.device)
     cast_samples(module, dtype)
     if config.compiles(world.device):
@@ -201,9 +205,30 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], config: EngineConfig) -> None
         raise UsageError("engine.checkpointed", config.checkpointed, f"at most the {len(blocks)} blocks of the network")
     contexts = _selective if config.checkpointing == "selective" else noop_context_fn
     for block in blocks[: config.checkpointed]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.forward = partial(_checkpoint, block.forward, contexts)
         if config.checkpointing == "host":
             block.forward = partial(on_host, block.forward)
+
+
+def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward pass, and keep its inputs alone for the backward pass.
+
+    Inputs that need a gradient, by position or keyword and also in lists, are saved tensors, which `on_host` moves. The
+    others, such as rotary embeddings, are shared by the blocks, so that a copy of each would only cost memory.
+    """
+    leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    saved = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    others = [None if i in saved else leaf for i, leaf in enumerate(leaves)]
+    places = tuple(saved)
+
+    def run(*tensors: Tensor) -> Any:
+        given = others.copy()
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        positional, named = optree.tree_unflatten(structure, given)
+        return forward(*positional, **named)
+
+    return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
 
 
 def set_attention(module: nn.Module, backend: str) -> None:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.lora import linear_layers
+from fluvial.models.lora_files import DORA_SCALE
 from fluvial.models.original.layout import LAYOUTS, Original
 
-KINDS = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha"}
+KINDS = {"lora_down": "A", "lora_A": "A", "lora_up": "B", "lora_B": "B", "alpha": "alpha", DORA_SCALE: DORA_SCALE}
+LYCORIS = "lycoris_"  # before diffusers' name of a layer, with underscores for dots
 
 
 def to_original(original: Original, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -95,22 +97,23 @@ def lokr_to_original(original: Original, parts: Mapping[str, Mapping[str, Tensor
     for layer, held in parts.items():
         place = original.stem(layer)
         alone = place.parts == 1 and not place.swapped
-        stem = place.name if alone else f"lycoris_{layer.replace('.', '_')}"
+        stem = place.name if alone else f"{LYCORIS}{layer.replace('.', '_')}"
         for part, tensor in held.items():
             found[f"{stem}.{part}"] = (tensor * scale if part == "lokr_w1" else tensor).contiguous()
     return found
 
 
 def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Return an adapter by diffusers' keys: `layer.lora_A.weight`, `layer.lora_B.weight` and `layer.alpha`.
+    """Return an adapter by diffusers' names of layers: `layer.lora_A.weight`, `layer.alpha`, `layer.dora_scale`.
 
     Args:
         pipeline: class of diffusers' pipeline.
-        tensors: tensors by the keys that `adapter_to_original` gives, and kohya's trainers.
+        tensors: tensors by the keys that `adapter_to_original` and `lokr_to_original` give, and kohya's trainers.
         network: network that is adapted.
 
     Raises:
-        ValueError: the architecture has no original layout, a key is of no layer, or a factor is missing.
+        ValueError: the architecture has no original layout, a key is of no layer, a factor is missing, or a LoKr is of
+            several layers.
     """
     if pipeline not in LAYOUTS:
         raise ValueError(f"{pipeline} has no original layout")
@@ -118,18 +121,28 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
     original = Original(pipeline, config)
     groups, linear = _groups(original, network), linear_layers(network)
     stems: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         stem, _, kind = key.removesuffix(".weight").rpartition(".")
-        if stem not in groups or kind not in KINDS:
+        if stem.startswith(LYCORIS):
+            found[key] = tensor
+        elif stem not in groups or not (kind in KINDS or kind.startswith("lokr_")):
             raise ValueError(f"{key} is of no layer of {pipeline}")
-        stems.setdefault(stem, {})[KINDS[kind]] = tensor
-    found: dict[str, Tensor] = {}
+        else:
+            stems.setdefault(stem, {})[KINDS.get(kind, kind)] = tensor
     for stem, held in stems.items():
+        if any(kind.startswith("lokr_") for kind in held):
+            if len(groups[stem]) > 1 or original.stem(groups[stem][0]).swapped:
+                raise ValueError(f"{stem} is a LoKr of several layers, which is none of each")
+            found |= {f"{groups[stem][0]}.{kind}": tensor for kind, tensor in held.items()}
+            continue
         if missing := {"A", "B"} - set(held):
             raise ValueError(f"{stem} has no factor {missing.pop()}")
-        layers, down, up = groups[stem], held["A"], held["B"]
-        up = swap_halves(up) if original.stem(layers[0]).swapped else up
-        rows = up.split([linear[layer].out_features for layer in layers])
+        layers, down = groups[stem], held["A"]
+        swap = swap_halves if original.stem(layers[0]).swapped else Tensor.contiguous
+        sizes = [linear[layer].out_features for layer in layers]
+        rows = swap(held["B"]).split(sizes)
+        lengths = swap(held[DORA_SCALE]).split(sizes) if DORA_SCALE in held else ()
         apart = _have_own_factors(rows, len(down))
         for number, (layer, b) in enumerate(zip(layers, rows, strict=True)):
             share = len(down) // len(layers) if apart else len(down)
@@ -139,6 +152,8 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
             found[f"{layer}.lora_A.weight"], found[f"{layer}.lora_B.weight"] = down[own], b[:, own].contiguous()
             if "alpha" in held:
                 found[f"{layer}.alpha"] = held["alpha"] / len(layers) if apart else held["alpha"]
+            if lengths:
+                found[f"{layer}.{DORA_SCALE}"] = lengths[number]
     return found
 
 

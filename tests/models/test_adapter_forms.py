@@ -21,13 +21,15 @@ from fluvial.engines.export.formats import COMFY_LORA, write
 from fluvial.engines.fsdp import export
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.files import LORA
+from fluvial.engines.fsdp.files import LORA, stored
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.train.jobs.weights import converter
 from fluvial.models.lora import (
     Dora,
     Form,
     Lokr,
     LoraConfig,
+    LowRank,
     adapter_names,
     adapter_parameters,
     add_lora,
@@ -118,7 +120,7 @@ def test_it_is_the_function_and_the_gradients_of_peft(form: Form) -> None:
 
 
 @each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: bool) -> None:
     """To the bit, as the reference policy without it; only the adapter is trained."""
@@ -188,6 +190,22 @@ def test_lengths_and_products_are_the_formulas(form: Form) -> None:
                 lokr_product(x, wide, ALPHA / RANK), x @ (expected - weight.double()).T, rtol=1e-9, atol=1e-9
             )
         torch.testing.assert_close(merged_weight(weight, parts, ALPHA / RANK).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
+def test_a_float64_module_keeps_its_digits(form: Form) -> None:
+    """Forward, and merged in place and by the export, against the adapter in float32 and against each other."""
+    module, single = adapted(form, dtype=torch.float64), adapted(form)
+    x = torch.randn(5, 24, dtype=torch.float64)
+    expected = module(x)
+    torch.testing.assert_close(single(x.float()).double(), expected, rtol=1e-4, atol=1e-4)
+    plain = layers(torch.float64)
+    plain.load_state_dict(dict(export.weights(module, merge=True)))
+    exported = {tensor.dtype for tensor in dict(export.weights(module, adapter="default")).values()}
+    assert exported == {torch.float64} == {tensor.dtype for tensor in export.layout(module, adapter="default").values()}
+    merge_lora(module)
+    for merged in (module, plain):
+        torch.testing.assert_close(merged(x), expected, rtol=1e-11, atol=1e-11)
 
 
 @each
@@ -319,28 +337,39 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
             joined = groups[own]
             frozen = torch.cat([plain[name] for name in joined])
             total = frozen + up @ down * file[f"{own}.alpha"] / len(down)
-            scale = file[f"{own}.dora_scale"]
-            assert scale.shape == (len(frozen), 1)
-            total = total * scale / frozen.norm(dim=1, keepdim=True)
+            if f"{own}.dora_scale" in file:
+                scale = file[f"{own}.dora_scale"]
+                assert scale.shape == (len(frozen), 1)
+                total = total * scale / frozen.norm(dim=1, keepdim=True)
             sizes = [len(plain[name]) for name in joined]
             out.update(zip(joined, total.split(sizes), strict=True))
     return out
 
 
-@each
+@pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
 @pytest.mark.parametrize("name", ["flux", *map(long, ("sd3", "qwen-image", "wan", "z-image", "sdxl"))])
 def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, tmp_path: Path) -> None:
-    """From the file of the export, for layers that the original joins, too."""
+    """And so does the next run from the files of an export, for layers that the original joins, too."""
     made = tiny_pipelines.ROWS[name].make()
     pipeline, network = type(made).__name__, made.unet if name == "sdxl" else made.transformer
     assert pipeline in LAYOUTS
     model: Any = type("Model", (), {"pipeline": pipeline})()
     plain = {key: layer.weight.detach().clone() for key, layer in network.named_modules() if isinstance(layer, nn.Linear)}
+    again = {kind: copy.deepcopy(network) for kind in ("lora", "comfyui")}
     add_lora(network, config(form), built_in()[pipeline].lora_targets)
     perturbed(network)
-    write("comfyui", network, model, tmp_path, world=one)
-    file = load_file(tmp_path / COMFY_LORA)
     merged = dict(export.weights(network, merge=True))
+    for kind, other in again.items():
+        write(kind, network, model, tmp_path / kind, world=one)  # type: ignore[arg-type]
+        held = read_lora(tmp_path / kind, other, convert=converter(pipeline, other))
+        assert (held.layers, type(held.form)) == (tuple(sorted(lora_layers(network))), type(form))
+        add_lora(other, LoraConfig(rank=held.rank, alpha=held.alpha, form=held.form), held.layers)
+        load_lora(other, held.tensors, "default")
+        for key, tensor in export.weights(other, merge=True):
+            torch.testing.assert_close(tensor, merged[key], rtol=1e-5, atol=1e-5)
+    write("merged", network, model, tmp_path / "merged", world=one)
+    assert all(torch.equal(tensor, merged[key]) for key, tensor in stored(tmp_path / "merged"))
+    file = load_file(tmp_path / "comfyui" / COMFY_LORA)
     found = comfy_weights(pipeline, network, file, plain)
     assert set(found) >= set(lora_layers(network))
     for layer in found:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,26 @@ def test_a_converter_is_asked_where_keys_match_nothing(tmp_path: Path) -> None:
         read_lora(tmp_path, Net(), convert=lambda tensors: 1 / 0)  # type: ignore[arg-type, return-value]
 
 
+def test_a_converter_that_leaves_parts_out_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As diffusers' pipelines leave out the lengths of a DoRA's rows, or layers that they do not know, with a warning."""
+    import diffusers
+
+    from fluvial.engines.train.jobs.weights import converter
+
+    lengths = {f"double.{name}.dora_scale": torch.ones(4 if name.endswith("0") else 6, 1) for name in LAYERS}
+    save_file({f"double.{key}": tensor for key, tensor in _plain().items()} | lengths, tmp_path / "a.safetensors")
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key.removeprefix("double."): tensor for key, tensor in tensors.items() if "dora" not in key}
+
+    with pytest.raises(ValueError, match=r"match no linear layer of the Net: double\.\S+dora_scale"):
+        read_lora(tmp_path, Net(), convert=convert)
+    some = {key: tensor for key, tensor in _plain().items() if "blocks.0" in key}
+    monkeypatch.setattr(diffusers.FluxPipeline, "lora_state_dict", lambda tensors, **_: some)
+    with pytest.raises(ValueError, match="diffusers leaves out layers of an adapter of FluxPipeline"):
+        converter("FluxPipeline")(_plain())
+
+
 def _plain() -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
@@ -163,9 +184,28 @@ def _plain() -> dict[str, Tensor]:
 
 WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"text_encoder.q.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: text_encoder.q.lora_A.weight"),
-    ({"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)}, "layers of different ranks, scales or forms, expected those"),
-    ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has 9 lengths of rows, expected 6"),
-    ({"blocks.0.to_q.lokr_w1": torch.zeros(2, 2)}, "is no LoKr of one rank and factor for this architecture"),
+    (
+        {"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)},
+        r"blocks.1.\S+ has no lengths of rows, which other layers have",
+    ),
+    ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has lengths of \[9\] at .*, expected .* \[6\]"),
+    # LyCORIS with wd_on_out=False, and OneTrainer: lengths of columns
+    ({f"{name}.dora_scale": torch.ones(1, 4) for name in LAYERS}, r"has lengths of \[1, 4\] at .*, expected one per row"),
+    ({"blocks.0.to_q.lokr_w1": torch.zeros(2, 2)}, "no LoKr alone: blocks.0.to_q has A, B, lokr_w1"),
+    ({"blocks.0.to_q.lokr_t2": torch.zeros(2, 2)}, "match no linear layer of the Net: blocks.0.to_q.lokr_t2"),
+    ({"blocks.0.to_q.hada_w1_a": torch.zeros(2, 2)}, "match no linear layer of the Net: blocks.0.to_q.hada_w1_a"),
+    ({"blocks.0.to_q.diff_b": torch.zeros(6)}, "match no linear layer of the Net: blocks.0.to_q.diff_b"),
+    ({"blocks.0.to_q.alpha": torch.tensor(0.0)}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
+    ({"blocks.0.to_q.alpha": torch.tensor(-1.0)}, "has the alpha -1.0 at blocks.0.to_q, expected a finite number above 0"),
+    ({"blocks.0.to_q.alpha": torch.tensor(torch.nan)}, "has numbers that are not finite: blocks.0.to_q.alpha"),
+    ({"blocks.0.to_q.alpha": torch.ones(2)}, r"has the alpha \[2\] at blocks.0.to_q, expected a finite number above 0"),
+    ({"blocks.0.to_out.0.alpha": torch.tensor(1.0)}, "is incomplete: blocks.0.to_out.0 has no factor A"),
+    ({"blocks.0.to_q.lora_B.weight": torch.full((6, 2), torch.inf)}, "not finite: blocks.0.to_q.lora_B.weight"),
+    ({"transformer.blocks.0.to_q.lora_B.weight": torch.zeros(6, 2)}, "has several keys for one part of blocks.0.to_q"),
+    (
+        {"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)},
+        "has the rank 0 at blocks.0.to_q, expected at least 1",
+    ),
     ({"blocks.0.norm.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: blocks.0.norm.lora_A.weight"),
     ({"blocks.0.to_q.lora_B.weight": None}, "is incomplete: blocks.0.to_q has no factor B"),
     ({"blocks.0.to_q.lora_A.weight": torch.zeros(2, 5)}, r"of another architecture: blocks.0.to_q has factors of \[2, 5\]"),
@@ -196,16 +236,234 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
     save_file(_plain(), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="holds 2 safetensors files, expected pytorch_lora_weights"):
         read_lora(tmp_path, Net())
-    folder = tmp_path / "peft"
-    folder.mkdir()
-    peft(folder)
-    for setting, says in (
-        ({"use_rslora": True}, "rsLoRA"),
-        ({"alpha_pattern": {"to_q": 1}}, "has the setting alpha_pattern"),
-    ):
-        (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, **setting}))
-        with pytest.raises(ValueError, match=says):
-            read_lora(folder, Net())
+
+
+PEFT_SETTINGS = {"r": RANK, "lora_alpha": ALPHA}
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"lora_alpha": 0}, "has the alpha 0 at blocks.0.to_q, expected a finite number above 0"),
+    ({"lora_alpha": float("nan")}, "has the alpha nan at blocks.0.to_q"),
+    ({"lora_alpha": "16"}, "has the alpha 16 at blocks.0.to_q"),
+    ({"r": 8}, r"has rank 2 at blocks.0.to_q, and its settings \(header or adapter_config.json\) say 8"),
+    ({"rank_pattern": {"to_q": 4}}, "has rank 2 at blocks.0.to_q, and its settings .* say 4"),
+    ({"init_lora_weights": "pissa_niter_4"}, "is drawn by pissa_niter_4, which changes the base weights"),
+    ({"alora_invocation_tokens": [1]}, "has the setting alora_invocation_tokens, with which a layer is no W"),
+]
+
+
+@pytest.mark.parametrize(("setting", "says"), SETTINGS)
+@pytest.mark.parametrize("place", ["header", "prefixed header", "beside"])
+def test_settings_of_peft_that_do_not_fit_are_named(tmp_path: Path, setting: dict[str, Any], says: str, place: str) -> None:
+    """In the header, with the name of the network or without, or beside the file."""
+    settings = {**PEFT_SETTINGS, **setting}
+    header = {f"transformer.{name}" if place == "prefixed header" else name: value for name, value in settings.items()}
+    metadata = None if place == "beside" else {"lora_adapter_metadata": json.dumps(header)}
+    save_file(_plain(), tmp_path / "a.safetensors", metadata=metadata)
+    if place == "beside":
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=says):
+        read_lora(tmp_path / "a.safetensors", Net())
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"alpha": "None"}, "has the alpha None in its header, expected a number"),
+        ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
+        ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
+        (
+            {"ss_network_alpha": "16"},
+            "has rank 2 and the ss_network_alpha 16 in its header, which its factors may hold already",
+        ),
+        ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
+    ],
+)
+def test_headers_that_do_not_fit_are_named(tmp_path: Path, header: dict[str, str], says: str) -> None:
+    save_file(_plain(), tmp_path / "a.safetensors", metadata=header)
+    with pytest.raises(ValueError, match=says):
+        read_lora(tmp_path / "a.safetensors", Net())
+
+
+# The table of engines/export/README.md: each writer changes a network and writes the file of it.
+
+Writer = Callable[[nn.Module, Path], None]
+FLUX_LAYERS = {"transformer_blocks.0.attn.to_q": (16, 16), "transformer_blocks.0.ff.net.0.proj": (64, 16)}
+
+
+def randomise(module: nn.Module) -> None:
+    """Give the parameters of an adapter of PEFT other values, in place."""
+    draws = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if ".lora_magnitude" in name:
+                parameter.mul_(1.2)
+            elif ".lora_" in name or ".lokr_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draws))
+
+
+def of_diffusers(config: Callable[[Any], Any]) -> Writer:
+    """Return diffusers' `save_lora_adapter` of PEFT's settings."""
+
+    def write(net: Any, folder: Path) -> None:
+        import peft
+
+        net.add_adapter(config(peft))
+        randomise(net)
+        net.save_lora_adapter(folder)
+
+    return write
+
+
+def of_pipeline(*, metadata: bool) -> Writer:
+    """Return the `save_lora_weights` of diffusers' pipeline; without metadata it reads a scale of 1, as is written here."""
+
+    def write(net: Any, folder: Path) -> None:
+        import peft
+        from diffusers import FluxPipeline
+        from diffusers.training_utils import _collate_lora_metadata
+
+        net.add_adapter(peft.LoraConfig(r=2, lora_alpha=6 if metadata else 2, target_modules=["to_q", "to_k"]))
+        randomise(net)
+        given = _collate_lora_metadata({"transformer": net}) if metadata else {}
+        FluxPipeline.save_lora_weights(folder, transformer_lora_layers=peft.get_peft_model_state_dict(net), **given)
+
+    return write
+
+
+def of_peft(config: Callable[[Any], Any], name: str = "adapter_model.safetensors") -> Writer:
+    """Return PEFT's `save_pretrained`, its file with another name."""
+
+    def write(net: nn.Module, folder: Path) -> None:
+        import peft
+
+        model: Any = peft.get_peft_model(net, config(peft))
+        randomise(model)
+        model.save_pretrained(folder)
+        (folder / "adapter_model.safetensors").rename(folder / name)
+
+    return write
+
+
+def by_layout(
+    stem: Callable[[str], str],
+    make: Callable[[Tensor, Callable[..., Tensor]], tuple[Tensor, dict[str, Tensor]]],
+    **header: str,
+) -> Writer:
+    """Return a file of which the layout is written down here.
+
+    Args:
+        stem: function from the name of a layer to what precedes the parts.
+        make: function of a weight and of a drawing function that returns the adapted weight and its parts.
+        header: header of the file.
+    """
+
+    def write(net: nn.Module, folder: Path) -> None:
+        source, tensors = torch.Generator().manual_seed(2), dict[str, Tensor]()
+        for layer in FLUX_LAYERS:
+            weight: Any = net.get_submodule(layer).weight
+            weight.data, parts = make(weight.data, lambda *shape: 0.3 * torch.randn(shape, generator=source))
+            tensors |= {f"{stem(layer)}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        save_file(tensors, folder / "adapter.safetensors", metadata=header or None)
+
+    return write
+
+
+def dotted(prefix: str) -> Callable[[str], str]:
+    return lambda layer: f"{prefix}{layer}"
+
+
+def flat(prefix: str) -> Callable[[str], str]:
+    return lambda layer: f"{prefix}{layer.replace('.', '_')}"
+
+
+def low_rank(
+    weight: Tensor, draw: Callable[..., Tensor], *, scale: float, names: str = "lora_down lora_up", **further: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return W + s B A of rank 2 and its parts."""
+    a, b, (down, up) = draw(2, weight.shape[1]), draw(len(weight), 2), names.split()
+    parts = {f"{down}.weight": a, f"{up}.weight": b, **{name: torch.tensor(value) for name, value in further.items()}}
+    return weight + scale * b @ a, parts
+
+
+def dora(weight: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return LyCORIS' DoRA (lycoris/modules/locon.py and functional/general.py, `weight_decompose`, 4.1.3)."""
+    total, parts = low_rank(weight, draw, scale=1.5, alpha=3.0)
+    lengths = 1.2 * weight.norm(dim=1, keepdim=True)
+    return total * lengths / total.norm(dim=1, keepdim=True), {**parts, "dora_scale": lengths}
+
+
+def lokr(
+    weight: Tensor, draw: Callable[..., Tensor], *, rank: int, both: bool = False, full: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return LyCORIS' LoKr (lycoris/modules/lokr.py, 4.1.3): scale alpha / rank, or 1 of two whole factors."""
+    (rows, long), (columns, wide) = ((8, 8) if size == 64 else (4, 4) for size in weight.shape)
+    w1, w2, scale, alpha = draw(rows, columns), draw(long, wide), 1.0, 3.0 if full else float(rank)
+    parts = {"lokr_w1": w1, "lokr_w2": w2}
+    if both and rank < max(rows, columns) / 2:
+        a, b, alpha = draw(rows, rank), draw(rank, columns), 3.0
+        w1, scale = a @ b, alpha / rank
+        parts = {"lokr_w1_a": a, "lokr_w1_b": b, "lokr_w2": w2}
+    if not full and rank < max(long, wide) / 2:
+        a, b, alpha = draw(long, rank), draw(rank, wide), 3.0
+        w2, scale = a @ b, alpha / rank
+        del parts["lokr_w2"]
+        parts |= {"lokr_w2_a": a, "lokr_w2_b": b}
+    return weight + scale * torch.kron(w1, w2), {**parts, "alpha": torch.tensor(alpha)}
+
+
+TARGETS = {"target_modules": ["to_q", "to_k", "ff.net.0.proj"]}
+A_B = "lora_A lora_B"
+WRITERS: dict[str, Writer] = {
+    "diffusers save_lora_adapter": of_diffusers(lambda peft: peft.LoraConfig(r=4, lora_alpha=16, **TARGETS)),
+    "rsLoRA": of_diffusers(lambda peft: peft.LoraConfig(r=4, lora_alpha=16, use_rslora=True, **TARGETS)),
+    "patterns": of_diffusers(
+        lambda peft: peft.LoraConfig(r=4, rank_pattern={"to_q": 2}, alpha_pattern={"attn.to_k": 12}, **TARGETS)
+    ),
+    "rsLoRA with patterns, beside": of_peft(
+        lambda peft: peft.LoraConfig(r=4, use_rslora=True, rank_pattern={"to_q": 2}, alpha_pattern={"to_k": 12}, **TARGETS)
+    ),
+    "DoRA": of_diffusers(
+        lambda peft: peft.LoraConfig(r=4, lora_alpha=16, use_dora=True, rank_pattern={"to_q": 2}, **TARGETS)
+    ),
+    "LoKr": of_diffusers(lambda peft: peft.LoKrConfig(r=2, alpha=6, **TARGETS)),
+    "LoKr with patterns": of_peft(
+        lambda peft: peft.LoKrConfig(r=1, alpha=6, rank_pattern={"to_q": 4}, alpha_pattern={"to_k": 2}, **TARGETS)
+    ),
+    "LoKr of two pairs of factors": of_peft(lambda peft: peft.LoKrConfig(r=1, alpha=3, decompose_both=True, **TARGETS)),
+    "pipeline with metadata": of_pipeline(metadata=True),
+    "pipeline without metadata": of_pipeline(metadata=False),
+    "PEFT": of_peft(lambda peft: peft.LoraConfig(r=2, lora_alpha=6, **TARGETS)),
+    "PEFT under another name": of_peft(lambda peft: peft.LoraConfig(r=2, lora_alpha=6, **TARGETS), "my adapter.safetensors"),
+    # kohya-ss/sd-scripts, networks/lora.py and lora_flux.py; rsLoRA is in LyCORIS' alpha
+    "kohya": by_layout(flat("lora_unet_"), partial(low_rank, scale=3.0, alpha=6.0), ss_network_alpha="1"),
+    "kohya, alpha in the header": by_layout(flat("lora_unet_"), partial(low_rank, scale=3.0), ss_network_alpha="6.0"),
+    # ostris/ai-toolkit and musubi-tuner's convert_lora.py: the factors hold the scale
+    "ComfyUI": by_layout(dotted("diffusion_model."), partial(low_rank, scale=1.0, names=A_B)),
+    "alpha in the header": by_layout(dotted("transformer."), partial(low_rank, scale=3.0, names=A_B), alpha="6"),
+    "lora_alpha in the header": by_layout(
+        dotted(""), partial(low_rank, scale=0.5, names=A_B), lora_alpha="1", lora_rank="2"
+    ),
+    "LyCORIS DoRA": by_layout(flat("lycoris_"), dora),
+    "LyCORIS LoKr": by_layout(flat("lycoris_"), partial(lokr, rank=1), ss_network_alpha="1"),
+    "LyCORIS LoKr, a factor whole": by_layout(flat("lycoris_"), partial(lokr, rank=2)),
+    "LyCORIS LoKr of two pairs": by_layout(dotted("diffusion_model."), partial(lokr, rank=1, both=True)),
+    "LyCORIS LoKr of whole factors": by_layout(flat("lora_unet_"), partial(lokr, rank=1, full=True)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> None:
+    """Of diffusers and PEFT by their own code, of others by their layout."""
+    import tiny_transformers
+
+    theirs, ours, items = tiny_transformers.flux(), tiny_transformers.flux(), tiny_transformers.data()
+    base = tiny_transformers.flux_velocity(ours, items)
+    WRITERS[name](theirs, tmp_path)
+    found = read_lora(tmp_path, ours)
+    add_lora(ours, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
+    load_lora(ours, found.tensors, "default")
+    expected = tiny_transformers.flux_velocity(theirs, items)
+    assert not torch.allclose(base, expected, atol=1e-2)
+    torch.testing.assert_close(tiny_transformers.flux_velocity(ours, items), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_original_names_of_wan_are_converted_by_its_pipeline(tmp_path: Path) -> None:

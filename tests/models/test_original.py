@@ -213,6 +213,9 @@ def test_what_has_no_original_name_is_named(networks: dict[str, Any]) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             adapter_from_original(PIPELINES["wan"], {key: torch.zeros(2, 2) for key in keys}, networks["wan"])
+    joined = {"lora_unet_joint_blocks_0_x_block_attn_qkv.lokr_w1": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match="attn_qkv is a LoKr of several layers, which is none of each"):
+        adapter_from_original(PIPELINES["sd3"], joined, networks["sd3"])
     with pytest.raises(ValueError, match="StableDiffusionPipeline has no original layout"):
         adapter_from_original("StableDiffusionPipeline", {}, nn.Linear(1, 1))
 

@@ -17,7 +17,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig
 from fluvial.models.lora import add_lora
-from fluvial.models.lora_files import LoraFile, load_lora, read_lora
+from fluvial.models.lora_files import LoraFile, count_rows, load_lora, read_lora
 from fluvial.models.original.convert import adapter_from_original
 
 RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
@@ -180,6 +180,8 @@ def converter(pipeline: str, module: nn.Module | None = None) -> Any:
         with quietly():
             found: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
         state, *rest = found if isinstance(found, tuple) else (found,)
+        if count_rows(state) != count_rows(tensors):
+            raise ValueError(f"diffusers leaves out layers of an adapter of {pipeline}")
         alphas = rest[0] if rest and rest[0] else {}
         return {**state, **{name: torch.as_tensor(value) for name, value in alphas.items()}}
 

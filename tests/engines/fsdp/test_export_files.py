@@ -12,7 +12,8 @@ import pytest
 import torch
 from exported import INDEX, SINGLE, contents, moved, opened
 from lora_model import MODEL, adapted, run
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fluvial.engines.fsdp.export as exporting
@@ -34,6 +35,19 @@ def test_a_file_of_weights_is_as_readable_as_any_other(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     save_tensors({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
     assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
+    """Whatever order safetensors writes the metadata in, which is another one for each file."""
+    metadata = {"format": "pt", "settings": '{\n  "größe": 1\n}', "a": "1", "b": "2", "c": "3"}
+    tensors, path, found = {"weight": torch.arange(3.0)}, tmp_path / "a.safetensors", set[bytes]()
+    for _ in range(8):
+        save_tensors(tensors, path, metadata=metadata)
+        found.add(path.read_bytes())
+    assert len(found) == 1
+    assert torch.equal(load_file(path)["weight"], tensors["weight"])
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata() == metadata
 
 
 def test_a_shard_is_written_as_soon_as_it_is_whole(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import optree
 import pytest
+import tiny_transformers
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.parallelize import checkpoint_blocks
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.plan.memory import activations
+from fluvial.models.handwriting import Handwriting
 
 CPU = torch.device("cpu")
 WIDTH, BLOCKS, ROWS = 16, 6, 32
@@ -96,6 +99,51 @@ def test_saved_tensors_are_copied_once_each_way() -> None:
     assert [saved.host.data_ptr() == y.data_ptr() for saved in packed if saved.host is not None] == [False]
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
+
+
+def velocity(name: str) -> tuple[nn.Module, list[nn.Module], Any]:
+    """Return a network, its blocks and a function that returns its velocity."""
+    if name == "sd3":
+        model = Handwriting(weights=None)
+        net, x = model.build(), torch.randn(2, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
+        conditioning = model.encode(["0123", "4567"])
+        return net, list(model.blocks(net)), lambda: model.predict(net, x, torch.tensor([0.2, 0.9]), conditioning)
+    build, predict = tiny_transformers.MODELS[name]
+    net, items = build(), tiny_transformers.data()
+    return net, tiny_transformers.blocks(net), lambda: predict(net, items)
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen", "sd3"])
+def test_inputs_by_keyword_go_to_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As diffusers' networks call their blocks: all inputs that need a gradient, and no others; gradients are the same."""
+    net, blocks, call = velocity(name)
+    call().square().sum().backward()
+    expected = {key: parameter.grad for key, parameter in net.named_parameters()}
+    net, blocks, call = velocity(name)
+    given, packed, pack = list[int](), list[int](), host_activations._packed
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (each for each in optree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        given.extend(each.data_ptr() for each in tensors if each.requires_grad)
+
+    for block in blocks:
+        block.register_forward_pre_hook(note, with_kwargs=True)
+    checkpoint_blocks(blocks, EngineConfig(checkpointing="host"))
+    monkeypatch.setattr(host_activations, "_packed", lambda tensor: packed.append(tensor.data_ptr()) or pack(tensor))  # type: ignore[func-returns-value]
+    out = call()
+    assert packed == given
+    assert len(given) >= len(blocks)
+    out.square().sum().backward()
+    for key, parameter in net.named_parameters():
+        gradient, wanted = parameter.grad, expected[key]
+        assert (gradient is None) == (wanted is None), key
+        assert gradient is None or wanted is None or torch.equal(gradient, wanted), key
+
+
+@pytest.mark.parametrize("setting", [{"checkpointing": "host"}, {"checkpointing": "block"}, {"compile": True}], ids=str)
+def test_a_network_without_blocks_has_nothing_to_act_on(one: World, setting: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"engine.{next(iter(setting))} is .*: Linear has no repeated blocks"):
+        Engine(nn.Linear(2, 2), world=one, sharding=EngineConfig(**setting))
 
 
 def test_more_blocks_than_there_are_cannot_be_checkpointed() -> None:

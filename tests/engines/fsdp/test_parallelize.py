@@ -1,5 +1,6 @@
 """Changes to a module's blocks: compilation, attention, selective checkpointing, deterministic algorithms."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import tiny_transformers
 import torch
 from tiny_models import Info, Net, squared
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.errors import UsageError
@@ -88,6 +90,37 @@ def test_blocks_that_are_alike_share_one_compiled_region(one: World, monkeypatch
     checkpointed = engine(one, compile=True, checkpointing="block", comm="reshard")
     for name, gradient in gradients(checkpointed).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_resumed_engine_runs_the_programs_that_a_straight_one_runs(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run uncompiled in the first micro-batch of each shape alone, which is not a new one after a resumption."""
+    runs = list[str]()
+
+    def compile_noted(forward: Any) -> Any:
+        def run(*args: Any) -> Any:
+            runs.append("eager" if eval_frame._stance.stance == "force_eager" else "compiled")
+            return forward(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_noted)
+
+    def programs(engine: Engine, micro_batch: int) -> list[str]:
+        runs.clear()
+        items = {"x": torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0)), "y": torch.zeros(4)}
+        engine.update(items, squared(engine.module), micro_batch=micro_batch)
+        return runs.copy()
+
+    straight, resumed = engine(one, compile=True), engine(one, compile=True)
+    assert set(programs(straight, 2)) == {"eager", "compiled"}
+    counters = json.loads(json.dumps(straight.counters()))
+    resumed.restore(straight.state(), counters)
+    assert resumed.flops == straight.flops
+    for micro_batch in (2, 1):
+        assert programs(resumed, micro_batch) == programs(straight, micro_batch)
+    assert "eager" in runs  # of the shape that is new to both
+    assert "flops" not in engine(one).counters()
 
 
 def test_compilation_decides_itself_what_it_keeps() -> None:
