@@ -46,8 +46,8 @@ class Reward(Protocol):
             return [fmean(wins(a, b, prompts[0]) for b in images if b is not a) for a in images]
 
     It returns one number per sample, or a mapping of several numbers per sample: `score` is learnt from, and all are logged.
-    A sample that cannot be scored gets NaN or None; a call that raises gives none of its samples a score. The groups of such samples
-    are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
+    A sample that cannot be scored gets NaN or None; a call that raises gives none of its samples a score. The groups of such
+    samples are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
 
     A reward that waits for something slow, such as a person, returns a `concurrent.futures.Future` of its scores. It is
     called with the next samples meanwhile, and its scores may take longer than the ten minutes that a call may.

@@ -164,7 +164,7 @@ def _elements(returned: Any) -> Sequence[Any] | None:
 
 
 def numbers_of(elements: Sequence[Any]) -> list[float] | None:
-    """Return the number of each element of a list, NaN for one that is none; None if it holds no numbers, but others."""
+    """Return the number of each element of a list, NaN for anything else; None if it holds other things alone."""
     numbers = [number_of(element) for element in elements]
     if any(element is not None for element in elements) and all(number is None for number in numbers):
         return None

@@ -79,7 +79,7 @@ def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
 
 
 def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
-    """Return a field of a reply that is a list of one score per sample, NaN for a value that is none.
+    """Return a field of a reply that is a list of one score per sample, NaN for a value that is no number.
 
     Raises:
         RunError: it is no list of that many values, or holds no numbers.

@@ -217,7 +217,7 @@ class FlowGrpo:
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """Return a JSON object; an empty one for what is none, which has no score of a sample."""
+    """Return a JSON object; an empty one for anything else, which has no score of a sample."""
     return value if isinstance(value, dict) else {}
 
 
