@@ -153,10 +153,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
             options["vae"] = vae
         return open_model(folder, **options)
     if not has_values(default_device()):
-        raise ValueError(
-            "its pipeline has no adapter and is recorded as it runs, for which a simulated GPU has no values: leave "
-            "--dry-run out and try one update (--updates 1), or take a pipeline with an adapter (fluvial models)"
-        )
+        options["device"] = "cpu"  # such a pipeline is recorded as it runs, and a simulated GPU has no values
     for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
         if getattr(config, name) != getattr(PipelineConfig, name):
             raise no_effect(f"pipeline.{name}", "without an adapter, because the pipeline runs its own parts")

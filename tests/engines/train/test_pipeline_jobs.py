@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import tiny_replayed
-import torch
 from marks import long
 from PIL import Image
 from safetensors.torch import load_file
@@ -204,19 +203,6 @@ def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capf
     assert "set --prompts to a file" in launch.one_line(capfd.readouterr().err)
     assert cli.run(["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]) == 2
     assert "model_index.json" in launch.one_line(capfd.readouterr().err)
-
-
-def test_a_dry_run_needs_an_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline without one is recorded as it runs, and a device without values cannot do that; the line says so."""
-    monkeypatch.setattr("fluvial.engines.train.jobs.pipeline.default_device", lambda: torch.device("meta"))
-    with pytest.raises(UsageError, match=r"its pipeline has no adapter and is recorded as it runs, .*leave --dry-run out"):
-        to_train(
-            str(folder / WITHOUT_ADAPTER[0]),
-            PipelineConfig(),
-            steps=3,
-            guidance=Guidance(),
-            prompts=[str(folder / "prompts.txt")],
-        )
 
 
 @pytest.mark.parametrize("name", ["sd3", "wan-experts", WITHOUT_ADAPTER[0]])
