@@ -83,7 +83,7 @@ def with_rewards(
 
 
 def keep_on_host(model: Any, device: torch.device) -> None:
-    """Let a pipeline that is recorded as it runs do so on the host, with values, and its network compute on a device.
+    """Keep a pipeline that is recorded as it runs on the host, with values, while its network computes on a device.
 
     Its own inputs of the network are moved to the device, where they are in a run, and its images are blank.
 

@@ -142,15 +142,15 @@ class Replayed(RolloutSource):
         for number, prompt in zip(requests.ids, requests.prompts, strict=True):
             if number not in found:
                 raise RunError(f"{self.folder}: rollout {name} has no sample {number}: its run had smaller rollouts")
-            chunk, row = found[number].chunk, found[number].row
-            pairs = {"prompt": (chunk.prompts[row], prompt.text)}
-            if chunk.negatives is not None:
-                pairs["negative prompt"] = chunk.negatives[row], prompt.negative
-            for kind, (stored, own) in pairs.items():
-                if stored != own:
+            kept, place = found[number].chunk, found[number].row
+            pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (kept.prompts[place], prompt.text)}
+            if kept.negatives is not None:
+                pairs["negative prompt"] = kept.negatives[place], prompt.negative
+            for kind, (stored, asked) in pairs.items():
+                if stored != asked:
                     raise RunError(
                         f"{self.folder}: sample {number} of rollout {name} is of the {kind} {stored!r}, expected "
-                        f"{own!r}: use the prompts of the run that stored it"
+                        f"{asked!r}: use the prompts of the run that stored it"
                     )
         return found
 

@@ -205,7 +205,7 @@ def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capf
     assert "model_index.json" in launch.one_line(capfd.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["sd3", "wan-experts", WITHOUT_ADAPTER[0]])
+@pytest.mark.parametrize("name", ["sd3", *map(long, ("wan-experts", WITHOUT_ADAPTER[0]))])
 def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, name: str) -> None:
     """The configuration has another one, the default; what is evaluated, sampled and exported later has the job's."""
     prompts = [str(folder / "prompts.txt")]
