@@ -170,7 +170,7 @@ def digest(kind: str, wrap: Wrap, world: World) -> str:
         for name in ("seconds", "speed", "memory"):
             record.pop(name, None)
         values = [record, kept, result.score, result.exact, result.images, result.scores.values, dict(weights)]
-        return repr(optree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, values))  # type: ignore[arg-type]
+        return repr(optree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, values))
 
 
 @pytest.mark.bits
