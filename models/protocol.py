@@ -204,6 +204,7 @@ def decoded(model: DiffusionModel, latents: Samples, prompts: Sequence[Any]) -> 
         latents: samples `[B, *event]`.
         prompts: prompt of each sample, as the model encodes it, with its images if it has some.
     """
+    latents = latents.clone()  # a model may scale them in place, and the run trains on them
     if is_recorded(model) or getattr(model, "decodes_prompts", False):
         return model.decode(latents, prompts)  # type: ignore[call-arg]
     return model.decode(latents)

@@ -149,7 +149,7 @@ def read_preferences(
             raise UsageError(f"{record.where}: its images cannot be used: {' '.join(str(error).split())}") from error
         if tuple(samples.shape[1:]) != tuple(shape):
             raise UsageError(f"{record.where}: its images give samples of {list(samples.shape[1:])}, expected {list(shape)}")
-        found.append(Preference(record.prompt, *samples))
+        found.append(Preference(record.prompt, *samples.clone()))  # it may encode into one buffer
     return tuple(found)
 
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ class Prompt:
             return self.text
         from fluvial.models.replay.media import MediaPrompt
 
-        return MediaPrompt(self.text, self.media)
+        return MediaPrompt(self.text, dict(self.media))
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= MOST_WEIGHT:
@@ -95,8 +96,14 @@ def negatives(prompts: Iterable[Prompt], otherwise: str) -> list[str]:
 
 
 def metadata_of(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
-    """Return a copy of the metadata of each prompt; empty for plain text."""
-    return [dict(prompt.metadata) for prompt in prompts]
+    """Return a copy of the metadata of each prompt, which shares nothing with another; empty for plain text."""
+    return [deepcopy(dict(prompt.metadata)) for prompt in prompts]
+
+
+def copied(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts that user code may keep and change."""
+    pairs = zip(prompts, metadata_of(prompts), strict=True)
+    return [replace(prompt, metadata=metadata, media=dict(prompt.media)) for prompt, metadata in pairs]
 
 
 def prompt_of(

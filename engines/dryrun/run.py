@@ -16,7 +16,7 @@ from torch import Tensor
 from fluvial.engines.data.records import texts
 from fluvial.engines.dryrun.passes import Repeated, ShortUpdates
 from fluvial.engines.dryrun.report import CheckpointLayout, Report
-from fluvial.engines.dryrun.stand_ins import PROMPTS, shortened, with_rewards
+from fluvial.engines.dryrun.stand_ins import PROMPTS, keep_on_host, shortened, with_rewards
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
@@ -27,6 +27,7 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.trainer import Trainer
+from fluvial.models import is_recorded
 
 
 def dry_run(
@@ -121,6 +122,9 @@ class _Run:
         stand_ins = set(texts(job.prompts)) <= set(PROMPTS)  # some may be held out
         job, config = with_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
         model: Any = job.model
+        if is_recorded(model):
+            keep_on_host(model, world.device)
+            notes.append("text encoders and VAE of a pipeline without an adapter, which are on the host here: add them")
         repeated = Repeated(self.simulation.mode)
         model.predict = repeated.predict(model.predict)
         if hasattr(model, "text"):

@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import optree
+import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError
@@ -78,6 +80,29 @@ def with_rewards(
         rewards.update({key: spread(key, reward) for key, (reward, _) in found.items()})
     evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
     return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
+
+
+def keep_on_host(model: Any, device: torch.device) -> None:
+    """Keep a pipeline that is recorded as it runs on the host, with values, while its network computes on a device.
+
+    Its own inputs of the network are moved to the device, where they are in a run, and its images are blank.
+
+    Args:
+        model: `models.replay.any_pipeline.AnyPipeline` on the host.
+        device: device without values.
+    """
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    known, made = model.known.model, model.decode(torch.zeros(1, *model.known.shape))
+    recipes = [
+        replace(recipe, calls=tuple(call._replace(leaves=optree.tree_map(moved, call.leaves)) for call in recipe.calls))
+        for recipe in known.recipes
+    ]
+    placed = replace(known, sigmas=moved(known.sigmas), recipes=tuple(recipes))
+    model.predict = placed.predict
+    model.decode = lambda latents, prompts=None: latents.new_zeros((len(latents), *made.shape[1:]), dtype=made.dtype)
 
 
 def _brightness(images: Tensor, prompts: Any) -> Tensor:

@@ -165,11 +165,11 @@ def evaluate(
             if count and mine[first] < show:
                 shown.append(chunk.images[: show - mine[first]].cpu())
                 if rate is not None:
-                    final, inputs = chunk.trajectory.final[: show - mine[first]], model_inputs(chunk.prompts)
+                    final, inputs = chunk.trajectory.final[: show - mine[first]].clone(), model_inputs(chunk.prompts)
                     heard.append(task.model.sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
             if keep is not None:
                 with world.agreed():
-                    keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count])
+                    keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())
         with world.agreed():
             found = [together(runner.results()) for runner in runners]
     finally:

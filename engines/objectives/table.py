@@ -5,6 +5,7 @@ import inspect
 from functools import cached_property
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -138,7 +139,9 @@ class Checked:
     def _called(self, method: str, *args: Any) -> Any:
         """Return a method's result; an exception becomes a RunError of one line that names objective and method."""
         try:
-            return getattr(self.objective, method)(*args)
+            # Copies, so that what it does in place changes neither the run's tensors nor those of the backward pass.
+            own = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args)
+            return getattr(self.objective, method)(*own)
         except FluvialError:
             raise
         except Exception as error:

@@ -22,7 +22,8 @@ class Reward(Protocol):
         def bright(images, prompts):
             return images.flatten(1).mean(1)
 
-    Its parameters name what it is passed. The names are read once, when the run is built.
+    Its parameters name what it is passed. The names are read once, when the run is built. It may keep and change what it is
+    passed, which are copies.
 
         images             `[B, C, H, W]`, float in [0, 1], on the model's device; of videos `[B, C, F, H, W]`
         videos             `[B, C, F, H, W]`; a run that makes images cannot use the reward
@@ -45,8 +46,8 @@ class Reward(Protocol):
             return [fmean(wins(a, b, prompts[0]) for b in images if b is not a) for a in images]
 
     It returns one number per sample, or a mapping of several numbers per sample: `score` is learnt from, and all are logged.
-    A sample that cannot be scored gets NaN; a call that raises gives none of its samples a score. The groups of such samples
-    are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
+    A sample that cannot be scored gets NaN or None; a call that raises gives none of its samples a score. The groups of such
+    samples are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
 
     A reward that waits for something slow, such as a person, returns a `concurrent.futures.Future` of its scores. It is
     called with the next samples meanwhile, and its scores may take longer than the ten minutes that a call may.

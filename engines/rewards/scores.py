@@ -46,7 +46,7 @@ def together(parts: Sequence[Scored]) -> Scored:
 def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
     """Return what a reward returned: numbers, or a mapping of several with the key `score`, without gradient.
 
-    A score that is not finite, or above `LARGEST` in size, is invalid: it becomes NaN, with a line in `problems`.
+    A score that is no number, not finite, or above `LARGEST` in size, is invalid: it becomes NaN, with a line in `problems`.
 
     Args:
         prompts: prompts of the samples that it was called with.
@@ -65,12 +65,16 @@ def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
         returned = returned[SCORE]
     scores = _numbers(returned, prompts, label=label)
     wrong = ~(scores.abs() <= LARGEST)  # NaN too
-    problems = [_problem(float(scores[i]), prompts[i], label) for i in torch.nonzero(wrong).flatten().tolist()]
+    said = _elements(returned) or scores.tolist()
+    problems = [_problem(said[i], prompts[i], label) for i in torch.nonzero(wrong).flatten().tolist()]
     return Scored(scores.masked_fill(wrong, math.nan), parts, tuple(problems))
 
 
-def _problem(score: float, prompt: str, label: str) -> str:
+def _problem(element: Any, prompt: str, label: str) -> str:
     """Return why a score is invalid."""
+    score = number_of(element)
+    if score is None:
+        return f"{label} is {described(element)} for {named([prompt])}, expected a finite number"
     if math.isfinite(score):
         return f"{label} is {score:g} for {named([prompt])}, expected a number of at most {LARGEST:g} in size"
     return f"{label} is {score:g} for {named([prompt])}, expected a finite number"
@@ -115,7 +119,7 @@ def described(value: Any) -> str:
         text = repr(value)
         return f"{article} {kind} ({text if len(text) <= SHOWN else text[: SHOWN - 3] + '...'})"
     if isinstance(value, list | tuple):
-        inner = next((element for element in value if not _is_number(element)), None)
+        inner = next((element for element in value if number_of(element) is None), None)
         return f"{article} {kind} that holds {described(inner)}"
     return f"{article} {kind}"
 
@@ -137,13 +141,12 @@ def _tensor(returned: Any) -> Tensor | None:
     if isinstance(returned, Tensor):
         if returned.dtype.is_complex:
             return None
-        return returned.detach().to(device="cpu", dtype=torch.float32)
+        return returned.detach().to(device="cpu", dtype=torch.float32, copy=True)  # it may fill one buffer in each call
     if isinstance(returned, Real) and not isinstance(returned, bool):
         return torch.tensor(float(returned))
-    if isinstance(returned, list | tuple):
-        if not all(map(_is_number, returned)):
-            return None
-        return torch.tensor([float(element) for element in returned], dtype=torch.float32)
+    if (elements := _elements(returned)) is not None:
+        numbers = numbers_of(elements)
+        return None if numbers is None else torch.tensor(numbers, dtype=torch.float32)
     if hasattr(returned, "__array__"):
         import numpy as np
 
@@ -152,11 +155,32 @@ def _tensor(returned: Any) -> Tensor | None:
     return None
 
 
-def _is_number(element: Any) -> bool:
-    """Return whether an element of a list is a real number: of Python, numpy, or a tensor without dimensions."""
+def _elements(returned: Any) -> Sequence[Any] | None:
+    """Return what a list holds, or an array of objects, which numpy makes of numbers and None; None for all else."""
+    if isinstance(returned, list | tuple):
+        return returned
+    kind = getattr(returned, "dtype", None)
+    return list(returned) if getattr(kind, "kind", "") == "O" and getattr(returned, "ndim", 0) == 1 else None
+
+
+def numbers_of(elements: Sequence[Any]) -> list[float] | None:
+    """Return the number of each element of a list, NaN for anything else; None if it holds other things alone."""
+    numbers = [number_of(element) for element in elements]
+    if any(element is not None for element in elements) and all(number is None for number in numbers):
+        return None
+    return [math.nan if number is None else number for number in numbers]
+
+
+def number_of(element: Any) -> float | None:
+    """Return a real number of Python, numpy, or a tensor without dimensions, as a float; None for anything else."""
     if isinstance(element, Tensor):
-        return element.ndim == 0 and not element.dtype.is_complex
-    return isinstance(element, Real) or type(element).__name__ == "bool"  # numpy's bool is no Real
+        return float(element.detach()) if element.ndim == 0 and not element.dtype.is_complex else None
+    if not isinstance(element, Real) and type(element).__name__ != "bool":  # numpy's bool is no Real
+        return None
+    try:
+        return float(element)
+    except OverflowError:  # a larger integer of Python
+        return math.inf
 
 
 def _advice(returned: Any) -> str:

@@ -133,7 +133,7 @@ def _read(signature: inspect.Signature) -> tuple[Signature, str | None]:
 
 
 def _value(name: str, samples: Samples) -> Any:
-    """Return what is passed for a parameter; raise UsageError if the samples lack it."""
+    """Return what is passed for a parameter, which the reward may keep and change; UsageError if the samples lack it."""
     if name == "videos" and samples.images.ndim != 5:
         raise UsageError(
             f"it takes videos, and these are images {list(samples.images.shape[1:])}: name its parameter images"
@@ -147,13 +147,13 @@ def _value(name: str, samples: Samples) -> Any:
             "it compares the samples of a group, and there are no groups here: use a reward that scores each image alone"
         )
     values: Mapping[str, Callable[[], Any]] = {
-        "images": lambda: samples.images,
-        "videos": lambda: samples.images,
+        "images": samples.images.clone,
+        "videos": samples.images.clone,
         "prompts": lambda: texts(samples.prompts),
         "metadata": partial(metadata_of, samples.prompts),
         "group": lambda: samples.group,
         "model_inputs": lambda: model_inputs(samples.prompts),
-        "latents": lambda: samples.latents,
+        "latents": lambda: None if samples.latents is None else samples.latents.clone(),
         **{name: lambda name=name: [_condition(prompt, name, samples) for prompt in samples.prompts] for name in CONDITIONS},  # type: ignore[misc]
     }
     return values[name]()

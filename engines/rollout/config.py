@@ -14,7 +14,7 @@ from fluvial.core.transitions import SAMPLERS, Sampler
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.rollout.generate import Guidance, on_device
-from fluvial.engines.rollout.samplers import SamplerChoice, Stochastic
+from fluvial.engines.rollout.samplers import SamplerChoice, Stochastic, isolate
 from fluvial.engines.rollout.solvers import deterministic_step
 from fluvial.engines.rollout.tail import Tail
 from fluvial.engines.rollout.window import AllRecorded, AllSteps, Trained, Window
@@ -190,7 +190,9 @@ class RolloutConfig:
         """Return the sampler with its hyper-parameters bound, for a schedule of T+1 noise levels."""
         if self.sampler.is_deterministic:
             return deterministic_step(prediction)
-        return self.sampler.rule.bind(self.sampler.eta, levels)
+        if self.sampler.kind in SAMPLERS:
+            return self.sampler.rule.bind(self.sampler.eta, levels)
+        return isolate(self.sampler.rule.bind(self.sampler.eta, levels.clone()))
 
 
 class Schedules:

@@ -83,6 +83,17 @@ def sampler_rule(sampler: Any) -> SamplerRule:
     return SamplerRule(bind)
 
 
+def isolate(sampler: Sampler) -> Sampler:
+    """Return a custom sampler that shares no tensor with the run, so that it may keep and change its own."""
+
+    def step(level: Tensor, level_next: Tensor, /) -> transitions.Transition:
+        a, b, std = sampler(level.clone(), level_next.clone())
+        return transitions.Transition(a.clone(), b.clone(), std.clone())
+
+    step.__name__ = transitions.sampler_name(sampler)
+    return step
+
+
 def sampler_name(sampler: Any) -> str:
     """Return the name under which a sampler is recorded: as it was given, or the `module:function` of a function."""
     if isinstance(sampler, str):

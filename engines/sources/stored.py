@@ -142,11 +142,16 @@ class Replayed(RolloutSource):
         for number, prompt in zip(requests.ids, requests.prompts, strict=True):
             if number not in found:
                 raise RunError(f"{self.folder}: rollout {name} has no sample {number}: its run had smaller rollouts")
-            if (stored := found[number].chunk.prompts[found[number].row]) != prompt.text:
-                raise RunError(
-                    f"{self.folder}: sample {number} of rollout {name} is of the prompt {stored!r}, expected "
-                    f"{prompt.text!r}: use the prompts of the run that stored it"
-                )
+            kept, place = found[number].chunk, found[number].row
+            pairs: dict[str, tuple[str | None, str | None]] = {"prompt": (kept.prompts[place], prompt.text)}
+            if kept.negatives is not None:
+                pairs["negative prompt"] = kept.negatives[place], prompt.negative
+            for kind, (stored, asked) in pairs.items():
+                if stored != asked:
+                    raise RunError(
+                        f"{self.folder}: sample {number} of rollout {name} is of the {kind} {stored!r}, expected "
+                        f"{asked!r}: use the prompts of the run that stored it"
+                    )
         return found
 
 
@@ -171,7 +176,8 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         tensors |= {f"{number}.{name}": given[name].contiguous() for name in FIELDS if given[name] is not None}
         own = slice(start, start + len(chunk.prompts))
         prompts, windows = texts(chunk.prompts), _windows(requests, sampling, own)
-        listed.append(StoredChunk(chunk.version, list(requests.ids[own]), prompts, windows))
+        negatives = [prompt.negative for prompt in chunk.prompts]
+        listed.append(StoredChunk(chunk.version, list(requests.ids[own]), prompts, windows, negatives))
         start += len(prompts)
     stem, partial = f"{name_of(requests.key)}-{part:05d}", f".{secrets.token_hex(4)}"
     file, index = folder / f"{stem}.safetensors", folder / f"{stem}.json"
@@ -193,16 +199,18 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
 
 
 class StoredChunk(Struct, frozen=True):
-    """A chunk of a stored rollout: for each sample its id, prompt and stochastic steps."""
+    """A chunk of a stored rollout: for each sample its id, prompt, stochastic steps and own negative prompt."""
 
     version: int
     ids: list[int]
     prompts: list[str]
     windows: list[list[int]]
+    negatives: list[str | None] | None = None  # not written before; None of a prompt without one of its own
 
     def __post_init__(self) -> None:
-        if not len(self.ids) == len(self.prompts) == len(self.windows):
-            raise ValueError("ids, prompts and windows are not as many")
+        lists = (self.prompts, self.windows, *(() if self.negatives is None else (self.negatives,)))
+        if any(len(each) != len(self.ids) for each in lists):
+            raise ValueError("ids, prompts, windows and negatives are not as many")
 
 
 class StoredRollout(Struct, frozen=True):

@@ -16,7 +16,7 @@ from fluvial.core.transitions import Transition
 from fluvial.core.types import to_device
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
-from fluvial.engines.data.records import Prompt, model_inputs
+from fluvial.engines.data.records import Prompt, copied, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
@@ -373,7 +373,7 @@ class Rollouts:
         for start in range(0, len(ids), size):
             part = list(prompts[start : start + size])
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
-            x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), part), device)
+            x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), copied(part)).clone(), device)
             if self.config.scores_samples:
                 with torch.no_grad():
                     images = decoded(self.job.model, x0, model_inputs(part))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +30,7 @@ from fluvial.engines.train.build import build_parts
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.fit import fitted
 from fluvial.engines.train.job import Job
+from fluvial.engines.train.jobs.evaluated import with_size_of
 from fluvial.engines.train.learner import Learnt
 from fluvial.engines.train.metrics import RolloutResult
 from fluvial.engines.train.monitoring.diagnostics import Probe, diversity
@@ -77,6 +79,8 @@ class Trainer:
                 world = _opened_world(config, stack)
             self.world = world = world.grouped(config.engine.context_parallel)
             with world.agreed():
+                if job is not None:
+                    config = replace(config, pipeline=with_size_of(job, config.pipeline))
                 config, saved = fitted(config, ranks=world.size, device=world.device)
             if saved is not None and console is not None and world.is_main:
                 console.print(saved, highlight=False)

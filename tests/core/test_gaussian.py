@@ -15,7 +15,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 
 from fluvial.core import random
-from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction, kl, log_prob, mean, sample
+from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction, draw, kl, log_prob, mean, sample
 from fluvial.core.transitions import Transition, dance_sde, ode
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
@@ -150,6 +150,23 @@ def test_the_gradient_is_the_published_one(
     limit = tolerance("log_prob", torch.float64, condition=magnitude.max().item())
     for gradient, want in zip(got, (a * pull, b * pull, -pull), strict=True):
         assert_close(gradient, want, **limit)
+
+
+@every_stochastic_sampler
+@every_reduction
+def test_the_gradient_of_a_drawn_log_prob_is_that_of_a_recorded_one(row: SamplerRow, reduction: Reduction) -> None:
+    """The sample is a constant of the log-probability, though gradients flow through the sample itself."""
+    grid = row.grid(10).double()
+    transition = row.bind(0.6)(grid[2:5], grid[3:6])
+    x, v, noise = (t.requires_grad_() for t in normals(3, 3, 3, 4).unbind())
+    x_next, drawn = draw(transition, x, v, noise, reduction=reduction)
+    scored = log_prob(transition, x, v, x_next.detach(), reduction=reduction)
+    assert torch.equal(x_next, sample(transition, x, v, noise))
+    for variable in (x, v):
+        got, want = (torch.autograd.grad(value.sum(), variable, retain_graph=True)[0] for value in (drawn, scored))
+        assert torch.equal(got, want)
+        assert want.abs().max() > 0
+    assert torch.autograd.grad(x_next.sum(), noise)[0].abs().min() > 0
 
 
 # torch's table of forward-mode decompositions, imported at the first jvp, still scripts them.

@@ -35,6 +35,9 @@ def test_the_loss_is_the_formula(seed: int, distance: float, clip: float) -> Non
     want = torch.maximum(-advantage * rho, -advantage * rho.clamp(1 - clip, 1 + clip)) / dt.abs()
     assert_close(loss, want, rtol=1e-10, atol=1e-12)
     assert_close(info.ratio, rho, rtol=1e-10, atol=1e-12)
+    none, of_none = guard_surrogate(new, old, 0 * advantage, transition, v, v_old, dt, clip=clip)
+    assert not none.any()
+    assert not of_none.clipped.any()
     # The correction centres the log-ratio: what is left is linear in the noise.
     linear = (transition.b[:, None] * (v - v_old) * noise).mean(1) / transition.std
     assert_close(new - old + mean_shift, linear, rtol=1e-6, atol=1e-9)

@@ -61,6 +61,13 @@ def test_the_gradient_vanishes_only_where_the_advantage_has_pushed_too_far(
     assert info.clipped.item() == float(held)
 
 
+@given(log_ratio=log_ratios, low=clips, high=clips)
+def test_an_advantage_of_0_is_not_clipped(log_ratio: float, low: float, high: float) -> None:
+    """Its gradient is 0 without the clip, which holds nothing."""
+    loss, gradient, info = surrogate(log_ratio, 0.0, low, high)
+    assert (loss.item(), gradient.item(), info.clipped.item()) == (0.0, 0.0, 0.0)
+
+
 @given(log_ratio=log_ratios, advantage=advantages, low=clips, high=clips)
 def test_the_two_signs_of_an_advantage_are_held_on_two_sides(
     log_ratio: float, advantage: float, low: float, high: float

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.rewards.scores import LARGEST
+from fluvial.engines.rewards.scores import LARGEST, described, number_of, numbers_of
 from fluvial.engines.wire.client import HttpClient, shown
 from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.threads import in_threads
 
 T = TypeVar("T")
-Number = bool | float | None  # a score in a reply
 
 
 def in_batches(
@@ -80,21 +79,23 @@ def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
 
 
 def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
-    """Return a field of a reply that is a list of one score per sample.
+    """Return a field of a reply that is a list of one score per sample, NaN for a value that is no number.
 
     Raises:
-        RunError: it is no list of that many numbers.
+        RunError: it is no list of that many values, or holds no numbers.
     """
-    found: list[Number] = field(reply, name, list[Number], where=where)
+    found: list[Any] = field(reply, name, list[Any], where=where)
     if len(found) != count:
         raise RunError(f"{where}: {name} has {len(found)} values, expected {count}, one per sample")
+    if numbers_of(found) is None:
+        raise RunError(f"{where} answered with another form: {name} is {described(found)}, expected numbers")
     return [score(value) for value in found]
 
 
-def score(value: Number) -> float:
-    """Return a number as a score; NaN, which is no score, for None, what is not finite, and more than `LARGEST`."""
-    number = math.nan if value is None else float(value)
-    return number if abs(number) <= LARGEST else math.nan
+def score(value: Any) -> float:
+    """Return a number as a score; NaN, which is no score, for all else, what is not finite, and more than `LARGEST`."""
+    number = number_of(value)
+    return number if number is not None and abs(number) <= LARGEST else math.nan
 
 
 def check_positive(name: str, value: int) -> None:

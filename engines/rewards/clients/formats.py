@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.rewards.clients import images as wire
-from fluvial.engines.rewards.clients.batches import Number, check_positive, field, in_batches, score, scores
+from fluvial.engines.rewards.clients.batches import check_positive, field, in_batches, score, scores
 from fluvial.engines.rewards.clients.unpickle import ForbiddenPickleError, loads
 from fluvial.engines.wire.client import HttpClient, shown
 
@@ -127,22 +127,19 @@ class UniRL:
     def _read(self, answer: Any, count: int) -> list[list[float]]:
         """Return the score of each reward for each sample of a reply, NaN for one that is missing."""
         where = f"{self.server.address}/score"
-        results: list[dict[str, dict[str, Number]]] = field(
-            answer, "results", list[dict[str, dict[str, Number]]], where=where
-        )
-        problems: list[dict[str, Any]] = field(
-            {"errors": answer.get("errors") or []}, "errors", list[dict[str, Any]], where=where
-        )
+        results = [_mapping(result) for result in field(answer, "results", list[Any], where=where)]
+        errors: list[Any] = field({"errors": answer.get("errors") or []}, "errors", list[Any], where=where)
+        problems = [_mapping(problem) for problem in errors]
         if len(results) != count:
             raise RunError(f"{where}: results has {len(results)} values, expected {count}, one per sample")
-        found = [[self._value(result.get(name, {})) for name in self.rewards] for result in results]
+        found = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
         said = [f"{name}: {shown(str(problem[name]))}" for problem in problems for name in self.rewards if problem.get(name)]
         missing = any(name not in result for result in results for name in self.rewards)
         if missing and all(any(map(math.isnan, values)) for values in found):
             raise RunError(f"{where} has no score of any sample: {said[0] if said else 'rewards are missing'}")
         return found
 
-    def _value(self, metrics: Mapping[str, Number]) -> float:
+    def _value(self, metrics: Mapping[str, Any]) -> float:
         """Return the score among the numbers of one reward, NaN if there are none."""
         values = [score(value) for value in metrics.values()] or [math.nan]
         # What max() makes of NaN depends on the order.
@@ -217,6 +214,11 @@ class FlowGrpo:
             records = [{"prompt": prompt, "tag": "", **record} for prompt, record in zip(prompts, metadata, strict=True)]
             return {"images": files, "meta_datas": records, "only_strict": False}
         return {"images": files, "prompts": prompts, "metadata": {}}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object; an empty one for anything else, which has no score of a sample."""
+    return value if isinstance(value, dict) else {}
 
 
 def _check_images(samples: Tensor) -> None:

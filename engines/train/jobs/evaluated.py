@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fluvial.engines.data.prompts import read_heldout
-from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.evaluation.config import EvaluationConfig
 from fluvial.engines.rewards.heard import heard
@@ -13,9 +15,9 @@ from fluvial.engines.rewards.protocol import Reward
 from fluvial.engines.rewards.registry import check_rewards, select
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
-from fluvial.engines.train.jobs.base import Job, has_one_size
+from fluvial.engines.train.jobs.base import Job, has_one_size, only_shape
 from fluvial.engines.train.jobs.media import check_columns, media_columns
-from fluvial.models import is_recorded
+from fluvial.models import decoded, is_recorded
 
 
 def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
@@ -39,6 +41,39 @@ def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> J
         height, width = config.height or pipeline.size.height, config.width or pipeline.size.width
         changes["shape"] = _shape(job, height, width, pipeline.frames)
     return replace(job, **changes) if changes else job
+
+
+def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
+    """Return the settings of a pipeline with the size of a job's samples, which the record of a run says.
+
+    Raises:
+        UsageError: no size of the model has samples of that shape.
+    """
+    if job.sizes:
+        first = [size for size, shape in job.sizes.items() if tuple(shape) == job.shape]
+        if not first:
+            raise UsageError(f"job: shape is {list(job.shape)}, expected that of one of its sizes")
+        words = tuple(map(str, dict.fromkeys([*first, *job.sizes])))
+        return replace(pipeline, sizes=words, height=PipelineConfig.height, width=PipelineConfig.width)
+    if (has_one_size(job.model) and only_shape(job.model) == job.shape) or _makes(job, *pipeline.size, pipeline.frames):
+        return pipeline
+    with torch.no_grad():
+        made = decoded(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
+    frames, (height, width) = made[2] if len(made) == 5 else 1, made[-2:]
+    if not (is_recorded(job.model) or _makes(job, height, width, frames)):
+        raise UsageError(
+            f"job: shape is {list(job.shape)}, and its images have {width}x{height} pixels, for which the model has another "
+            "shape: pass shape=model.latent_shape(height, width)"
+        )
+    return replace(pipeline, sizes=(), height=height, width=width, frames=frames)
+
+
+def _makes(job: Job, height: int, width: int, frames: int) -> bool:
+    """Return whether the job's samples are those of a size."""
+    try:
+        return tuple(job.model.latent_shape(height, width, frames)) == job.shape
+    except ValueError:
+        return False
 
 
 def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Reward]:

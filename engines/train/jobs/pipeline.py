@@ -20,7 +20,7 @@ from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.rollout.generate import Guidance
 from fluvial.engines.train.config import PipelineConfig
 from fluvial.engines.train.jobs.base import Job, has_one_size, only_shape
-from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.device import default_device, has_values, is_accelerator
 
 
 class PromptsOfRun(NamedTuple):
@@ -152,6 +152,8 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         if vae != VaeOptions():
             options["vae"] = vae
         return open_model(folder, **options)
+    if not has_values(default_device()):
+        options["device"] = "cpu"  # such a pipeline is recorded as it runs, and a simulated GPU has no values
     for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
         if getattr(config, name) != getattr(PipelineConfig, name):
             raise no_effect(f"pipeline.{name}", "without an adapter, because the pipeline runs its own parts")

@@ -29,6 +29,16 @@ def test_meta_may_be_anything_that_json_holds(tmp_path: Path, one: World) -> Non
     assert load(path, one)[1] == {"10": [1, 2], "9": float("inf")}
 
 
+@pytest.mark.parametrize(
+    ("there", "here"), [({"a": 1, "b": 2}, {"a": 1}), ({"a": 1}, {"a": 1, "b": 2}), ({"a": 1, "b": 2}, {"a": 1, "b": 3})]
+)
+def test_a_setting_that_differs_is_named(tmp_path: Path, one: World, there: dict[str, int], here: dict[str, int]) -> None:
+    """One that only the checkpoint has, or only the run, is a difference, too."""
+    path = checkpoint.save(tmp_path, state(), **{**options(one, 1), "fingerprint": there})
+    with pytest.raises(RunError, match=f"b {there.get('b')!r} there, {here.get('b')!r} here; resume with"):
+        checkpoint.load(path, state(), fingerprint=here, world=one)
+
+
 def test_the_newest_are_kept(folder: Path | str, one: World) -> None:
     """Older ones go only after the newer is there; nothing else is left behind."""
     for update in (2, 4, 10, 12):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_conditioned
 import tiny_pipelines
+import tiny_replayed
 import tiny_unet_edits
 from dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
@@ -18,7 +19,10 @@ from fluvial.engines.cli.main import run as command_line
 from fluvial.engines.dryrun.passes import Repeated
 from fluvial.engines.dryrun.report import Report, draw
 from fluvial.engines.dryrun.run import _given, dry_run
+from fluvial.engines.rollout.config import RolloutConfig
 from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.window import AllSteps
 from fluvial.engines.simulate.collectives import called
 from fluvial.engines.simulate.device import GIB, Accelerator
 from fluvial.engines.simulate.mode import SimulatedMode
@@ -71,6 +75,24 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     assert [wait.line.split(":")[0] for wait in reads] == ["engines/train/monitoring/diagnostics.py"], reads
     assert report.phase("decode").operations > 0
     assert report.phase("rollout").flops > 0
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("sana", 8), ("aura-flow", 1)])
+def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path) -> None:
+    """They are recorded on the host, with values; what their network is given is on the device, as in a run."""
+    options = dict(tiny_replayed.ROWS[name].options)
+    height, width, scale = (options.pop(option) for option in ("height", "width", "guidance_scale"))
+    tiny_replayed.load(name, tmp_path / name)
+    (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\na blue cup\n")
+    config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=(str(tmp_path / "prompts.txt"),))
+    call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
+    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
+    changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "rollout": rollout}
+    passes: dict[str, Any] = {"micro_batch": 2, "update_micro_batch": "rollout", "updates": 1, "minibatches": 1}
+    report = dry_run(replace(config, train="lora", **passes, **changes), ranks=ranks)
+    check(report)
+    assert report.phase("rollout").flops > 0
+    assert any("which are on the host here" in note for note in report.notes)
 
 
 @pytest.mark.long

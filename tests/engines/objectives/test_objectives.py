@@ -21,6 +21,7 @@ from fluvial.engines.objectives.protocol import Objective, ObjectiveTraits
 from fluvial.engines.objectives.table import (
     Awm,
     Clipped,
+    D3po,
     Distill,
     Dpo,
     Dppo,
@@ -296,6 +297,24 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
             objective.loss(v, items, config._replace(implementation="reference"))
         assert len(seen) >= 1 + (objective.traits.trains_on == "noised")
         assert set(seen) == {"reference"}
+
+
+def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:
+    """Each pair is two items: the loss of each, averaged over the items, has the value and the gradient of the pair's."""
+    objective, level = D3po(beta=2.0), torch.tensor([0.8, 0.4])
+    x, x_next, v, away = torch.rand(4, 2, *tiny.SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v, preferred = v.requires_grad_(), torch.tensor([1.0, -1.0]).double()
+    step = transitions.dance_sde(level.double(), level.double() / 2, eta=0.5)
+    fields = {name: None for name in RecordedSteps._fields} | {"x": x, "x_next": x_next, "transition": step}
+    items: Any = RecordedSteps(**fields | {"predictions": {"ref": v.detach() + 0.01 * away}, "target_weight": preferred})  # type: ignore[arg-type]
+    own = objective.statistic(v, items)
+    counts = torch.ones(2, 1).double()
+    context = objective.gathered(own.detach()[:, None], preferred, torch.zeros(2, dtype=torch.long), counts).flatten()
+    loss = objective.loss(v, items._replace(context=context), LossConfig())[0].mean()
+    pair = -torch.nn.functional.logsigmoid(2.0 * (own[0] - own[1]))
+    torch.testing.assert_close(loss, pair)
+    torch.testing.assert_close(*(torch.autograd.grad(value, v, retain_graph=True)[0] for value in (loss, pair)))
+    assert float(torch.autograd.grad(pair, v)[0].abs().max()) > 1e-3
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Values that a reward may return, and the error for anything else."""
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
 from fluvial.engines.rewards.runner import RewardRunner, score
+from fluvial.engines.rewards.scores import read_scores
 
 PROMPTS = ("a", "b", "c")
 
@@ -33,6 +35,13 @@ class Broken(Array):
 def as_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
     """Return the scores of a reward that returns this."""
     return score(lambda images, prompts: returned, torch.zeros(len(prompts), 1, 4, 4), prompts, label=label)
+
+
+def objects(values: list[Any]) -> np.ndarray:
+    """Return an array of objects, as numpy makes it of numbers and None."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
 
 
 async def coroutine() -> Tensor:
@@ -80,7 +89,8 @@ WRONG: list[tuple[Any, str]] = [
     (np.array(["a", "b", "c"]), r"returned a ndarray, expected"),
     ([1j, 2j, 3j], r"returned a list that holds a complex, expected"),
     (["good", "bad", "bad"], r"returned a list that holds a str \('good'\)"),
-    ([None, None, None], r"returned a list that holds None"),
+    ([None, None, None], r"is None for prompt 'a', expected a finite number"),
+    (["good", None, None], r"returned a list that holds a str \('good'\)"),
     ([[1.0], [2.0], [3.0]], r"returned a list that holds a list"),
     ([torch.ones(2)] * 3, r"returned a list that holds a tensor of torch.float32"),
     (([1.0, 2.0, 3.0], {"seconds": 3}), r"returned a tuple that holds a list .*: return the scores alone"),
@@ -92,7 +102,7 @@ WRONG: list[tuple[Any, str]] = [
     (torch.ones(3, 1), r"returned shape \[3, 1\] for 3 images, expected \[3\]"),
     ([], r"returned shape \[0\] for 3 images, expected \[3\]"),
     (torch.tensor([1.0, torch.nan, 1.0]), r"is nan for prompt 'b', expected a finite number"),
-    ([1.0, 2.0, 1e300], r"is inf for prompt 'c', expected a finite number"),
+    ([1.0, 2.0, 1e300], r"is 1e\+300 for prompt 'c', expected a number of at most 1e\+09 in size"),
     (Broken(), r"returned a Broken that cannot be read as numbers \(the device is gone\), expected 3 numbers"),
     (torch.empty(3, device="meta"), r"returned a tensor of torch.float32 that cannot be read"),
 ]
@@ -107,6 +117,31 @@ def test_what_does_not(returned: Any, says: str) -> None:
     assert said.startswith("reward 'neat' ")
     assert "prompt" in said
     assert "\n" not in said
+
+
+BAD = [None, "good", math.nan, [1.0], {}, 1j, 10**400, torch.ones(2), object()]
+FORMS: list[Callable[[list[Any]], Any]] = [list, tuple, objects, lambda values: {"score": values, "part": values}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["list", "tuple", "array", "mapping"])
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: type(bad).__name__)
+def test_one_bad_value_costs_one_sample(bad: Any, form: Callable[[list[Any]], Any]) -> None:
+    """The others keep their scores, and a line names its prompt; so it is in each chunk, however many samples that has."""
+    found = read_scores(form([0.5, bad, np.float32(2)]), PROMPTS, label="reward 'neat'")
+    assert found.scores.nan_to_num(-7).tolist() == [0.5, -7.0, 2.0]
+    assert all(part[::2].tolist() == [0.5, 2.0] for part in found.parts.values())
+    assert not found.failed
+    (problem,) = found.problems
+    assert problem.startswith("reward 'neat' is ")
+    assert "for prompt 'b', expected" in problem
+
+
+def test_scores_are_copied() -> None:
+    """A reward may fill the same buffer in each call."""
+    buffer = torch.tensor([0.5, 1.0, 2.0])
+    found = read_scores({"score": buffer, "part": buffer}, PROMPTS, label="reward")
+    buffer.zero_()
+    assert found.scores.tolist() == found.parts["part"].tolist() == [0.5, 1.0, 2.0]
 
 
 def test_a_coroutine_is_closed() -> None:

@@ -69,17 +69,20 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("reward", "expected"), CALLS, ids=range(len(CALLS)))
 def test_a_reward_is_passed_what_its_parameters_name(reward: Callable[..., Any], expected: dict[str, Any]) -> None:
-    """Each by its name; the first two are images and prompts if their names say nothing else."""
+    """Each by its name, as a copy; the first two are images and prompts if their names say nothing else."""
     found = signature_of(reward).call(reward, SAMPLES)
     for name, value in expected.items():
-        same = found[name] is value if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, name
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+            assert found[name].data_ptr() != value.data_ptr(), name
+        else:
+            assert found[name] == value, name
 
 
 def test_videos_are_passed_as_images_too() -> None:
     """A reward of images gets the whole video, and one of videos refuses images."""
-    assert signature_of(of_videos).call(of_videos, VIDEO)["videos"] is VIDEO.images
-    assert signature_of(swapped).call(swapped, VIDEO)["images"] is VIDEO.images
+    assert torch.equal(signature_of(of_videos).call(of_videos, VIDEO)["videos"], VIDEO.images)
+    assert torch.equal(signature_of(swapped).call(swapped, VIDEO)["images"], VIDEO.images)
     with pytest.raises(UsageError, match=r"it takes videos, and these are images \[3, 4, 4\]"):
         signature_of(of_videos).call(of_videos, SAMPLES)
 

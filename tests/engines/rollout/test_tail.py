@@ -65,6 +65,17 @@ def test_levels_of_other_schedules_stay_in_order() -> None:
     assert (fewer.diff() < 0).all()
 
 
+def test_timesteps_are_those_of_the_steps_nearest_before() -> None:
+    """Where a timestep is no multiple of its level, as with a schedule that rounds them, each step has its own factor."""
+    levels = shifted(10, 3.0)
+    rounded = Schedule(levels, (1000 * levels[:-1] ** 2).round())
+    found = after_schedule(rounded, 4, 1.0)
+    assert_close(found.timesteps, rounded.timesteps[4:])
+    fewer = after_schedule(rounded, 4, 0.6)
+    factors = fewer.timesteps / fewer.levels[:-1]
+    assert_close(factors, (rounded.timesteps / levels[:-1])[[4, 6, 8]])
+
+
 def test_no_step_may_be_left() -> None:
     """MixGRPO-Flash's code ends at the level after its window where 0.4 of the steps are fewer than one."""
     levels = shifted(25, 3.0)

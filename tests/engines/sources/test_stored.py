@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fluvial.core.random import fold_in, key
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.objectives.table import Dppo, Nft
@@ -105,6 +106,25 @@ def test_replaying_calls_no_network(one: World, folder: Path, tmp_path: Path, mo
     assert torch.equal(seen[0].images, load_file(files[1])["0.images"])
 
 
+def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_path: Path) -> None:
+    """A larger chunk than the stored ones has samples of several, and a folder that was written before has no negatives."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    edited(lambda index: [chunk.update(version=5 - number, negatives=None) for number, chunk in enumerate(index["chunks"])])(
+        copy
+    )
+    run = config(tmp_path, micro_batch=8, rollout=replace(STEPS, source=f"replayed:{copy}"))
+    with Trainer(run, tiny.job(), one) as trainer:
+        plan = trainer.rollouts.plan(*first_rollout(trainer))
+        (chunk,) = trainer.rollouts.source.generate(plan.requests, plan.sampling, micro_batch=8)
+    assert chunk.version == 4
+
+
+def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:
+    """Return the key, the prompts and the number of updates of a run's first rollout."""
+    root = fold_in(key(trainer.config.seed), 0)
+    return root, trainer.rollouts.prompts(root, 0), 0
+
+
 def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) -> None:
     """A sample is found by its id, whichever chunk it was made in."""
     run = config(tmp_path, micro_batch=2, rollout=replace(STEPS, source=f"replayed:{folder}"), max_log_ratio=1e-2)
@@ -187,6 +207,15 @@ def no_rollout_of_this_key(folder: Path) -> None:
         (edited(lambda index: index["chunks"][0].update(prompts=["9"] * 4)), "is of the prompt '9', expected"),
         (edited(lambda index: index["sampling"].update(levels=[1, 0])), r"its levels is \[1, 0\], expected"),
         (edited(lambda index: index["sampling"].update(form="unscaled")), 'its form is "unscaled", expected "density"'),
+        (
+            edited(lambda index: index["sampling"].update({"negative prompt": "blurred"})),
+            'its negative prompt is "blurred", expected ""',
+        ),
+        (
+            edited(lambda index: index["chunks"][0].update(negatives=["blurred"] * 4)),
+            "is of the negative prompt 'blurred', expected None",
+        ),
+        (edited(lambda index: index["chunks"][0].update(negatives=[None])), "is no index of format 1"),
         (edited(lambda index: index["sampling"]["coefficient std"].append(1)), "its coefficient std is"),
         (rewritten("x", lambda tensor: tensor[:, :1]), r"x of a stored rollout has shape \[4, 1, 1, 4, 4\], expected"),
         (rewritten("final", lambda tensor: tensor[:1]), r"0.final has shape \[1, 1, 4, 4\], and no row 1"),

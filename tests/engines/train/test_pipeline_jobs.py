@@ -1,6 +1,7 @@
 """Pipelines of diffusers, with an adapter and without, trained from their folders as a person would."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +16,14 @@ from safetensors.torch import load_file
 from tiny_replayed import WITHOUT_ADAPTER
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.errors import UsageError
+from fluvial.engines.rollout.config import RolloutConfig
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
+from fluvial.engines.train.job import to_train
+from fluvial.engines.train.jobs.evaluated import with_size_of
+from fluvial.engines.train.record import as_record
+from fluvial.engines.train.trainer import Trainer
 from fluvial.models.catalogue import KNOWN
 
 PROMPTS = "a red fox\ntwo cats\nan owl\n9 owls in 1 barn\n"
@@ -194,3 +203,32 @@ def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capf
     assert "set --prompts to a file" in launch.one_line(capfd.readouterr().err)
     assert cli.run(["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]) == 2
     assert "model_index.json" in launch.one_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["sd3", *map(long, ("wan-experts", WITHOUT_ADAPTER[0]))])
+def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, name: str) -> None:
+    """The configuration has another one, the default; what is evaluated, sampled and exported later has the job's."""
+    prompts = [str(folder / "prompts.txt")]
+    if name in ROWS:
+        height, width, *frames = ROWS[name].sizes[0]
+        asked = PipelineConfig(height=height, width=width, frames=frames[0] if frames else 1)
+    else:
+        options = {**tiny_replayed.ROWS[name].options}
+        height, width = (options.pop(option) for option in ("height", "width"))
+        options.pop("guidance_scale")
+        call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
+        asked = PipelineConfig(height=height, width=width, call=call)
+    guidance = Guidance() if name in ROWS else Guidance(tiny_replayed.ROWS[name].options["guidance_scale"])
+    job = to_train(str(folder / name), asked, steps=3, guidance=guidance, prompts=prompts)
+    found = with_size_of(job, PipelineConfig())
+    assert (found.size, found.frames) == (asked.size, asked.frames)
+    if name == "sd3":
+        rollout = RolloutConfig(prompts=2, group=2, steps=3)
+        config = TrainConfig(tmp_path / "run", model=str(folder / name), updates=1, micro_batch=2, rollout=rollout)
+        with Trainer(config, job) as trainer:
+            assert as_record(trainer.config)["pipeline"]["width"] == width
+        several = replace(asked, sizes=("32x16", "16x16"), height=512, width=512)
+        job = to_train(str(folder / name), several, steps=3, guidance=guidance, prompts=prompts)
+        assert with_size_of(job, PipelineConfig()).sizes == several.sizes
+        with pytest.raises(UsageError, match=r"job: shape is \[16, 9, 9\], expected that of one of its sizes"):
+            with_size_of(replace(job, shape=(16, 9, 9)), PipelineConfig())

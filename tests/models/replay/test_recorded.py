@@ -101,6 +101,9 @@ def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -
         want = trajectory.velocity[i, s // 2]
         torch.testing.assert_close(v, want, rtol=0, atol=5e-6 * scale)
     assert check_replay(pipe.transformer, recording, micro_batch=4) < 5e-6
+    trajectory.velocity[0, 0] = torch.nan  # in the last micro-batch alone, whose error comes after others that are fine
+    with pytest.raises(ValueError, match="misses the recorded velocity by nan of its norm"):
+        check_replay(pipe.transformer, recording, micro_batch=1)
 
 
 def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str], Any]) -> None:

@@ -4,6 +4,7 @@ import base64
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,35 @@ def test_a_reward_that_fails_on_one_sample_of_unirl_has_no_score_there() -> None
         UniRL(client(nothing), rewards=("ocr",))(images(2), PROMPTS[:2], [{}, {}])
     bad = {"results": [{"vq": {"a": 1, "b": NAN}}]}
     assert same(UniRL(client(bad), rewards=("vq",), metric="max")(images(1), PROMPTS[:1], [{}]), [NAN])
+
+
+@pytest.mark.parametrize("bad", [None, "good", NAN, [1], {"a": "good"}, 10**400], ids=repr)
+def test_one_bad_value_of_a_reply_costs_one_sample(bad: Any) -> None:
+    """Whatever the format of the server; a reply without any number is another form, in one line."""
+    clients: list[tuple[Callable[[HttpClient], Any], Callable[[list[Any]], Any]]] = [
+        (lambda server: FlowFactory(server)(images(2), PROMPTS[:2]), lambda values: {"rewards": values}),
+        (
+            lambda server: FlowGrpo(server, trust_pickle=True)(images(2), PROMPTS[:2], [{}, {}]),
+            lambda values: pickle.dumps({"scores": values}),
+        ),
+        (
+            lambda server: UniRL(server, rewards=("ocr",))(images(2), PROMPTS[:2], [{}, {}]),
+            lambda values: {"results": [{"ocr": {"acc": value}} for value in values], "errors": [None, {}]},
+        ),
+        (
+            lambda server: UniRL(server, rewards=("ocr",))(images(2), PROMPTS[:2], [{}, {}]),
+            lambda values: {"results": [{"ocr": {"acc": values[0]}}, {"ocr": values[1]}]},
+        ),
+        (
+            lambda server: UniRL(server, rewards=("ocr",))(images(2), PROMPTS[:2], [{}, {}]),
+            lambda values: {"results": [{"ocr": {"acc": values[0]}}, values[1]]},
+        ),
+    ]
+    for scored, reply in clients:
+        assert same(scored(client(reply([0.5, bad]))), [0.5, NAN])
+    if isinstance(bad, str):
+        with pytest.raises(RunError, match=r"answered with another form: rewards is a list that holds a str \('good'\)"):
+            clients[0][0](client({"rewards": [bad, bad]}))
 
 
 @pytest.mark.parametrize(
