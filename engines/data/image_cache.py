@@ -12,11 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.data.images import read_image, shown, size_of
+from fluvial.engines.data.images import read_image, size_of
 from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
+from fluvial.models.images import shown
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
 LEFT_OUT = "left_out.txt"  # names of the images that the last run left out
