@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 def cells(folder: Path, model: str) -> list[Cell]:
     """Return the samples of an evaluation with a base, in the order of their files."""
     edited = {prompt.text: prompt.image for prompt in named(model).heldout}
-    with (folder / "scores.csv").open() as file:
+    with (folder / "scores.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found = []
     for row in rows:

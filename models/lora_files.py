@@ -141,7 +141,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
         beside = file.parent / "adapter_config.json"
-        settings = json.loads(beside.read_text()) if beside.is_file() and file.name == FILES[1] else {}
+        settings = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() and file.name == FILES[1] else {}
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{file} cannot be read as an adapter: {' '.join(str(error).split())}") from error
     plain = {name.partition(".")[2]: value for name, value in header.items()}

@@ -181,8 +181,8 @@ class ImageCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not file.exists():
-                file.write_text(json.dumps(self.settings, indent=1) + "\n")
-            there = json.loads(file.read_text())
+                file.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+            there = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"`data_cache` {self.folder} cannot be used: {error.strerror}") from error
         except ValueError as error:
@@ -199,7 +199,7 @@ class ImageCache:
         file = self.folder / LEFT_OUT
         try:
             if left_out:
-                file.write_text("\n".join(left_out) + "\n")
+                file.write_text("\n".join(left_out) + "\n", encoding="utf-8")
             else:
                 file.unlink(missing_ok=True)
         except OSError as error:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import Row, is_data_set, is_table, read_text, rows
+from fluvial.engines.data.tables import Row, is_data_set, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 from fluvial.models import images as files
 from fluvial.models.images import ENDINGS, natural
@@ -83,10 +83,8 @@ def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     if table is None and path.is_dir() and not is_data_set(path):
         yield from _pairs(path, source)
         return
-    if table is None and not is_table(path):
-        raise UsageError(
-            f"data {path} is not a folder of images, or a file of records: give one, or .jsonl, .json, .csv, .parquet"
-        )
+    if table is None and path.is_file() and is_text(path):
+        raise UsageError(f"data {path} is text, expected a folder of images, or records: .jsonl, .json, .csv, .parquet")
     folder = path if path.is_dir() else path.parent
     for row in rows(table or path, "data"):
         columns = dict(row.columns)
@@ -111,7 +109,7 @@ def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
         where = f"data {folder}: {image.relative_to(folder)}"
         if not file.is_file():
             raise UsageError(f"{where} has no caption: write {file.name} beside it, or {METADATA[0]} for all images")
-        text = " ".join(read_text(file, f"caption {file}").split())
+        text = " ".join(line for _, line in read_lines(file, f"caption {file}"))
         if not text:
             raise UsageError(f"{where} has an empty caption in {file.name}")
         path = image.absolute()

@@ -75,7 +75,7 @@ def _given(config: TrainConfig, folder: Path, notes: list[str]) -> TrainConfig:
     needs = config.model not in MODELS and not config.prompts and not config.data
     if needs and config.objective.traits.preferences is None:
         file = folder / "prompts.txt"
-        file.write_text("\n".join(PROMPTS) + "\n")
+        file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
         config = replace(config, prompts=(str(file),))
     return config
 

@@ -34,7 +34,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = [f"{MODEL}.safetensors"]
     else:
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{index} cannot be read: {error}") from error
     if missing := [name for name in names if not (folder / name).is_file()]:

@@ -39,7 +39,7 @@ def configuration(folder: Path) -> TrainConfig:
 
     file = folder / RECORD
     try:
-        return replace(recorded(json.loads(file.read_text())), out=folder, resume=False, resume_from=None)
+        return replace(recorded(json.loads(file.read_text(encoding="utf-8"))), out=folder, resume=False, resume_from=None)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
 
@@ -53,7 +53,7 @@ def base_model(name: str) -> str:
     if not is_run(name):
         return name
     try:
-        return str(json.loads((Path(name) / RECORD).read_text())["model"])
+        return str(json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 
@@ -118,7 +118,7 @@ def with_base(job: Job, weights: Path | None) -> Job:
         raise UsageError("weights", weights, hint=hint)
     expected, file = getattr(job.model, "network", None), weights / RECORD
     if file.is_file() and expected is not None:
-        held = json.loads(file.read_text()).get("_class_name")
+        held = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
         if held not in (None, expected):
             raise UsageError(f"`weights` is {weights}, which holds a {held}, expected a {expected}")
     return job.with_weights(weights)

@@ -225,7 +225,7 @@ def nothing(folder: Path) -> Path:
         (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, and there is no such file"),
         (table({"file_name": "a.png"}), "line 1 has no column prompt or text or caption, it has image"),
         (table({"text": "x"}), "line 1 has no column image or file_name, it has text"),
-        (only_text, "prompts.txt is not a folder of images, or a file of records"),
+        (only_text, "prompts.txt is text, expected a folder of images, or records"),
         (nothing, "holds no images, expected some with captions"),
     ],
 )
