@@ -17,6 +17,7 @@ from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
+from fluvial.models.digests import digest_file, encoding_code
 from fluvial.models.images import shown
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
@@ -215,16 +216,9 @@ class ImageCache:
             return False
 
     def _file(self, image: Image, size: Size | None) -> Path:
-        """Return the file of an image at a size: of its bytes, or of its path with length and time of its last change."""
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
-        if len(self.shapes) > 1:
-            digest.update(f"{size} ".encode())
-        if isinstance(image, bytes):
-            digest.update(image)
-        else:
-            try:
-                known = image.stat()
-            except OSError as error:
-                raise UsageError(f"{image} cannot be read as an image: {error.strerror}") from error
-            digest.update(f"{image} {known.st_size} {known.st_mtime_ns}".encode())
-        return self.folder / f"{digest.hexdigest()}.safetensors"
+        """Return the file of an image at a size: by its bytes, the settings, and the code that opens and encodes it."""
+        try:
+            key = [self.settings, encoding_code(), str(size), digest_file(image)]
+        except OSError as error:
+            raise UsageError(f"{image!s} cannot be read as an image: {error.strerror}") from error
+        return self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.safetensors"

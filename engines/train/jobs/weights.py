@@ -1,6 +1,5 @@
 """Start of a run: the export of another run, other base weights, or an adapter to continue from."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from fluvial.engines.fsdp.files import stored
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig
+from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import LoraFile, load_lora, read_lora
 from fluvial.models.original.convert import adapter_from_original
@@ -152,10 +152,7 @@ def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFil
 
 def digest(adapter: LoraFile) -> str:
     """Return a fingerprint of an adapter."""
-    found = hashlib.sha256(f"{adapter.rank} {adapter.alpha}".encode())
-    for name in sorted(adapter.tensors):
-        found.update(name.encode() + adapter.tensors[name].numpy().tobytes())
-    return found.hexdigest()[:16]
+    return join_digests({**digest_tensors(adapter.tensors.items()), "": f"{adapter.rank} {adapter.alpha} {adapter.form}"})
 
 
 def converter(pipeline: str, module: nn.Module | None = None) -> Any:

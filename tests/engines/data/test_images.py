@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,24 @@ def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
     Image.new("RGB", (6, 4)).resize((12, 8)).resize((6, 4)).save(images[1][0], compress_level=0)
     cache(tmp_path, again).fill(images, one)
     assert again.count in (1, 2)  # the damaged file may be that of the image that changed
+
+
+def test_an_image_is_known_by_its_bytes(tmp_path: Path, one: World) -> None:
+    """Whatever its name, size and time are, as of unpacked archives."""
+    first, _, last = (image for (image,) in images_of(tmp_path))
+    first.write_bytes(stored(Image.new("RGB", (6, 4), COLOURS["a"]), "BMP"))
+    cache(tmp_path).fill([(first,)], one)
+    moved, encode = last.rename(tmp_path / "moved.png"), Encoder()
+    moved.write_bytes(first.read_bytes())
+    before = first.stat()
+    first.write_bytes(stored(Image.new("RGB", (6, 4), COLOURS["c"]), "BMP"))
+    assert first.stat().st_size == before.st_size
+    os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+    made = cache(tmp_path, encode)
+    made.fill([(moved,)], one)
+    assert encode.count == 0
+    made.fill([(first,)], one)
+    torch.testing.assert_close(made.sample(first), Encoder()(read_image(first)[None])[0])
 
 
 def test_an_image_that_cannot_be_read(tmp_path: Path, one: World) -> None:
