@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,6 +49,7 @@ def join_digests(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@cache
 def encoding_code() -> str:
     """Return the versions of the code that opens and encodes prompts and images."""
     return " ".join([READING, *(f"{name} {version(name)}" for name in ("torch", "diffusers", "transformers"))])

@@ -262,7 +262,7 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
-            "set `rewards` to module:name"
+            "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
         )
     if config.asynchronous.ahead and any(isinstance(reward, Votes) for reward, _ in rewards.values()):
         raise UsageError(

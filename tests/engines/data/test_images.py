@@ -182,6 +182,19 @@ def test_an_image_is_scaled_to_cover_and_cut_around_its_centre(tmp_path: Path) -
     assert middle[:, :, 2].min() == 1.0
 
 
+def test_a_folder_is_read_as_people_see_it(tmp_path: Path) -> None:
+    """In the natural order of names, of captions and of frames; hidden files and folders are left out."""
+    names = ["1", "2", "10", "a/2b", "a/10", ".ipynb_checkpoints/1-checkpoint", ".Trash-1000/files/old", "._2"]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2), number).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("a fox")
+    found = [prompt.image for prompt in read_images(tmp_path, check=anything)]
+    assert found == [tmp_path / f"{name}.png" for name in names[:5]]
+    assert [frame.getpixel((0, 0)) for frame in kinds.read_video(tmp_path)] == [(number,) * 3 for number in range(3)]
+    assert kinds.frames_in(tmp_path) == 3
+
+
 def lone_image(folder: Path) -> Path:
     (painted(folder) / "b.txt").unlink()
     return folder
