@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
 from fluvial.models.images import ENDINGS, as_seen, natural, read_image, shown
@@ -275,7 +275,7 @@ def _several(opened: Image.Image) -> int:
     return count
 
 
-def _frame(opened: Image.Image, number: int) -> Image.Image:
+def _frame(opened: ImageFile.ImageFile, number: int) -> Image.Image:
     opened.seek(number)
     return as_seen(opened).convert("RGB")
 
