@@ -162,7 +162,7 @@ def test_an_image_that_does_not_say_what_is_white_is_refused(pixels: Any, says: 
 
 
 def test_transparent_pixels_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Opacity that hides nothing is none."""
+    """Opaque pixels need no line."""
     images._note_transparency.cache_clear()
     kinds.read_image(stored(np.dstack([COLOUR, np.full_like(GREY, 255)])))
     assert capsys.readouterr().err == ""
