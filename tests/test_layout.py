@@ -44,6 +44,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def package(name: str) -> tuple[str, int]:
     """Return the package of the table that a module is, or lies in, and the number of its floor."""
     found = [
@@ -57,7 +63,7 @@ def package(name: str) -> tuple[str, int]:
 
 def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
     """Yield the modules of fluvial that a file imports; those inside functions only if `lazy`."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     deferred = {
         inner
         for outer in ast.walk(tree)
@@ -174,7 +180,7 @@ def test_files_are_short() -> None:
 def without_encoding(path: Path) -> list[ast.Call]:
     """Return the calls of a file that open a text in the locale's encoding."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.Call) or any(each.arg in ("encoding", None) for each in node.keywords):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
