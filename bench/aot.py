@@ -167,7 +167,7 @@ def sources() -> str:
     """Return a hash of the code that is compiled and of what launches it, without comments and docstrings."""
     digest = hashlib.sha256()
     for path in sorted([*Path(gaussian_step.__file__).parent.glob("*.py"), Path(__file__)]):
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body[:1] = []
@@ -236,7 +236,9 @@ def _nvidia(asm: dict[str, Any]) -> Code:
         file.write(asm["cubin"])
         file.flush()
         usage, sass = (
-            subprocess.run([tools / tool, *args, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [tools / tool, *args, file.name], capture_output=True, text=True, check=True, encoding="utf-8"
+            ).stdout
             for tool, args in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c"]))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)

@@ -139,7 +139,7 @@ def read(path: Path, kind: type[T]) -> list[T]:
     if not path.exists():
         return []
     types = get_type_hints(kind)
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [
             kind(**{name: types[name](text) if text else types[name]() for name, text in record.items()})
             for record in csv.DictReader(file)
@@ -150,7 +150,7 @@ def write(path: Path, rows: Iterable[Any], kind: type) -> None:
     """Write the rows of a CSV, dataclasses of that kind; an interruption leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".part")
-    with whole.open("w", newline="") as file:
+    with whole.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
@@ -168,10 +168,10 @@ def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
     """
     names = [field.name for field in fields(kind)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists() or not path.read_text().strip()
-    if not new and (found := path.read_text().splitlines()[0].split(",")) != names:
+    new = not path.exists() or not path.read_text(encoding="utf-8").strip()
+    if not new and (found := path.read_text(encoding="utf-8").splitlines()[0].split(",")) != names:
         raise ValueError(f"{path} has columns {found}, expected {names}: move it away")
-    with path.open("a", newline="") as file:
+    with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         if new:
             writer.writeheader()
@@ -234,7 +234,7 @@ def in_processes(
         call.write_bytes(pickle.dumps((function, arguments)))
         command = [sys.executable, "-P", *launcher, "-m", "fluvial.bench.harness", str(call)]
         errors = Path(folder, "errors")
-        with errors.open("w") as file:
+        with errors.open("w", encoding="utf-8") as file:
             done = subprocess.Popen(command, env=environment, stderr=None if ranks > 1 else file, start_new_session=True)
             try:
                 code = done.wait(limit)
@@ -245,7 +245,7 @@ def in_processes(
                     with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                         os.killpg(done.pid, number)
                         done.wait(5)
-                sys.stderr.write(said := errors.read_text(errors="replace"))
+                sys.stderr.write(said := errors.read_text(encoding="utf-8", errors="replace"))
         if code and ranks > 1:
             raise RunError(f"{ranks} processes ended with exit code {code}; their messages are above")
         if code:

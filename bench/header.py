@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from fluvial.engines.report.images import BAD, GOOD, INK, PAPER
 from fluvial.engines.train.job import named
-from fluvial.models.replay.kinds import read_image
+from fluvial.models.images import read_image
 
 WRONG, RIGHT, COLUMNS, SCALE, SEED = 8, 4, 4, 2, 0
 EVALUATOR = "heldout"
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 def cells(folder: Path, model: str) -> list[Cell]:
     """Return the samples of an evaluation with a base, in the order of their files."""
     edited = {prompt.text: prompt.image for prompt in named(model).heldout}
-    with (folder / "scores.csv").open() as file:
+    with (folder / "scores.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found = []
     for row in rows:
@@ -57,7 +57,7 @@ def chosen(found: list[Cell]) -> list[Cell]:
 def sheet(picked: list[Cell]) -> Image.Image:
     """Return the words in a grid: what was asked for, the image to edit, the base's image, and the trained model's."""
     font, gap, line = ImageFont.load_default(size=20), 12, 28
-    first = Image.open(picked[0].images[0])
+    first = read_image(picked[0].images[0])
     width, height = first.width * SCALE, first.height * SCALE
     rows = 2 + (picked[0].edited is not None)
     cell_w, cell_h = width + gap, line + rows * (height + 4) + gap

@@ -79,7 +79,9 @@ def serving(name: str, samples: int) -> Iterator[tuple[str, Path]]:
     """Yield the address of a server of a model of this file, and the folder of its process in /proc."""
     line = [sys.executable, "-P", "-m", "fluvial.engines", "serve", f"{__name__}:{name}", "--port", "0", "--micro-batch"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process: Any = subprocess.Popen([*line, str(samples)], stdout=subprocess.PIPE, text=True, env=environment)
+    process: Any = subprocess.Popen(
+        [*line, str(samples)], stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8"
+    )
     try:
         found = re.search(r"http://\S+", process.stdout.readline())
         if found is None:
@@ -92,7 +94,7 @@ def serving(name: str, samples: int) -> Iterator[tuple[str, Path]]:
 
 def cpu_seconds(folder: Path) -> float:
     """Return user and system time of a process or thread, in steps of 10 ms on most machines."""
-    numbers = (folder / "stat").read_text().rpartition(")")[2].split()
+    numbers = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -1,9 +1,121 @@
-"""Conversion between image tensors and PIL images."""
+"""Image files as they lie on disks, opened in one way, and conversion between image tensors and PIL images."""
+
+import io
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageFile, ImageOps
 from torch import Tensor
+
+ENDINGS = frozenset(
+    {".png", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"}
+)  # images of a folder
+READING = "2"  # version of `read_image`, for the keys of caches: raise it when any file gets other pixels
+GREY = ("1", "L", "LA")
+BITS, PHOTOMETRIC = 258, 262  # tags of TIFF
+ON_SIDE = 5  # first EXIF orientation of an image that lies on its side
+
+
+def read_image(file: Path | bytes, *, formats: Collection[str] | None = None) -> Image.Image:
+    """Return an image file as it is seen: upright, in 8 bits per channel, of mode L if it is grey and RGB otherwise.
+
+    Numbers of 16 bits are scaled to 8, real ones from [0, 1]. Transparent pixels are shown on white, which a line on stderr
+    says once. Palettes and CMYK become RGB; colour profiles are not applied.
+
+    Args:
+        file: the file, or its bytes.
+        formats: names of PIL's decoders that may read it; by default all.
+
+    Raises:
+        ValueError: it cannot be read as an image, or does not say which number is white (integers of 32 bits, real numbers
+            outside [0, 1]); the message names the file.
+    """
+    with opened(file, formats=formats) as image:
+        return as_seen(image)
+
+
+def image_size(file: Path | bytes) -> tuple[int, int]:
+    """Return (height, width) of an image file as it is seen; for the error see `read_image`."""
+    with opened(file) as image:
+        on_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= ON_SIDE
+        # PIL swaps the sides of a TIFF itself.
+        return image.size if on_side and image.format != "TIFF" else (image.height, image.width)
+
+
+def as_seen(image: ImageFile.ImageFile) -> Image.Image:
+    """Return an image, or the frame that it is at, as `read_image` does. ValueError: which number is white is unknown."""
+    tags: Any = getattr(image, "tag_v2", {})
+    white, inverted = _white(image, tags), tags.get(PHOTOMETRIC) == 0
+    turned = ImageOps.exif_transpose(image)
+    if white is not None:
+        numbers = np.asarray(turned).astype(np.float32)
+        low, high = float(numbers.min()), float(numbers.max())
+        if not 0 <= low <= high <= white:
+            raise ValueError(f"its numbers are {low:g} to {high:g}, expected 0 (black) to {white} (white): scale them")
+        scaled = 1 - numbers / white if inverted else numbers / white
+        if turned.mode != "F" and "transparency" in turned.info:  # the one number that is transparent
+            scaled[numbers == turned.info["transparency"]] = 1.0
+        return Image.fromarray((scaled * 255).round().astype(np.uint8))
+    mode = "L" if turned.mode in GREY else "RGB"
+    if turned.has_transparency_data:
+        layers = turned.convert("RGBA")
+        if layers.getchannel("A").getextrema()[0] != 255:
+            _note_transparency()
+        turned = Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers)
+    return turned if turned.mode == mode else turned.convert(mode)
+
+
+def _white(image: ImageFile.ImageFile, tags: Any) -> int | None:
+    """Return the number of a pixel that is white; None for 8 bits per channel, which PIL converts."""
+    if image.mode.startswith("I;16"):
+        return int(2 ** tags.get(BITS, (16,))[0] - 1)
+    if image.mode == "I" and image.format != "PPM":  # whose numbers PIL scales to 16 bits
+        raise ValueError("its numbers are integers of 32 bits, or have a sign: save it with 8 or 16 bits per channel")
+    return {"I": 2**16 - 1, "F": 1}.get(image.mode)
+
+
+@cache
+def _note_transparency() -> None:
+    """Print, once per process, what becomes of transparent pixels."""
+    if os.environ.get("RANK", "0") == "0":
+        print("images have transparent pixels: they are shown on white", file=sys.stderr)
+
+
+@contextmanager
+def opened(file: Path | bytes, *, formats: Collection[str] | None = None) -> Iterator[ImageFile.ImageFile]:
+    """Yield an image file of which PIL has read the header alone; an error of the file, or of its use, is a ValueError.
+
+    Its message names the file. For the arguments see `read_image`.
+    """
+    try:
+        names = None if formats is None else list(formats)
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=names) as image:
+            yield image
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files make PIL raise nearly anything
+        name = shown(file, "image")
+        raise ValueError(f"{name} cannot be read as an image: {' '.join(str(error).split())}") from error
+
+
+def shown(file: Path | bytes, kind: str = "image") -> str:
+    """Return how a file is named in a message."""
+    article = "an" if kind[0] in "aeiou" else "a"
+    return f"{article} {kind} of {len(file)} bytes" if isinstance(file, bytes) else str(file)
+
+
+def natural(path: Path) -> list[tuple[list[tuple[str, int]], str]]:
+    """Return the key that sorts paths as people count: `frame2.png` before `frame10.png`."""
+    parts = (*path.parent.parts, path.stem, path.suffix)
+    return [([(word, int(digits or -1)) for word, digits in re.findall("([^0-9]*)([0-9]*)", part)], part) for part in parts]
 
 
 def shown_frames(count: int) -> list[int]:

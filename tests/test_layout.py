@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "kernels", "models", "engines", "bench")
 MOST_FILES, MOST_LINES = 20, 600
+RUNS = ("run", "Popen", "check_output")  # functions of subprocess with an argument text
 MORE_FILES = {"core": 22}  # one file per formula
 # Lowest first; a package imports from floors below its own. Any other module is on the last floor.
 FLOORS = (
@@ -43,6 +44,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def package(name: str) -> tuple[str, int]:
     """Return the package of the table that a module is, or lies in, and the number of its floor."""
     found = [
@@ -56,7 +63,7 @@ def package(name: str) -> tuple[str, int]:
 
 def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
     """Yield the modules of fluvial that a file imports; those inside functions only if `lazy`."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     deferred = {
         inner
         for outer in ast.walk(tree)
@@ -168,6 +175,35 @@ def too_long() -> dict[str, int]:
 def test_files_are_short() -> None:
     """At most 600 lines, the kernels aside."""
     assert too_long() == {}
+
+
+def without_encoding(path: Path) -> list[ast.Call]:
+    """Return the calls of a file that open a text in the locale's encoding."""
+    found = []
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.Call) or any(each.arg in ("encoding", None) for each in node.keywords):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        is_method = isinstance(node.func, ast.Attribute)
+        modes = [
+            each.value for each in (*node.args, *(key.value for key in node.keywords)) if isinstance(each, ast.Constant)
+        ]
+        is_text = any(isinstance(mode, str) and mode and {*mode} <= {*"rwxat+"} for mode in modes)
+        if (
+            (name in ("read_text", "write_text") and is_method)
+            or (name == "open" and (is_text or not (node.args or modes[1:])))
+            or (name == "open" and not is_method and len(node.args) == 1)
+            or (name in ("fdopen", "NamedTemporaryFile", "TextIOWrapper") and is_text)
+            or any(each.arg in ("text", "universal_newlines") and each.value for each in node.keywords if name in RUNS)
+        ):
+            found.append(node)
+    return found
+
+
+def test_texts_are_opened_in_utf_8() -> None:
+    """Whatever the locale of the machine: what one writes, the other reads."""
+    found = {f"{path}:{node.lineno}" for path in modules().values() for node in without_encoding(path)}
+    assert found == set()
 
 
 def objectives() -> set[str]:

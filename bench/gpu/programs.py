@@ -137,7 +137,7 @@ def _compare_run(name: str, run: subprocess.Popen[bytes], folder: Path, rows: Ro
 
 def _updates(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     return [record for record in records if "loss" in record]
 
 

@@ -92,9 +92,9 @@ def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
     name = f"{config.model}-{config.evaluation_steps}-{config.evaluation.solver}-{config.evaluation_guidance.scale:g}"
     path = case.folder / f"base-{name}-{config.final_samples}.json"
     if path.is_file():
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     found = _evaluated(trainer, config.final_samples)
     whole = path.with_suffix(f".{os.getpid()}")
-    whole.write_text(json.dumps(found))
+    whole.write_text(json.dumps(found), encoding="utf-8")
     whole.replace(path)
     return found

@@ -177,13 +177,15 @@ def commit(folder: Path) -> str:
     """Return the commit that is checked out in a folder, short; "unknown" if the folder is not the top of a checkout."""
     if not (folder / ".git").exists():
         return "unknown"
-    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, encoding="utf-8"
+    )
     return done.stdout.strip() or "unknown"
 
 
 def _top(path: Path, name: str) -> ast.FunctionDef:
     try:
-        tree = ast.parse(path.read_text(), str(path))
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}: expected a clone of the project") from error
     for node in tree.body:

@@ -23,7 +23,7 @@ from fluvial.bench.peers.work import Halves, Sampled, Stored, Work
 
 def halves(folder: Path) -> Halves:
     """Return the halves of guidance that the clone's update differentiates: commits of 2025 detach the unconditional one."""
-    detached = "noise_pred_uncond.detach()" in (folder / "scripts" / "train_sd3.py").read_text()
+    detached = "noise_pred_uncond.detach()" in (folder / "scripts" / "train_sd3.py").read_text(encoding="utf-8")
     return "conditional" if detached else "both"
 
 

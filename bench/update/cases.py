@@ -68,7 +68,9 @@ class Size:
         return module
 
 
-_MEDIUM = json.loads((CONFIGURATIONS / "stable-diffusion-3.5-medium" / "transformer" / "config.json").read_text())
+_MEDIUM = json.loads(
+    (CONFIGURATIONS / "stable-diffusion-3.5-medium" / "transformer" / "config.json").read_text(encoding="utf-8")
+)
 SD35 = {name: value for name, value in _MEDIUM.items() if not name.startswith("_")}
 TINY = {
     **CONFIG,

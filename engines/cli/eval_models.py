@@ -318,7 +318,7 @@ def _of_weights(
         weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
         title, engine = name, _engine_of_run(run, config)
         if not asked.rewards and not start.evaluators and run.scores_samples:
-            asked = replace(asked, rewards=tuple(map(without_weight, run.rewards)) or ("jpeg",))
+            asked = replace(asked, rewards=tuple(map(without_weight, run.rewards)))
     start = replace(start, heldout=_heldout(start, name, source, asked))
     if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
         model: Any = start.model

@@ -53,7 +53,7 @@ class PreferencesConfig:
             same reward gives no preference.
         group: Number of samples per prompt.
         rewards: Rewards, each with or without =weight: names, or functions of your own (module:name). By default the first
-            of the model's own.
+            of the built-in model; a pipeline has none.
         weights: Folder of weights in place of the model's own, such as the `weights` of a run folder.
         lora: File or folder of an adapter, such as the `lora` of a run folder.
         steps: Number of steps of the sampling schedule.
@@ -114,6 +114,8 @@ def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
 
 def _drawn_and_written(drawn: Drawn, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model that is open."""
+    if config.prompts:
+        jobs.check_has_reward(drawn.model, config.rewards)
     job = jobs.to_train(
         drawn.model,
         config.pipeline,

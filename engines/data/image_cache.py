@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.data.images import read_image, shown, size_of
+from fluvial.engines.data.images import read_image, size_of
 from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.files import save_tensors
 from fluvial.engines.fsdp.world import World
+from fluvial.models.digests import digest_file, encoding_code
+from fluvial.models.images import shown
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
 LEFT_OUT = "left_out.txt"  # names of the images that the last run left out
@@ -180,8 +182,8 @@ class ImageCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not file.exists():
-                file.write_text(json.dumps(self.settings, indent=1) + "\n")
-            there = json.loads(file.read_text())
+                file.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+            there = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"`data_cache` {self.folder} cannot be used: {error.strerror}") from error
         except ValueError as error:
@@ -198,7 +200,7 @@ class ImageCache:
         file = self.folder / LEFT_OUT
         try:
             if left_out:
-                file.write_text("\n".join(left_out) + "\n")
+                file.write_text("\n".join(left_out) + "\n", encoding="utf-8")
             else:
                 file.unlink(missing_ok=True)
         except OSError as error:
@@ -214,16 +216,9 @@ class ImageCache:
             return False
 
     def _file(self, image: Image, size: Size | None) -> Path:
-        """Return the file of an image at a size: of its bytes, or of its path with length and time of its last change."""
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode())
-        if len(self.shapes) > 1:
-            digest.update(f"{size} ".encode())
-        if isinstance(image, bytes):
-            digest.update(image)
-        else:
-            try:
-                known = image.stat()
-            except OSError as error:
-                raise UsageError(f"{image} cannot be read as an image: {error.strerror}") from error
-            digest.update(f"{image} {known.st_size} {known.st_mtime_ns}".encode())
-        return self.folder / f"{digest.hexdigest()}.safetensors"
+        """Return the file of an image at a size: by its bytes, the settings, and the code that opens and encodes it."""
+        try:
+            key = [self.settings, encoding_code(), str(size), digest_file(image)]
+        except OSError as error:
+            raise UsageError(f"{image!s} cannot be read as an image: {error.strerror}") from error
+        return self.folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()}.safetensors"

@@ -1,10 +1,7 @@
 """Images with captions: folders and records of them, and image files as tensors."""
 
-import io
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +9,13 @@ from torch import Tensor
 from fluvial.engines.data.prompts import checked
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import Row, is_data_set, is_table, read_text, rows
+from fluvial.engines.data.tables import Row, is_data_set, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
+from fluvial.models import images as files
+from fluvial.models.images import ENDINGS, natural
 
 CAPTIONS = ("prompt", "text", "caption")  # names of the column of a caption
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")  # beside images, as in the Hub's imagefolder
-ORIENTATION, TURNED = 0x0112, 5  # EXIF tag, and its first value of an image that lies on its side
-ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 
 
 def read_images(
@@ -50,14 +47,14 @@ def size_of(image: Path | bytes) -> Size:
     Raises:
         UsageError: it is not an image that can be read; the message names it.
     """
-    with _opened(image) as opened:
-        width, height = opened.size
-        turned = opened.getexif().get(ORIENTATION, 1) >= TURNED
-    return Size(width, height) if turned else Size(height, width)
+    try:
+        return Size(*files.image_size(image))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tensor:
-    """Return an image file as `[C, H, W]` in [0, 1].
+    """Return an image file as `[C, H, W]` in [0, 1], opened as `models.images.read_image` does.
 
     Args:
         image: the file, or its bytes.
@@ -70,29 +67,14 @@ def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tens
     import numpy as np
     from PIL import Image, ImageOps
 
-    with _opened(image) as opened:
-        turned = ImageOps.exif_transpose(opened)
-        plain = turned if turned.mode == "L" and size is None else turned.convert("RGB")
-        fitted = plain if size is None else ImageOps.fit(plain, (size[1], size[0]), Image.Resampling.BICUBIC)
-        array = np.asarray(fitted, dtype=np.float32) / 255
-    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1).contiguous()
-
-
-@contextmanager
-def _opened(image: Path | bytes) -> Iterator[Any]:
-    """Yield an image file, opened; an error of the file, or of what is done with it, becomes one line that names it."""
-    from PIL import Image
-
     try:
-        with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-            yield opened
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UsageError(f"{shown(image)} cannot be read as an image: {' '.join(str(error).split())}") from error
-
-
-def shown(image: Path | bytes) -> str:
-    """Return how an image is named in a message."""
-    return f"an image of {len(image)} bytes" if isinstance(image, bytes) else str(image)
+        plain = files.read_image(image)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if size is not None:
+        plain = ImageOps.fit(plain.convert("RGB"), (size[1], size[0]), Image.Resampling.BICUBIC)
+    array = np.asarray(plain, dtype=np.float32) / 255
+    return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1).contiguous()
 
 
 def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
@@ -101,10 +83,8 @@ def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     if table is None and path.is_dir() and not is_data_set(path):
         yield from _pairs(path, source)
         return
-    if table is None and not is_table(path):
-        raise UsageError(
-            f"data {path} is not a folder of images, or a file of records: give one, or .jsonl, .json, .csv, .parquet"
-        )
+    if table is None and path.is_file() and is_text(path):
+        raise UsageError(f"data {path} is text, expected a folder of images, or records: .jsonl, .json, .csv, .parquet")
     folder = path if path.is_dir() else path.parent
     for row in rows(table or path, "data"):
         columns = dict(row.columns)
@@ -118,17 +98,18 @@ def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
 
 def _pairs(folder: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the captions of a folder whose images have a text file of the same name beside them."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("."))
-    images = [file for file in files if file.suffix.lower() in ENDINGS]
+    seen = (file for file in folder.rglob("*") if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    found = sorted((file for file in seen if file.is_file()), key=natural)
+    images = [file for file in found if file.suffix.lower() in ENDINGS]
     named = {file.with_suffix("") for file in images}
-    if stray := [file for file in files if file.suffix == ".txt" and file.with_suffix("") not in named]:
+    if stray := [file for file in found if file.suffix == ".txt" and file.with_suffix("") not in named]:
         raise UsageError(f"data {folder}: the caption {stray[0].name} has no image of the same name")
     for image in images:
         file = image.with_suffix(".txt")
         where = f"data {folder}: {image.relative_to(folder)}"
         if not file.is_file():
             raise UsageError(f"{where} has no caption: write {file.name} beside it, or {METADATA[0]} for all images")
-        text = " ".join(read_text(file, f"caption {file}").split())
+        text = " ".join(line for _, line in read_lines(file, f"caption {file}"))
         if not text:
             raise UsageError(f"{where} has an empty caption in {file.name}")
         path = image.absolute()

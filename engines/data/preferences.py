@@ -6,6 +6,7 @@ labels) or of HPD (several images and their ranks).
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -111,7 +112,7 @@ def write_preferences(folder: Path, chosen: Sequence[tuple[str, Tensor, Tensor]]
             for name, image in zip(names, both, strict=True):
                 as_image(image, width=image.shape[-1], colour=len(image) > 1).save(folder / name)
             lines.append(json.dumps({"prompt": prompt, "win": names[0], "lose": names[1]}))
-        (folder / PREFERENCES).write_text("\n".join(lines) + "\n")
+        (folder / PREFERENCES).write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"preferences cannot be written to {folder}: {error.strerror}") from error
 
@@ -229,7 +230,7 @@ def _ranked(
     names, ranks = row.columns[listed], row.columns[ranked]
     if not isinstance(names, list) or not isinstance(ranks, list) or len(names) != len(ranks):
         raise UsageError(f"{row.where}: expected as many numbers in column {ranked} as images in column {listed}")
-    if not all(isinstance(rank, int | float) for rank in ranks):
+    if not all(isinstance(rank, int | float) and math.isfinite(rank) for rank in ranks):
         raise UsageError(f"{row.where}, column {ranked} holds {ranks}, expected numbers")
     sign = -1 if ranked == "human_preference" else 1
     for first, second in combinations(range(len(names)), 2):

@@ -10,7 +10,7 @@ from itertools import combinations, permutations, product
 from typing import Any, Literal, TypeVar
 
 from fluvial.engines import plugins
-from fluvial.engines.data.tables import Row
+from fluvial.engines.data.tables import Row, plain_row
 from fluvial.engines.errors import UsageError
 
 MARK = "@"  # before the name of a set
@@ -207,7 +207,7 @@ def records(word: str, part: Part, field: str = "prompts") -> Iterator[Row]:
             where = f"prompt set {word}, {part} record {number}"
             if not isinstance(record, Mapping):
                 raise UsageError(f"{where} is a {type(record).__name__}, expected a mapping with a column prompt")
-            yield Row(where, dict(record))
+            yield plain_row(Row(where, dict(record)))
     except UsageError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
 from fluvial.engines.data.records import Prompt, prompt_of
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
-from fluvial.engines.data.tables import PROMPT_FILES, is_table, read_text, rows
+from fluvial.engines.data.tables import PROMPT_FILES, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 
 
@@ -58,9 +58,11 @@ def is_prompt_file(word: str) -> bool:
     """Return whether a word names a file of prompts, by its ending, rather than being a prompt.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: there is no such file, or one with another ending.
     """
     if not word.lower().endswith(PROMPT_FILES):
+        if os.path.isfile(word):
+            raise UsageError(f"{word} is a file, expected a text, or a file that ends in {', '.join(PROMPT_FILES)}")
         return False
     if not os.path.isfile(word):  # False for names that are too long as well
         raise UsageError(f"no such file: {word}")
@@ -255,12 +257,10 @@ def _located(path: Path, source: str, media: Mapping[str, str], part: Part) -> I
         for row in prompt_sets.records(str(path), part):
             yield row.where, prompt_of(row, folder=Path(), source=source, media=media)
         return
-    if is_table(path):
-        folder = path if path.is_dir() else path.parent
-        for row in rows(path, "prompts file"):
-            yield row.where, prompt_of(row, folder=folder, source=source, media=media)
+    if is_text(path) and not path.is_dir():
+        for where, line in read_lines(path, f"prompts file {path}"):
+            yield where, Prompt(line, source=source)
         return
-    label = f"prompts file {path}"
-    for number, line in enumerate(read_text(path, label).splitlines(), start=1):
-        if text := line.strip():
-            yield f"{label}, line {number}", Prompt(text, source=source)
+    folder = path if path.is_dir() else path.parent
+    for row in rows(path, "prompts file"):
+        yield row.where, prompt_of(row, folder=folder, source=source, media=media)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluvial.core.checks import type_of
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import Row
+from fluvial.engines.data.tables import Row, has_half_character
 from fluvial.engines.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Prompt:
         media: file that each argument of a pipeline's call is given, or its bytes; several for a list of images.
 
     Raises:
-        ValueError: the weight is not in (0, 1000].
+        ValueError: the weight is not in (0, 1000], or the text holds half a character.
     """
 
     text: str
@@ -70,6 +70,8 @@ class Prompt:
             raise ValueError(
                 f"prompt {self.text!r} has the weight {self.weight}, expected a number above 0 and at most {MOST_WEIGHT:g}"
             )
+        if has_half_character([self.text, self.negative]):
+            raise ValueError(f"prompt {self.text!r} holds half a character, e.g. of an emoji that was cut: remove it")
         for kind in FILES:
             if getattr(self, kind) is None:
                 object.__setattr__(self, kind, _first(self.media.get(kind)))
@@ -134,7 +136,8 @@ def prompt_of(
     column = next((name for name in columns if name in found), None)
     if column is None:
         has = ", ".join(found) or "none"
-        raise UsageError(f"{row.where} has no column {' or '.join(columns)}, it has {has}: rename the column of the prompts")
+        names = " or ".join(columns)
+        raise UsageError(f"{row.where} has no column {names}, it has {has}: rename the column, or leave the record out")
     text = text_of(row, column) or ""
     if not text.strip():
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")

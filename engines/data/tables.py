@@ -1,9 +1,11 @@
 """Rows of records from files: JSON lines and arrays, CSV, Parquet, TOML, and data sets that `datasets` saved to disk."""
 
 import csv
+import io
 import json
+import os
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +15,8 @@ from fluvial.engines.errors import UsageError
 
 # In a folder that datasets' `save_to_disk` wrote: the list of its Arrow files, or of its splits.
 STATE, SPLITS = "state.json", "dataset_dict.json"
-# Endings of files that hold records or tables and that `rows` does not read.
-UNREAD = frozenset({".tsv", ".arrow", ".feather", ".gz", ".zip", ".tar"})
+TEXT = ".txt"
+END = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a stream of Arrow
 
 
 class Row(NamedTuple):
@@ -24,9 +26,9 @@ class Row(NamedTuple):
     columns: dict[str, Any]
 
 
-def is_table(path: Path) -> bool:
-    """Return whether a path holds records rather than plain text: by its ending, or because it is a folder."""
-    return path.suffix.lower() in {*_FORMATS, *UNREAD} or path.is_dir()
+def is_text(path: Path) -> bool:
+    """Return whether a file holds a prompt per line rather than records, by its ending."""
+    return path.suffix.lower() == TEXT
 
 
 def is_data_set(path: Path) -> bool:
@@ -35,7 +37,7 @@ def is_data_set(path: Path) -> bool:
 
 
 def rows(path: Path, what: str) -> Iterator[Row]:
-    """Yield the records of a file in their order.
+    """Yield the records of a file in their order; a null is an absent column.
 
     Args:
         path: file that ends in .jsonl, .json, .csv, .parquet or .toml (tables `[[prompts]]`, as in a suite), or a folder
@@ -46,10 +48,7 @@ def rows(path: Path, what: str) -> Iterator[Row]:
         UsageError: the file cannot be read, or a line is not a record; the message names file, line and column.
     """
     label = f"{what} {path}"
-    if path.is_dir():
-        yield from _data_set(path, label)
-        return
-    read = _FORMATS.get(path.suffix.lower())
+    read = _data_set if path.is_dir() else _FORMATS.get(path.suffix.lower())
     if read is None and not path.exists():
         raise UsageError(f"{label} cannot be read: No such file or directory")
     if read is None:
@@ -57,7 +56,23 @@ def rows(path: Path, what: str) -> Iterator[Row]:
             f"{label} ends in {path.suffix or 'nothing'}, expected .txt, .jsonl, .json, .csv, .parquet, or a folder that "
             "datasets saved to disk"
         )
-    yield from read(path, label)
+    yield from map(plain_row, read(path, label))
+
+
+def plain_row(row: Row) -> Row:
+    """Return a record without its nulls. UsageError: a column holds half a character."""
+    columns = {name: value for name, value in row.columns.items() if not _is_null(value)}
+    if (cut := next((name for name, value in columns.items() if has_half_character(value)), None)) is not None:
+        raise UsageError(f"{row.where}, column {cut} holds half a character, e.g. of an emoji that was cut: remove it")
+    return Row(row.where, columns)
+
+
+def has_half_character(value: Any) -> bool:
+    r"""Return whether a text, or one in a list or a mapping, holds a lone surrogate (`\ud83e`), which no encoding has."""
+    if isinstance(value, str):
+        return not value.isascii() and value != value.encode(errors="ignore").decode()
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return any(map(has_half_character, parts))
 
 
 def read_text(path: Path, label: str) -> str:
@@ -68,21 +83,33 @@ def read_text(path: Path, label: str) -> str:
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return file.read()
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"{label} cannot be read: {reason}") from error
+    if "\0" in text:  # of UTF-16 without a byte-order mark
+        raise UsageError(f"{label} cannot be read: it is not UTF-8 text")
+    return text
+
+
+def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each line that is not blank.
+
+    Lines end as in files, with LF, CR LF or CR; other line separators of Unicode belong to the text.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    for number, line in enumerate(io.StringIO(read_text(path, label), newline=None), start=1):
+        if line.strip():
+            yield f"{label}, line {number}", line.strip()
 
 
 def _json_lines(path: Path, label: str) -> Iterator[Row]:
-    # JSON text may hold other line separators of Unicode, which do not end a line.
-    for number, line in enumerate(read_text(path, label).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{label}, line {number}"
+    for where, line in read_lines(path, label):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise UsageError(f"{where} holds {type_of(record)}, expected an object of columns")
@@ -93,7 +120,7 @@ def _json_array(path: Path, label: str) -> Iterator[Row]:
     """Yield the records of an array of JSON, as HPD is published, or of the array `prompts` of a suite."""
     try:
         found = json.loads(read_text(path, label))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{label} is not JSON: {error} (a file with a record per line ends in .jsonl)") from error
     if isinstance(found, dict) and "prompts" in found:
         found = found["prompts"]
@@ -107,18 +134,17 @@ def _json_array(path: Path, label: str) -> Iterator[Row]:
 
 def _csv(path: Path, label: str) -> Iterator[Row]:
     """Yield the rows of a table with a header; an empty cell is an absent column, and all values are text."""
-    lines = csv.reader(read_text(path, label).splitlines(keepends=True), strict=True)
+    lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True)
+    filled = (cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
     try:
-        header = next(lines, [])
+        header = next(filled, [])
         if repeated := [name for name in header if header.count(name) > 1]:
             raise UsageError(f"{label}, line 1 names the column {repeated[0]!r} twice")
-        for cells in lines:
+        for cells in filled:
             where = f"{label}, line {lines.line_num}"
-            if not cells:
-                continue
             if len(cells) != len(header):
                 raise UsageError(f"{where} has {len(cells)} cells, expected {len(header)} as in the header")
-            yield Row(where, {name: cell for name, cell in zip(header, cells, strict=True) if cell != ""})
+            yield Row(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
     except csv.Error as error:
         raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
 
@@ -152,15 +178,30 @@ def _data_set(folder: Path, label: str) -> Iterator[Row]:
     with _arrow_errors(label):
         from pyarrow import ipc, memory_map
 
-        files = [folder / entry["filename"] for entry in json.loads(read_text(folder / STATE, label))["_data_files"]]
+        files = [_whole(folder / entry["filename"]) for entry in json.loads(read_text(folder / STATE, label))["_data_files"]]
         yield from _records((batch for file in files for batch in ipc.open_stream(memory_map(str(file)))), label)
 
 
+def _whole(file: Path) -> Path:
+    """Return a file that ends as streams of Arrow do; Arrow takes one that was cut between two batches for whole."""
+    with file.open("rb") as stream:
+        stream.seek(-min(len(END), file.stat().st_size), os.SEEK_END)
+        last = stream.read()
+    if last != END:
+        raise ValueError(f"{file.name} is truncated")
+    return file
+
+
 def _records(batches: Iterable[Any], label: str) -> Iterator[Row]:
-    """Yield the rows of Arrow's batches without their empty columns: in a table every row has all columns."""
+    """Yield the rows of Arrow's batches."""
     records = (record for batch in batches for record in batch.to_pylist())
     for number, record in enumerate(records, start=1):
-        yield Row(f"{label}, row {number}", {name: value for name, value in record.items() if value is not None})
+        yield Row(f"{label}, row {number}", record)
+
+
+def _is_null(value: Any) -> bool:
+    """Return whether a value is missing: of `datasets`, a file without bytes and path, too."""
+    return value is None or (isinstance(value, Mapping) and value == dict.fromkeys(("bytes", "path")))
 
 
 @contextmanager
@@ -178,4 +219,4 @@ def _arrow_errors(label: str) -> Iterator[None]:
 
 
 _FORMATS = {".jsonl": _json_lines, ".json": _json_array, ".csv": _csv, ".parquet": _parquet, ".toml": _toml}
-PROMPT_FILES = (".txt", *_FORMATS)  # endings of files of prompts
+PROMPT_FILES = (TEXT, *_FORMATS)  # endings of files of prompts

@@ -53,7 +53,7 @@ def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
     report.show(console)
     if asked.report is not None:
         asked.report.mkdir(parents=True, exist_ok=True)
-        (asked.report / "dry-run.json").write_text(json.dumps(report.record(), indent=1) + "\n")
+        (asked.report / "dry-run.json").write_text(json.dumps(report.record(), indent=1) + "\n", encoding="utf-8")
         draw(report, asked.report / "memory.svg")
     if report.error is not None:
         raise RunError(f"the dry run ended in the phase {report.error}")

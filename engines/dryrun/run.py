@@ -51,7 +51,7 @@ def dry_run(
     accelerator = accelerator or Accelerator()
     with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
         folder, notes = Path(name), list[str]()
-        changed, more = shortened(_given(config, folder, notes), folder, ranks=ranks)
+        changed, more = shortened(_given(config, folder, notes, job), folder, ranks=ranks)
         if config.micro_batch == "auto":
             notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
         if config.update_micro_batch == "auto":
@@ -68,16 +68,19 @@ def dry_run(
         )  # fmt: skip
 
 
-def _given(config: TrainConfig, folder: Path, notes: list[str]) -> TrainConfig:
-    """Return the run with prompts where it names none, in this process alone."""
+def _given(config: TrainConfig, folder: Path, notes: list[str], job: Job | None = None) -> TrainConfig:
+    """Return the run with prompts, and a reward, where it names neither, in this process alone."""
     if config.rollout.is_served:
         notes.append("servers that make the rollouts: this rank makes them itself here")
         config = replace(config, rollout=replace(config.rollout, source=""))
     needs = config.model not in MODELS and not config.prompts and not config.data
     if needs and config.objective.traits.preferences is None:
         file = folder / "prompts.txt"
-        file.write_text("\n".join(PROMPTS) + "\n")
+        file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
         config = replace(config, prompts=(str(file),))
+        if job is None and not config.rewards and config.scores_samples and config.objective.traits.rewards != "nothing":
+            notes.append("the reward, which is not named: jpeg stands in, and the memory of your own comes on top")
+            config = replace(config, rewards=("jpeg",))
     return config
 
 

@@ -76,7 +76,7 @@ class EvaluationFolder:
         contact_sheet(ours, base, title=title).save(self.out / "sheet.png")
         record = {"model": title, "settings": settings, "rows": as_records(found)}
         (self.out / TABLE).write_text(
-            json.dumps(record, indent=1, allow_nan=False) + "\n"
+            json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
         )  # last: it says that all is there
 
 

@@ -202,7 +202,7 @@ def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
 
 def write_rows(path: Path, found: Sequence[Row]) -> None:
     """Write rows as CSV."""
-    with path.open("w", newline="") as stream:
+    with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow([field.name for field in fields(Row)])
         writer.writerows(["" if value is None else value for value in asdict(row).values()] for row in found)
@@ -215,7 +215,7 @@ def write_scores(path: Path, scores: Scores, base: Scores | None = None) -> None
     """
     names = [*scores.evaluators, *(f"base {name}" for name in (() if base is None else base.evaluators))]
     values = scores.values if base is None else torch.cat([scores.values, base.values], dim=1)
-    with path.open("w", newline="") as stream:
+    with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(["sample", "prompt", "source", "tag", *names])
         for name, prompt, line in zip(scores.names, scores.prompts, values.tolist(), strict=True):
@@ -229,7 +229,7 @@ def read_scores(path: Path) -> Scores:
         UsageError: the file is no such file.
     """
     try:
-        with path.open(newline="") as stream:
+        with path.open(newline="", encoding="utf-8") as stream:
             table = csv.DictReader(stream)
             names, lines = list(table.fieldnames or ())[4:], list(table)
         values = torch.tensor([[float(line[name]) for name in names] for line in lines], dtype=torch.float32)

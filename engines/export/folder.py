@@ -29,7 +29,7 @@ def is_exported(out: Path, record: dict[str, Any]) -> bool:
     if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return False
     try:
-        held = json.loads((out / RECORD).read_text())
+        held = json.loads((out / RECORD).read_text(encoding="utf-8"))
         files = held.pop("files")
         whole = all((out / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, AttributeError, KeyError):
@@ -63,7 +63,7 @@ def drafted(out: Path, record: dict[str, Any], world: World) -> Iterator[Path]:
             if world.is_main:
                 files = sorted(path for path in draft.rglob("*") if path.is_file())
                 sizes = {path.relative_to(draft).as_posix(): path.stat().st_size for path in files}
-                (draft / RECORD).write_text(json.dumps({**record, "files": sizes}, indent=1) + "\n")
+                (draft / RECORD).write_text(json.dumps({**record, "files": sizes}, indent=1) + "\n", encoding="utf-8")
                 for path in (*files, draft / RECORD, draft):
                     sync(path)
                 if out.exists():

@@ -148,9 +148,9 @@ def write_model(
             if world.is_main and plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-                (folder / f"{MODEL}.safetensors.index.json").write_text(text)
+                (folder / f"{MODEL}.safetensors.index.json").write_text(text, encoding="utf-8")
             if world.is_main and config is not None:
-                (folder / "config.json").write_text(config)
+                (folder / "config.json").write_text(config, encoding="utf-8")
 
 
 def write_lora(

@@ -1,11 +1,10 @@
 """Files and folders of weights: their names, reading of their tensors, and how a file reaches the disk."""
 
-import hashlib
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.models.digests import digest_tensors
 from fluvial.models.protocol import Weights
 
 MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
@@ -34,7 +34,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = [f"{MODEL}.safetensors"]
     else:
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{index} cannot be read: {error}") from error
     if missing := [name for name in names if not (folder / name).is_file()]:
@@ -55,8 +55,13 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def stored(folder: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def stored(folder: Path, names: Container[str] | None = None, *, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time; by default all.
+
+    Args:
+        folder: the folder.
+        names: tensors to read.
+        share: part of them, e.g. that of a rank.
 
     Raises:
         UsageError: there are no weight files, or one cannot be read.
@@ -65,30 +70,25 @@ def stored(folder: Path, names: Container[str] | None = None) -> Iterator[tuple[
     for file in weight_files(folder):
         with _opened(file) as tensors:
             held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
-    for name in sorted(held):
+    for name in sorted(held)[share]:
         with _opened(held[name]) as tensors:
             yield name, tensors.get_tensor(name)
 
 
-def fingerprint(folder: Weights) -> str:
-    """Return a fingerprint of a model folder's weights, from each tensor's name, shape and first row.
+def stored_digests(folder: Weights, *, share: slice = slice(None)) -> dict[str, str]:
+    """Return the digest of each tensor of a model folder's weights, of all its bytes, however they are split into files.
 
-    Training moves every tensor, so first rows tell two sets of weights apart without reading a large model.
+    Args:
+        folder: the folder, or several by name.
+        share: part of the tensors, e.g. that of a rank.
 
     Raises:
         UsageError: there are no weight files, or one cannot be read.
     """
-    if isinstance(folder, Mapping):
-        prints = {name: fingerprint(each) for name, each in folder.items()}
-        return hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
-    rows = {}
-    for file in weight_files(folder):
-        with _opened(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                shape = tensors.get_slice(name).get_shape()
-                row = tensors.get_slice(name)[:1] if shape else tensors.get_tensor(name)
-                rows[name] = [shape, row.double().flatten().tolist()]
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+    if isinstance(folder, Path):
+        return digest_tensors(stored(folder, share=share))
+    parts = {part: stored_digests(each, share=share) for part, each in folder.items()}
+    return {f"{part}/{name}": digest for part, digests in parts.items() for name, digest in digests.items()}
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -184,7 +184,7 @@ def free_memory(device: torch.device) -> int:
 def _free_on_host() -> int:
     """Return the bytes that are available on the host; of a system without /proc, half of its memory."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -197,7 +197,7 @@ def _free_in_container(root: Path = Path("/sys/fs/cgroup")) -> int:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            return max(int((root / most).read_text()) - int((root / used).read_text()), 0)
+            return max(int((root / most).read_text(encoding="utf-8")) - int((root / used).read_text(encoding="utf-8")), 0)
         except (OSError, ValueError):  # no such file, or no limit
             continue
     return 2**62

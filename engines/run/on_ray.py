@@ -18,7 +18,7 @@ class Server:
 
         host = ray.util.get_node_ip_address() if "FLUVIAL_SERVE_KEY" in os.environ else "127.0.0.1"
         command = [*FLUVIAL, "serve", *arguments, "--host", host, "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
 
     def address(self) -> str | None:
         """Wait until the model is loaded, and return the server's address; None if the server ended."""

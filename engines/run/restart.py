@@ -29,7 +29,7 @@ def mark(out: Path) -> None:
         OSError: it cannot be written.
     """
     if (name := os.environ.get(LAUNCH)) is not None:
-        (out / MARK).write_text(name)
+        (out / MARK).write_text(name, encoding="utf-8")
 
 
 def unmark(out: Path) -> None:
@@ -70,4 +70,4 @@ def restarted(out: Path, checkpoints: Path | str, world: World, *, console: Cons
 
 def _marked(out: Path) -> bool:
     note = out / MARK
-    return note.is_file() and note.read_text() == os.environ.get(LAUNCH)
+    return note.is_file() and note.read_text(encoding="utf-8") == os.environ.get(LAUNCH)

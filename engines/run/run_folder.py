@@ -92,7 +92,7 @@ class RunFolder:
             return
         self.records.append(record)
         try:
-            with self.metrics.open("a") as file:
+            with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
             raise RunError(f"{self.metrics} cannot be written: {error.strerror}") from error
@@ -209,7 +209,7 @@ class RunFolder:
         """Return the id of the run for a tracker: that of the folder, or a new one, which is kept there if asked for."""
         path = self.out / TRACKER
         try:
-            known = json.loads(path.read_text())["id"]
+            known = json.loads(path.read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, KeyError, TypeError):
             known = None
         if isinstance(known, str):
@@ -241,7 +241,7 @@ def finite(record: Any) -> Any:
 def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -10,11 +9,11 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 from msgspec import Meta, Struct
-from PIL import Image
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
+from fluvial.models.images import opened, read_image
 
 FILES = ("PNG", "JPEG", "WEBP")
 
@@ -142,9 +141,8 @@ class _Decoder:
         """Return an image `[3, H, W]` of uint8."""
         data = self.checked(text, where)
         try:
-            with Image.open(io.BytesIO(data), formats=FILES) as image:
-                array = np.array(image.convert("RGB"))
-        except Exception as error:  # damaged files make PIL raise nearly anything
+            array = np.array(read_image(data, formats=FILES).convert("RGB"))
+        except ValueError as error:
             raise RequestError(400, f"{where} is a damaged image") from error
         return torch.from_numpy(array).permute(2, 0, 1)
 
@@ -155,11 +153,10 @@ class _Decoder:
         except (binascii.Error, ValueError):
             raise RequestError(400, f"{where} is not base64") from None
         try:
-            with Image.open(io.BytesIO(data), formats=FILES) as image:  # reads the header alone
-                pixels = image.width * image.height
-        except Exception as error:
+            with opened(data, formats=FILES) as image:
+                self.left -= image.width * image.height
+        except ValueError as error:
             raise RequestError(400, f"{where} is no image file, expected one of {', '.join(FILES)}") from error
-        self.left -= pixels
         if self.left < 0:
             raise RequestError(413, f"the images have more than {self.most / 1e6:g} megapixels: send fewer at once")
         return data

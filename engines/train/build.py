@@ -1,11 +1,9 @@
 """Parts of a run: network, engine, policies, rewards and the rest, built from a configuration and a job."""
 
-import hashlib
-import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.files import fingerprint
+from fluvial.engines.fsdp.files import stored_digests
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.table import name_of
@@ -52,6 +50,7 @@ from fluvial.engines.train.saving import runs_on
 from fluvial.engines.train.validate import check_model
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.device import has_values
+from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, add_lora
 from fluvial.models.lora_files import load_lora
 
@@ -125,10 +124,15 @@ def _built(
     with world.agreed():
         module, adapter = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
-        base = ""
+        share, digests = slice(world.rank, None, world.size), dict[str, str]()
         if has_values(world.device):
-            base = _digest(module) if weights is None else fingerprint(weights)
-            base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
+            tensors = sorted(module.state_dict().items())[share] if weights is None else ()
+            digests = digest_tensors(tensors) if weights is None else stored_digests(weights, share=share)
+    shares = world.gather_items(digests)
+    base = ""
+    if has_values(world.device):
+        base = join_digests({name: digest for part in shares for name, digest in part.items()})
+        base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
     blocks = job.model.blocks(module)
     engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
     with world.agreed():
@@ -258,7 +262,7 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
-            "set `rewards` to module:name"
+            "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
         )
     if config.asynchronous.ahead and any(isinstance(reward, Votes) for reward, _ in rewards.values()):
         raise UsageError(
@@ -395,9 +399,3 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
 def _network(config: TrainConfig, job: Job) -> nn.Module:
     """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
     return jobs.build(job, empty=config.init == "sharded" and job.model.weights is not None)
-
-
-def _digest(module: nn.Module) -> str:
-    """Return a fingerprint of a module's weights, from the name and the sum of each tensor."""
-    sums: dict[str, Any] = {name: float(tensor.to(torch.float64).sum()) for name, tensor in module.state_dict().items()}
-    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]

@@ -127,7 +127,8 @@ class TrainConfig:
         data_errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
             rewards, of reward models and clients with their options (pickscore:device=cuda:1,weights=FOLDER=0.5), or
-            functions of (images, prompts) -> [B], or classes, as module:name. By default the job's first.
+            functions of (images, prompts) -> [B], or classes, as module:name. By default the first of the built-in
+            model, or of the job; a pipeline has none.
         max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
             one of their samples, and of the samples of an evaluation; the run stops above it.
         micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results

@@ -18,7 +18,7 @@ from fluvial.engines.export.formats import Format, check_format, write
 from fluvial.engines.fsdp.config import DTYPES
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.export import writing
-from fluvial.engines.fsdp.files import fingerprint
+from fluvial.engines.fsdp.files import stored_digests
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.objectives.table import name_of
 from fluvial.engines.train import job as jobs
@@ -27,6 +27,7 @@ from fluvial.engines.train.jobs.weights import configuration, is_run
 from fluvial.engines.train.record import CONVERTER, as_record, recorded
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
+from fluvial.models.digests import join_digests
 from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, recorded_lora
 from fluvial.models.protocol import Weights
 
@@ -243,7 +244,7 @@ def _trained(
     alone = alone and adapter is not None and folder is not None
     if not alone and config.init == "sharded" and folder is not None:
         known = str(manifest["fingerprint"]["base_weights"]).partition(" ")[0]
-        if fingerprint(folder) != known:
+        if join_digests(stored_digests(folder)) != known:
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
     module = jobs.build(job, empty=alone)
     if adapter is not None:

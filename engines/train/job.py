@@ -217,15 +217,13 @@ def to_sample(
         if prompts:
             raise no_effect("prompts", f"with model {name}, which is sampled from any")
         return named(name, weights=weights)
-    from fluvial.models.rewards.jpeg import jpeg_compressibility
-
     read = partial(_with_prompts, settings=settings, prompts=prompts, data=(), preferences=None) if prompts else None
     job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     if prompts and not is_recorded(model):
         raise no_effect("prompts", f"with model {name}, whose adapter takes any")
     load = partial(OtherWeights, model) if is_adapter(name) else model.with_weights
-    return with_base(replace(job, rewards={"jpeg": jpeg_compressibility}, load=load), weights)
+    return with_base(replace(job, load=load), weights)
 
 
 def to_train(
@@ -251,12 +249,10 @@ def to_train(
     Raises:
         UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
     """
-    if name in MODELS or not ("/" in name or Path(name).is_dir() or is_adapter(name)):
+    if not _is_opened(name):
         if name in MODELS:
             _check_unset(name, settings)
         return named(name, weights=weights, prompts=prompts, data=data)
-    from fluvial.models.rewards.jpeg import jpeg_compressibility
-
     if not prompts and not data and preferences is None:
         check_exists(name)
         raise UsageError(
@@ -271,7 +267,7 @@ def to_train(
     train = job.prompts
     if job.sizes and prompts:
         train = with_recorded_sizes(train, list(job.sizes))
-    job = replace(job, prompts=train, rewards={"jpeg": jpeg_compressibility})
+    job = replace(job, prompts=train)
     if is_adapter(name):
         return with_base(job, weights)
 
@@ -328,6 +324,20 @@ def _check_unset(name: str, settings: PipelineConfig) -> None:
             raise no_effect(f"pipeline.{field.name}", f"with model {name}")
 
 
+def check_has_reward(model: str, rewards: Sequence[str]) -> None:
+    """Raise UsageError for a pipeline or a custom model, which comes without a reward, if none is named."""
+    if _is_opened(model) and not rewards:
+        raise UsageError(
+            f"model {model} comes without a reward to learn from: set `rewards`, e.g. to pickscore, or to your own "
+            "module:name (fluvial rewards lists them)"
+        )
+
+
+def _is_opened(name: str) -> bool:
+    """Return whether a name is not that of a built-in model, but of a pipeline, its folder, or a custom model."""
+    return name not in MODELS and ("/" in name or Path(name).is_dir() or is_adapter(name))
+
+
 def of_run(config: TrainConfig) -> Job:
     """Return the job that a run's configuration describes: a built-in model's, or a pipeline's.
 
@@ -338,6 +348,8 @@ def of_run(config: TrainConfig) -> Job:
     asked, preferences = config.pipeline, config.objective.traits.preferences
     if config.model not in MODELS and (config.data or preferences is not None) and asked.text_cache is None:
         asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
+    if (config.prompts or config.data) and config.scores_samples and config.objective.traits.rewards != "nothing":
+        check_has_reward(config.model, config.rewards)
     job = to_train(
         config.model,
         asked,

@@ -54,7 +54,7 @@ class Forked:
             written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(written, 1)
             os.dup2(written, 2)
-            sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1)
+            sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
             limited()
             code = function() or 0
         except BaseException as error:  # of diffusers and transformers
@@ -80,12 +80,12 @@ class Forked:
 
     def printed(self) -> str:
         """Return what it has printed so far."""
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
+        return self.output.read_text(errors="replace", encoding="utf-8") if self.output.exists() else ""
 
 
 def limited() -> None:
     """Limit the memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[5])  # of data and stack
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])  # of data and stack
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 

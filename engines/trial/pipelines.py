@@ -142,7 +142,7 @@ def _build(name: str, folder: Path) -> None:
         }
         for number, text in enumerate(PROMPTS)
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def _command(name: str, folder: Path, asked: Any) -> list[str]:
@@ -220,7 +220,7 @@ def _server_options(options: list[str], told_of: tuple[str, ...]) -> list[str]:
 
 def _update(run: Path) -> dict[str, Any]:
     """Return the metrics of a run's update."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return next(line for line in lines if "grad_norm" in line)
 
 
@@ -268,7 +268,7 @@ def _drawn(folder: Path, argument: str, seed: int, asked: Any) -> str:
     numbers, size = np.random.default_rng(seed), asked.size
     name = f"{seed}.{ENDINGS[kind.name]}"
     if kind is SOUND:
-        vae = json.loads((folder / "model" / "vae" / "config.json").read_text())
+        vae = json.loads((folder / "model" / "vae" / "config.json").read_text(encoding="utf-8"))
         rate = next(vae[key] for key in ("sampling_rate", "sample_rate") if key in vae)
         wave = numbers.uniform(-1, 1, (vae.get("audio_channels", 2), int(SECONDS * rate)))
         (folder / name).write_bytes(write_sound(Sound(torch.from_numpy(wave).float(), rate)))

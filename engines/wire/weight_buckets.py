@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.tensors import DTYPES, Shape
+from fluvial.models.digests import bytes_of
 
 # What a server calls the dtype of its weights (`dit_precision` of GET /v1/models).
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +45,7 @@ class Checksum:
             raise ValueError(f"checksum: {name} comes after {self._last}, expected names in ascending order")
         plain = tensor.detach() if self.dtype is None or not tensor.is_floating_point() else tensor.detach().to(self.dtype)
         self._digest.update(name.encode())
-        self._digest.update(_bytes(plain))
+        self._digest.update(bytes_of(plain))
         self._last = name
 
     def hex(self) -> str:
@@ -80,17 +81,6 @@ def policy_checksums(base: Mapping[str, str], adapters: Mapping[str, str] | None
         base, adapters: checksums by name of a network.
     """
     return {**base, **{name + FACTORS: (adapters or {}).get(name, UNKNOWN) for name in base}}
-
-
-def tensor_sha256(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's dtype, shape and bytes, as sglang's `update_weights_from_tensor_checker` has it."""
-    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
-    digest.update(_bytes(tensor))
-    return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Place(Struct, frozen=True):

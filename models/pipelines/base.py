@@ -10,7 +10,7 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +25,7 @@ from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
 from fluvial.core.types import to_device
 from fluvial.models.device import default_device, has_values, is_accelerator
+from fluvial.models.digests import digest_file, encoding_code, join_digests
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
@@ -32,7 +33,6 @@ from fluvial.models.quantised import Base, quantise_linear
 from fluvial.models.replay.media import TextPrompt, text_of
 from fluvial.models.replay.processors import add_tokenizers, read_processors
 
-EDGE = 2**20  # bytes at either end of a large file that its fingerprint covers
 PATCH = 2  # latents per token along each side
 DECODED = 4  # images that a VAE decodes at a time
 MOVING = threading.RLock()  # held while a VAE that rests on the host works: an evaluation and rollouts made ahead share it
@@ -455,28 +455,25 @@ class Pipeline:
             return pipe
 
     def _encoders(self) -> str:
-        """Return a fingerprint of the tokenizers, text encoders and settings that an encoded prompt depends on."""
+        """Return a fingerprint of the tokenizers, text encoders, settings and code that an encoded prompt depends on."""
         base = "" if self.text_base is None else f" {self.text_base}"
-        settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base}"
-        return self._fingerprint_of(settings, self.encoders)
+        code = f"{encoding_code()} {self.device.type} {type(self).__module__}.{type(self).__qualname__}"
+        settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base} {code}"
+        # The settings of the network and of the whole pipeline, and code in the folder, may decide, too.
+        files = [file for at in ("", "*/") for kind in ("json", "py") for file in self.folder.glob(f"{at}*.{kind}")]
+        return self._fingerprint_of(settings, self.encoders, files)
 
     def image_encoder(self) -> str:
         """Return a fingerprint of the VAE and the settings that encoded images depend on."""
         tile = "" if self.vae_options.tile is None else f" {self.vae_options.tile}"
         return self._fingerprint_of(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
 
-    def _fingerprint_of(self, settings: str, kinds: tuple[str, ...]) -> str:
-        """Return a fingerprint of settings and of the files of the parts whose names start with one of `kinds`."""
-        digest = hashlib.sha256(settings.encode())
-        for part in sorted(name for name in self.parts if name.startswith(kinds)):
-            for file in sorted(path for path in (self.folder / part).rglob("*") if path.is_file()):
-                size = file.stat().st_size
-                digest.update(f"\n{part}/{file.name} {size}\n".encode())
-                with file.open("rb") as stream:
-                    digest.update(stream.read(EDGE))
-                    stream.seek(max(0, size - EDGE))
-                    digest.update(stream.read(EDGE))
-        return digest.hexdigest()
+    def _fingerprint_of(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
+        """Return a fingerprint of settings, of the parts whose names start with one of `kinds`, and of further files."""
+        parts = [name for name in self.parts if name.startswith(kinds)]
+        every = [*files, *(file for part in parts for file in (self.folder / part).rglob("*"))]
+        digests = {str(file.relative_to(self.folder)): digest_file(file) for file in every if file.is_file()}
+        return hashlib.sha256(f"{settings}\n{join_digests(digests)}".encode()).hexdigest()
 
 
 def pack(x: Tensor) -> Tensor:

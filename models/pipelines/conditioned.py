@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from PIL import Image
 
+from fluvial.models.images import read_image
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.protocol import Cond
-from fluvial.models.replay.kinds import read_image
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of
 
 

@@ -478,8 +478,8 @@ class AnyPipeline(WithExperts):
 
     def _encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
-        images = self._fingerprint_of("", ("vae", "image_encoder", "processor", "image_processor", "feature_extractor"))
-        return f"{super()._encoders()} {images} {self.compute} {exactly(self.asked)}{padding}"
+        others = self._fingerprint_of("", tuple(name for name in self.parts if name not in self._networks))
+        return f"{super()._encoders()} {others} {self.compute} {exactly(self.asked)}{padding}"
 
     def _loaded(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""

@@ -10,13 +10,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
+
+from fluvial.models.images import ENDINGS, as_seen, natural, read_image, shown
 
 File = Path | bytes  # a file, or the bytes of one
 NUMPY = b"\x93NUMPY"  # first bytes of an array of numpy
 ANIMATED = ("GIF", "WEBP", "PNG")  # formats of animated images
-FRAMES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})  # endings of the images of a folder that is a video
 # Demuxers of FFmpeg that files reach: none of playlists, which name other files and addresses.
 DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,flac,mp3,ogg,wav,aac"
 UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
@@ -37,17 +38,6 @@ class Kind(NamedTuple):
     read: Callable[[File], Any]  # an image, a list of images, or a `Sound`
     write: Callable[[Any], bytes]
     changed: Callable[[Any], Any]  # one of the same size whose numbers all differ
-
-
-def read_image(file: File) -> Image.Image:
-    """Return an image in colour, or in grey if it is stored so, turned as it is seen.
-
-    Raises:
-        ValueError: the file cannot be read as an image; the message names it.
-    """
-    with _readable(file, "image"), Image.open(_source(file)) as opened:
-        turned = ImageOps.exif_transpose(opened)
-        return turned.copy() if turned.mode == "L" else turned.convert("RGB")
 
 
 def write_image(image: Image.Image) -> bytes:
@@ -73,7 +63,7 @@ def read_video(file: File) -> list[Image.Image]:
         ValueError: it cannot be read as a video, or only with PyAV, which is missing; the message names it.
     """
     if isinstance(file, Path) and file.is_dir():
-        found = [read_image(one).convert("RGB") for one in _frames_of(file)]
+        found = [read_image(one).convert("RGB") for one in frames_of(file)]
         if not found:
             raise ValueError(f"{file} is a folder without images, expected the frames of a video")
         return found
@@ -98,7 +88,7 @@ def frames_in(file: File) -> int:
         ValueError: see `read_video`.
     """
     if isinstance(file, Path) and file.is_dir():
-        return len(_frames_of(file))
+        return len(frames_of(file))
     with _readable(file, "video"):
         if _begins(file, NUMPY):
             return len(_array(file))
@@ -235,12 +225,6 @@ def kind_of(argument: str, file: File) -> Kind:
         return IMAGE
 
 
-def shown(file: File, kind: str) -> str:
-    """Return how a file is named in a message."""
-    article = "an" if kind[0] in "aeiou" else "a"
-    return f"{article} {kind} of {len(file)} bytes" if isinstance(file, bytes) else str(file)
-
-
 def _source(file: File) -> BinaryIO | Path:
     return io.BytesIO(file) if isinstance(file, bytes) else file
 
@@ -260,9 +244,7 @@ def _readable(file: File, kind: str) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        name = shown(file, kind)
-        article = "an" if kind[0] in "aeiou" else "a"
-        raise ValueError(f"{name} cannot be read as {article} {kind}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{shown(file, kind)} cannot be read as a {kind}: {' '.join(str(error).split())}") from error
 
 
 @contextmanager
@@ -279,9 +261,10 @@ def _opened(file: File, part: str) -> Iterator[tuple[Any, Any]]:
         yield container, found[0]
 
 
-def _frames_of(folder: Path) -> list[Path]:
-    """Return the images of a folder, in the order of their names."""
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in FRAMES)
+def frames_of(folder: Path) -> list[Path]:
+    """Return the images of a folder in the natural order of their names, without hidden ones."""
+    files = (file for file in folder.iterdir() if file.suffix.lower() in ENDINGS and not file.name.startswith("."))
+    return sorted(files, key=natural)
 
 
 def _several(opened: Image.Image) -> int:
@@ -292,9 +275,9 @@ def _several(opened: Image.Image) -> int:
     return count
 
 
-def _frame(opened: Image.Image, number: int) -> Image.Image:
+def _frame(opened: ImageFile.ImageFile, number: int) -> Image.Image:
     opened.seek(number)
-    return opened.convert("RGB")
+    return as_seen(opened).convert("RGB")
 
 
 def _array(file: File) -> Any:

@@ -1,15 +1,14 @@
 """Prompts with images, videos and sounds: what a pipeline is given besides the text, by the names of its arguments."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fluvial.models.replay.kinds import ARGUMENTS, File, Kind, kind_of
+from fluvial.models.digests import digest_file
+from fluvial.models.replay.kinds import ARGUMENTS, File, Kind, frames_of, kind_of
 
 Source = File | tuple[File, ...]  # of one argument; several for an argument that takes a list of images
 
@@ -95,20 +94,12 @@ def _other(kind: Kind, file: File) -> bytes:
 
 
 def digest(source: Source) -> str:
-    """Return the SHA-256 of a file's bytes, or of each of several files, or of the files of a folder."""
+    """Return the SHA-256 of a file's bytes, or of each of several files, or of the frames of a folder."""
     if isinstance(source, tuple):
         return " ".join(map(digest, source))
-    if isinstance(source, bytes):
-        return hashlib.sha256(source).hexdigest()
-    if source.is_dir():
-        return digest(" ".join(f"{file.name} {digest(file)}" for file in sorted(source.iterdir())).encode())
-    status = source.stat()
-    return _digest_of_file(source, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(maxsize=65536)
-def _digest_of_file(path: Path, changed: int, size: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    if isinstance(source, Path) and source.is_dir():
+        return digest_file(" ".join(map(digest_file, frames_of(source))).encode())
+    return digest_file(source)
 
 
 def use_modes(vae: Any) -> None:

@@ -345,7 +345,9 @@ def save(name: str, folder: Path) -> Path:
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
     index = folder / "model_index.json"
-    index.write_text(index.read_text().replace(processor_without_video.__module__, "transformers"))
+    index.write_text(
+        index.read_text(encoding="utf-8").replace(processor_without_video.__module__, "transformers"), encoding="utf-8"
+    )
     return folder
 
 

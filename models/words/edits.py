@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fluvial.models.replay.kinds import read_image
+from fluvial.models.images import read_image
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of
 from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, as_letters, draw, places, words
 from fluvial.models.words.model import CONFIG, Words

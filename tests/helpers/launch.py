@@ -243,6 +243,11 @@ def start(*args: str, folder: Path | None = None, **variables: str) -> Process:
     return Process("fluvial.engines", *args, folder=folder, environment={**environment(), **variables})
 
 
+def rewarded(*words: str) -> list[str]:
+    """Return the words of a command line, with a reward where they name none."""
+    return [*words] if "--rewards" in words else [*words, "--rewards", "jpeg"]
+
+
 def fluvial(*args: str, ranks: int = 1, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end on a number of ranks; see `program`."""
     return program("fluvial.engines", *args, ranks=ranks, timeout=timeout)

@@ -2,16 +2,14 @@
 
 import base64
 import binascii
-import io
 from pathlib import Path
 from stat import S_ISREG
-
-from PIL import Image
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.wire.request import RolloutRequest
+from fluvial.models.images import opened
 from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
 from fluvial.models.replay.media import arguments_of, lists_of
 
@@ -97,9 +95,9 @@ def checked(file: bytes, name: str, most_pixels: int) -> bytes:
             raise RequestError(400, f"image_path: {name}: {error}") from None
         return file
     try:
-        with Image.open(io.BytesIO(file), formats=FORMATS) as image:
+        with opened(file, formats=FORMATS) as image:
             width, height = image.size
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except ValueError:
         raise RequestError(400, f"image_path: {name} cannot be read as {', '.join(FORMATS)}") from None
     if width * height > most_pixels:
         raise RequestError(413, f"image_path: {name} has {width} x {height} pixels, expected at most {most_pixels}")

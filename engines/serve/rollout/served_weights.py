@@ -20,8 +20,9 @@ from fluvial.engines.fsdp.export import base_tensors, components
 from fluvial.engines.fsdp.files import weight_files
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
-from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum, tensor_sha256
+from fluvial.engines.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
 from fluvial.models.device import is_accelerator
+from fluvial.models.digests import digest_tensor
 from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers
 from fluvial.models.lora_files import FILES, load_lora, read_lora
 from fluvial.models.lora_layer import Product
@@ -355,7 +356,7 @@ class ServedWeights:
         (name,) = self._targets([target])
         own = self.tensors(name)
         missing = sorted(set(expected) - set(own))
-        wrong = missing or [key for key in sorted(expected) if tensor_sha256(own[key]) != expected[key]]
+        wrong = missing or [key for key in sorted(expected) if digest_tensor(own[key]) != expected[key]]
         if wrong:
             what = "are missing" if missing else "have another checksum"
             raise RequestError(400, f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")

@@ -1,10 +1,11 @@
 """Jobs that learn from images: captions of a folder or pairs of preferences, encoded once into a cache."""
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.world import World
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
+from fluvial.models.digests import digest_file
 
 
 def with_images(job: Job, config: TrainConfig) -> Job:
@@ -96,5 +98,19 @@ def _keys(images: Tensor) -> Key:
 
 def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
     """Return what an encoded image depends on besides its file and its size."""
-    fingerprint: Any = getattr(job.model, "image_encoder", lambda: config.model)
-    return {"encoder": f"{type(job.model).__name__} {fingerprint()}", "latents": config.pipeline.latents}
+    fingerprint: Any = getattr(job.model, "image_encoder", None)
+    if job.encode is not None or fingerprint is None:
+        known = f"{config.model} {_code_of(job.encode or cast(Any, job.model).encode_images)}"
+    else:
+        known = fingerprint()
+    return {"encoder": f"{type(job.model).__name__} {known}", "latents": config.pipeline.latents}
+
+
+def _code_of(function: Any) -> str:
+    """Return the name of a function, with a digest of its source where Python has it."""
+    inner = inspect.unwrap(function)
+    name = f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+    try:
+        return f"{name} {digest_file(inspect.getsource(inner).encode())}"
+    except (OSError, TypeError):
+        return name

@@ -1,6 +1,5 @@
 """Start of a run: the export of another run, other base weights, or an adapter to continue from."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from fluvial.engines.fsdp.files import stored
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.base import Job
 from fluvial.models import LoraConfig
+from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import add_lora
 from fluvial.models.lora_files import LoraFile, count_rows, load_lora, read_lora
 from fluvial.models.original.convert import adapter_from_original
@@ -39,7 +39,7 @@ def configuration(folder: Path) -> TrainConfig:
 
     file = folder / RECORD
     try:
-        return replace(recorded(json.loads(file.read_text())), out=folder, resume=False, resume_from=None)
+        return replace(recorded(json.loads(file.read_text(encoding="utf-8"))), out=folder, resume=False, resume_from=None)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
 
@@ -53,7 +53,7 @@ def base_model(name: str) -> str:
     if not is_run(name):
         return name
     try:
-        return str(json.loads((Path(name) / RECORD).read_text())["model"])
+        return str(json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 
@@ -118,7 +118,7 @@ def with_base(job: Job, weights: Path | None) -> Job:
         raise UsageError("weights", weights, hint=hint)
     expected, file = getattr(job.model, "network", None), weights / RECORD
     if file.is_file() and expected is not None:
-        held = json.loads(file.read_text()).get("_class_name")
+        held = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
         if held not in (None, expected):
             raise UsageError(f"`weights` is {weights}, which holds a {held}, expected a {expected}")
     return job.with_weights(weights)
@@ -152,10 +152,7 @@ def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFil
 
 def digest(adapter: LoraFile) -> str:
     """Return a fingerprint of an adapter."""
-    found = hashlib.sha256(f"{adapter.rank} {adapter.alpha}".encode())
-    for name in sorted(adapter.tensors):
-        found.update(name.encode() + adapter.tensors[name].numpy().tobytes())
-    return found.hexdigest()[:16]
+    return join_digests({**digest_tensors(adapter.tensors.items()), "": f"{adapter.rank} {adapter.alpha} {adapter.form}"})
 
 
 def converter(pipeline: str, module: nn.Module | None = None) -> Any:

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tagged.jsonl").write_text("\n".join(lines) + "\n")
     own = [*OWN.split(), "--evaluation.prompts", str(folder / "tagged.jsonl")]
     own += ["--evaluation.rewards", "evaluators:passes", "evaluators:brightness"]
-    model = ["--model", str(folder / "sd3"), "--prompts", str(folder / "train.txt"), *SIZE]
+    model = ["--model", str(folder / "sd3"), "--prompts", str(folder / "train.txt"), *launch.rewarded(*SIZE)]
     typed = ["train", "grpo", *model, *SMALL.split(), *own, "--optimizer.lr", "0.01", "--lora.rank", "4"]
     typed += ["--rollout.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
     assert cli.run([*typed, "--out", str(folder / "run")]) == 0
@@ -236,7 +236,7 @@ WRONG = [
     ("eval {tmp}/sd3 --rewards jpeg", "needs prompts to evaluate on: set --prompts to a file"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt", "--rewards is empty, expected at least one evaluator"),
     ("eval {tmp}/sd3 --prompts {tmp}/nothing.txt --rewards jpeg", "nothing.txt cannot be read: No such file"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "--rewards is 'jpg', expected one of jpeg"),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "did you mean 'jpeg'?"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg=2", "evaluators have no weights"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --seeds 0", "--seeds is 0, expected an integer >= 1"),

@@ -1,23 +1,29 @@
 """Images with captions, and their encoded samples on disk: each is encoded once, and what is wrong is named."""
 
+import base64
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from fluvial.engines.data import image_cache
 from fluvial.engines.data.image_cache import MANIFEST, ImageCache
-from fluvial.engines.data.images import read_image, read_images
+from fluvial.engines.data.images import read_image, read_images, size_of
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.serve import formats
+from fluvial.models import images
+from fluvial.models.replay import kinds
 
 COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0), "c": (0, 0, 255)}
 
@@ -80,6 +86,92 @@ def test_captions_know_their_images(tmp_path: Path, make: Callable[[Path], Path]
         assert found[0].metadata == {"width": 6, "image": str(tmp_path / "all" / "a.png")}
 
 
+GREY = np.array([[0, 64, 128, 255], [255, 192, 32, 0]], dtype=np.uint8)
+COLOUR = np.stack([GREY, GREY[::-1], 255 - GREY], axis=-1)
+OPACITY = np.where(GREY > 100, 255, 0).astype(np.uint8)
+SIXTEEN = GREY.astype(np.uint16) * 257
+
+
+def stored(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    """Return pixels, or an image, as a file."""
+    with io.BytesIO() as file:
+        (pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)).save(file, kind, **options)
+        return file.getvalue()
+
+
+def turned(kind: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return stored(COLOUR, kind, exif=exif, lossless=True)
+
+
+# Files as other programs write them, and how they are seen.
+SEEN: dict[str, tuple[bytes, Any]] = {
+    "grey of 1 bit": (stored(Image.fromarray(OPACITY).convert("1")), OPACITY),
+    "grey of 16 bits, PNG": (stored(SIXTEEN), GREY),
+    "grey of 16 bits, TIFF": (stored(SIXTEEN, "TIFF"), GREY),
+    "grey of 16 bits whose white is 0": (stored(SIXTEEN, "TIFF", tiffinfo={262: 0}), 255 - GREY),
+    "grey of 16 bits, PGM": (stored(SIXTEEN.astype(np.int32), "PPM"), GREY),
+    "grey of 16 bits with a transparent number": (stored(SIXTEEN, transparency=0), np.where(GREY == 0, 255, GREY)),
+    "real numbers": (stored(GREY.astype(np.float32) / 255, "TIFF"), GREY),
+    "grey with opacity": (stored(np.stack([GREY, OPACITY], axis=-1)), np.where(OPACITY, GREY, 255)),
+    "grey with a transparent number": (stored(GREY, transparency=0), np.where(GREY == 0, 255, GREY)),
+    "colour with opacity": (stored(np.dstack([COLOUR, OPACITY])), np.where(OPACITY[..., None], COLOUR, 255)),
+    "palette": (stored(Image.fromarray(COLOUR).quantize(8)), COLOUR),
+    "palette with opacity": (
+        stored(Image.fromarray(GREY).convert("P"), transparency=0),
+        np.where(GREY == 0, 255, GREY)[..., None].repeat(3, -1),
+    ),
+    "CMYK": (stored(Image.new("CMYK", (4, 2), (255, 0, 0, 0)), "JPEG"), np.full((2, 4, 3), (0, 255, 255))),
+    **{
+        f"{kind} turned by EXIF {number}": (turned(kind, number), np.rot90(COLOUR, times))
+        for kind in ("PNG", "TIFF", "WEBP")
+        for number, times in ((3, 2), (6, 3), (8, 1))
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_every_door_opens_an_image_as_it_is_seen(name: str, tmp_path: Path) -> None:
+    """Data, images of edits and the reward server see the same pixels, upright, on white, and the size that they have."""
+    file, expected = SEEN[name]
+    (tmp_path / "image").write_bytes(file)
+    data = (read_image(tmp_path / "image") * 255).permute(1, 2, 0).numpy()
+    assert np.abs(data - expected.reshape(data.shape)).max() < 1
+    assert size_of(file) == Size(*expected.shape[:2])
+    given = np.asarray(kinds.read_image(file))
+    assert np.array_equal(given, data.astype(np.uint8).reshape(given.shape))
+    if file[:4] != b"II*\0" and not file.startswith(b"P5"):
+        request = formats.Compute(["a"], image=[base64.b64encode(file).decode()])
+        [sample] = formats.flow_factory(request, formats.Limits())
+        assert np.array_equal(sample.image.permute(1, 2, 0), np.broadcast_to(data, (*data.shape[:2], 3)))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "says"),
+    [
+        (GREY.astype(np.int32), "its numbers are integers of 32 bits"),
+        (GREY.astype(np.float32), r"its numbers are 0 to 255, expected 0 \(black\) to 1 \(white\)"),
+        (np.full((2, 2), np.nan, dtype=np.float32), "its numbers are nan to nan"),
+    ],
+)
+def test_an_image_that_does_not_say_what_is_white_is_refused(pixels: Any, says: str, tmp_path: Path) -> None:
+    """Numbers of 32 bits have no white, unless they lie in [0, 1]."""
+    (tmp_path / "depth.tif").write_bytes(stored(pixels, "TIFF"))
+    with pytest.raises(UsageError, match=rf"depth.tif cannot be read as an image: {says}"):
+        read_image(tmp_path / "depth.tif")
+
+
+def test_transparent_pixels_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Opaque pixels need no line."""
+    images._note_transparency.cache_clear()
+    kinds.read_image(stored(np.dstack([COLOUR, np.full_like(GREY, 255)])))
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        kinds.read_image(stored(np.dstack([COLOUR, OPACITY])))
+    assert capsys.readouterr().err == "images have transparent pixels: they are shown on white\n"
+
+
 def test_an_image_is_scaled_to_cover_and_cut_around_its_centre(tmp_path: Path) -> None:
     """Without a size it stays as it is, grey with one channel; with one it is in colour."""
     wide = Image.new("L", (30, 10), 0)
@@ -89,11 +181,19 @@ def test_an_image_is_scaled_to_cover_and_cut_around_its_centre(tmp_path: Path) -
     middle = read_image(tmp_path / "wide.png", (5, 5))
     assert middle.shape == (3, 5, 5)
     assert middle[:, :, 2].min() == 1.0
-    turned = io.BytesIO()
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned
-    wide.save(turned, "JPEG", exif=exif)
-    assert read_image(turned.getvalue()).shape == (1, 30, 10)
+
+
+def test_a_folder_is_read_as_people_see_it(tmp_path: Path) -> None:
+    """In the natural order of names, of captions and of frames; hidden files and folders are left out."""
+    names = ["1", "2", "10", "a/2b", "a/10", ".ipynb_checkpoints/1-checkpoint", ".Trash-1000/files/old", "._2"]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (2, 2), number).save(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text("a fox")
+    found = [prompt.image for prompt in read_images(tmp_path, check=anything)]
+    assert found == [tmp_path / f"{name}.png" for name in names[:5]]
+    assert [frame.getpixel((0, 0)) for frame in kinds.read_video(tmp_path)] == [(number,) * 3 for number in range(3)]
+    assert kinds.frames_in(tmp_path) == 3
 
 
 def lone_image(folder: Path) -> Path:
@@ -140,7 +240,7 @@ def nothing(folder: Path) -> Path:
         (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, and there is no such file"),
         (table({"file_name": "a.png"}), "line 1 has no column prompt or text or caption, it has image"),
         (table({"text": "x"}), "line 1 has no column image or file_name, it has text"),
-        (only_text, "prompts.txt is not a folder of images, or a file of records"),
+        (only_text, "prompts.txt is text, expected a folder of images, or records"),
         (nothing, "holds no images, expected some with captions"),
     ],
 )
@@ -188,6 +288,24 @@ def test_each_image_is_encoded_once(tmp_path: Path, one: World) -> None:
     Image.new("RGB", (6, 4)).resize((12, 8)).resize((6, 4)).save(images[1][0], compress_level=0)
     cache(tmp_path, again).fill(images, one)
     assert again.count in (1, 2)  # the damaged file may be that of the image that changed
+
+
+def test_an_image_is_known_by_its_bytes(tmp_path: Path, one: World) -> None:
+    """Whatever its name, size and time are, as of unpacked archives."""
+    first, _, last = (image for (image,) in images_of(tmp_path))
+    first.write_bytes(stored(Image.new("RGB", (6, 4), COLOURS["a"]), "BMP"))
+    cache(tmp_path).fill([(first,)], one)
+    moved, encode = last.rename(tmp_path / "moved.png"), Encoder()
+    moved.write_bytes(first.read_bytes())
+    before = first.stat()
+    first.write_bytes(stored(Image.new("RGB", (6, 4), COLOURS["c"]), "BMP"))
+    assert first.stat().st_size == before.st_size
+    os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+    made = cache(tmp_path, encode)
+    made.fill([(moved,)], one)
+    assert encode.count == 0
+    made.fill([(first,)], one)
+    torch.testing.assert_close(made.sample(first), Encoder()(read_image(first)[None])[0])
 
 
 def test_an_image_that_cannot_be_read(tmp_path: Path, one: World) -> None:

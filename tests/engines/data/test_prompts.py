@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from fluvial.engines.data.images import read_images
+from fluvial.engines.data.preferences import preference_records
 from fluvial.engines.data.prompts import is_prompt_file, read_heldout, read_prompts, read_sources, sources, split_off
 from fluvial.engines.data.records import Prompt, as_prompts, metadata_of, negatives, texts
 from fluvial.engines.errors import UsageError
@@ -91,6 +93,9 @@ def test_a_word_with_the_ending_of_a_prompt_file_names_one(tmp_path: Path) -> No
     (path := tmp_path / "prompts.txt").write_text("a red fox")
     assert is_prompt_file(str(path))
     assert not any(map(is_prompt_file, ("a red fox", "a red fox.", "v1.5", "a/b", str(tmp_path))))
+    (tmp_path / "notes.md").write_text("a red fox")
+    with pytest.raises(UsageError, match=r"notes.md is a file, expected a text, or a file that ends in .txt"):
+        is_prompt_file(str(tmp_path / "notes.md"))
     for missing in ("typo.jsonl", "a/typo.parquet", "TYPO.TXT", str(path.with_suffix(".csv"))):
         with pytest.raises(UsageError, match=f"^no such file: {missing}$"):
             is_prompt_file(missing)
@@ -147,6 +152,131 @@ def test_an_image_is_found_beside_its_file(tmp_path: Path) -> None:
     assert (found.image, found.metadata) == (b"png", {})
 
 
+def as_lines(prompts: list[str]) -> str:
+    return "\n".join(prompts) + "\n"
+
+
+def as_json_lines(prompts: list[str], **columns: Any) -> str:
+    return "".join(json.dumps({"prompt": prompt, **columns}, ensure_ascii=False) + "\n" for prompt in prompts)
+
+
+def as_json(prompts: list[str]) -> str:
+    return json.dumps([{"prompt": prompt} for prompt in prompts], ensure_ascii=False, indent=1)
+
+
+def as_csv(prompts: list[str]) -> str:
+    return "\n".join(["prompt,tag", *(f"{prompt}," for prompt in prompts)]) + "\n"
+
+
+def as_toml(prompts: list[str]) -> str:
+    return "".join(f'[[prompts]]\nprompt = "{prompt}"\n' for prompt in prompts)
+
+
+def as_metadata(prompts: list[str]) -> str:
+    return "".join(json.dumps({"file_name": "a.png", "text": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
+
+
+def read_from(file: Path) -> list[str]:
+    """Return the texts of a file of any kind."""
+    if file.name == "preferences.jsonl":
+        return [record.prompt.text for record in preference_records(file.parent, check=anything)]
+    if file.name.startswith(("metadata", "caption")):
+        return texts(read_images(file.parent, check=anything))
+    return texts(read_prompts(file, check=anything))
+
+
+# Every kind of text file: its name, and what it holds for some prompts.
+TEXT_FILES: dict[str, Callable[[list[str]], str]] = {
+    "prompts.txt": as_lines,
+    "prompts.jsonl": as_json_lines,
+    "prompts.json": as_json,
+    "prompts.csv": as_csv,
+    "prompts.toml": as_toml,
+    "metadata.jsonl": as_metadata,
+    "preferences.jsonl": lambda prompts: as_json_lines(prompts, win="a.png", lose="a.png"),
+    "caption.txt": lambda prompts: prompts[0] + "\n",
+}
+# U+2028 and U+0085 end a line for Python's `splitlines`, and for nobody else.
+LISTED = ["an owl\u2028 at night \x85 \U0001f989", "zwei K\xfche", "a10", "a9"]
+FORMS: dict[str, Callable[[str], bytes]] = {
+    "as it is": str.encode,
+    "byte-order mark": lambda text: text.encode("utf-8-sig"),
+    "CR LF": lambda text: text.replace("\n", "\r\n").encode(),
+    "CR": lambda text: text.replace("\n", "\r").encode(),
+    "blank lines at the end": lambda text: (text + "\n \n").encode(),
+}
+
+
+def beside_images(folder: Path, name: str, data: bytes) -> Path:
+    """Return a file that is written beside the images that it names."""
+    for image in ("a.png",) if name != "caption.txt" else ("caption.png",):
+        (folder / image).write_bytes(b"png")
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_every_kind_of_text_file_has_the_same_prompts(name: str, form: str, tmp_path: Path) -> None:
+    """In UTF-8, in their order, with any ends of lines; other separators of Unicode belong to the text."""
+    if (name, form) == ("prompts.toml", "CR"):  # which TOML does not allow
+        return
+    file = beside_images(tmp_path, name, FORMS[form](TEXT_FILES[name](LISTED)))
+    assert read_from(file) == (LISTED[:1] if name == "caption.txt" else LISTED)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text.encode("latin-1", "ignore"), "is not UTF-8 text"),
+        (lambda text: text.encode("utf-16"), "is not UTF-8 text"),
+        (lambda text: text.encode("utf-16-le"), "is not UTF-8 text"),
+        (lambda text: text.rstrip()[:-2].encode() + b"\xf0\x9f", "is not UTF-8 text"),  # within an emoji
+        (lambda text: b"", "empty|not JSON|no tables|holds no images"),
+        (lambda text: b"\xef\xbb\xbf\n \n", "empty|not JSON|no tables|holds no images"),
+        (lambda text: text.rstrip()[:-2].encode(), "not JSON|not TOML|cells"),  # truncated
+    ],
+)
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_every_kind_of_damaged_text_file_is_named(
+    name: str, damage: Callable[[str], bytes], says: str, tmp_path: Path
+) -> None:
+    """One line that names the file. A text without a structure cannot be seen to be truncated."""
+    data = damage(TEXT_FILES[name](["zwei K\xfche", "an owl"]))
+    if name.endswith(".txt") and says.endswith("cells"):
+        return
+    with pytest.raises(UsageError, match=says) as error:
+        read_from(beside_images(tmp_path, name, data))
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in TEXT_FILES if "json" in name])
+def test_half_an_emoji_is_named(name: str, tmp_path: Path) -> None:
+    """JSON can hold a half of a surrogate pair, which no tokenizer takes; a whole one is a character."""
+    whole = TEXT_FILES[name](["an owl", "a fox"]).replace("fox", "fox \\ud83e\\udd8a")
+    assert read_from(beside_images(tmp_path, name, whole.encode())) == ["an owl", "a fox \U0001f98a"]
+    with pytest.raises(UsageError, match=r"(line|record) 2, column (prompt|text) holds half a character"):
+        read_from(beside_images(tmp_path, name, whole.replace("\\udd8a", "").encode()))
+    with pytest.raises(ValueError, match="holds half a character"):
+        Prompt("a fox", negative="\ud83e")
+
+
+@pytest.mark.parametrize("write", [jsonl, csv, parquet, saved_to_disk])
+def test_a_null_is_an_absent_column(tmp_path: Path, write: Callable[[Path, Any], Path]) -> None:
+    """In every kind of file, of an image and of any other column; of datasets' images, too."""
+    endings = {"jsonl": ".jsonl", "csv": ".csv", "parquet": ".parquet", "saved_to_disk": ""}
+    empty = "" if write is csv else None
+    records = [{"prompt": "a fox", "image": "fox.png", "tag": "x"}, {"prompt": "a cat", "image": empty, "tag": empty}]
+    path = tmp_path / f"mine{endings[write.__name__]}"
+    fox_at = path if write is saved_to_disk else tmp_path
+    write(path, records)
+    (fox_at / "fox.png").write_bytes(b"png")
+    fox, cat = read_prompts(path, check=words)
+    assert (fox.image, fox.tag) == (fox_at / "fox.png", "x")
+    assert (cat.image, cat.tag, cat.metadata) == (None, None, {})
+
+
 def missing(folder: Path) -> Path:
     return folder / "nowhere.txt"
 
@@ -172,6 +302,12 @@ def damaged_parquet(folder: Path) -> Path:
     return folder / "a.parquet"
 
 
+def damaged_data_set(folder: Path) -> Path:
+    last = saved_to_disk(folder / "a", RECORDS) / "data-00001-of-00002.arrow"
+    last.write_bytes(last.read_bytes()[:-8])  # between two batches
+    return folder / "a"
+
+
 def splits(folder: Path) -> Path:
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     return folder
@@ -184,6 +320,10 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("long.txt", "a fox\n\na very red fox\n"), "long.txt, line 3: prompt 'a very red fox' has more than 3 words"),
     (text("held.txt", "a fox\na cow\n"), "held.txt, line 2: 'a cow' is held out for evaluation, never trained on"),
     (text("a.tsv", "prompt\na fox"), "a.tsv ends in .tsv, expected .txt, .jsonl, .json, .csv, .parquet"),
+    *(
+        (text(name, "import torch\n"), f"{name} ends in {ending}, expected .txt, .jsonl, .json, .csv, .parquet")
+        for name, ending in (("mine.py", ".py"), ("notes.md", ".md"), ("run.yaml", ".yaml"), ("prompts", "nothing"))
+    ),
     (text("a.json", '{"prompt": "a fox"}\n{"prompt": "a dog"}'), "(a file with a record per line ends in .jsonl)"),
     (text("a.json", '{"prompt": "a fox"}'), "a.json holds a dict, expected an array of objects"),
     (text("a.json", '[{"prompt": "a fox"}, "a dog"]'), "a.json, record 2 is a str, expected an object of columns"),
@@ -209,6 +349,7 @@ WRONG: list[tuple[Callable[[Path], Path], str]] = [
     (text("a.csv", 'prompt\n"a fox"x\n'), "a.csv, line 2 is not CSV"),
     (text("a.csv", "text\na fox\n"), "a.csv, line 2 has no column prompt, it has text"),
     (damaged_parquet, "a.parquet cannot be read: "),
+    (damaged_data_set, "a cannot be read: data-00001-of-00002.arrow is truncated"),
     (splits, "holds several splits (train, test): name the folder of one"),
     (lambda folder: folder, "is a folder without state.json"),
 ]

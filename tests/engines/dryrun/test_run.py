@@ -338,7 +338,7 @@ def test_a_reward_that_needs_other_prompts_is_named(tmp_path: Path) -> None:
     config = adapter("sd3", tmp_path)
     for reward, ends in ((needs_records, False), (broken, True)):
         given = _given(config, tmp_path, [])
-        report = dry_run(given, replace(of_run(given), rewards={"mine": reward}))
+        report = dry_run(replace(given, rewards=()), replace(of_run(given), rewards={"mine": reward}))
         assert (report.error is not None) == ends
         assert any("the reward mine, which needs other prompts ('objects')" in note for note in report.notes) != ends
 

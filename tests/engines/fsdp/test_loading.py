@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.files import MODEL, fingerprint
+from fluvial.engines.fsdp.files import MODEL, stored_digests
 from fluvial.engines.fsdp.loading import load_weights
 from fluvial.engines.fsdp.module import ShardedModule
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.models.digests import join_digests
 from fluvial.models.handwriting import BASE, Handwriting
 from fluvial.models.lora import LoraConfig, add_lora
 
@@ -138,7 +139,7 @@ def test_other_variants_beside_the_weights_are_not_read(tmp_path: Path, one: Wor
     """Hubs keep float16 copies and older shards in the same folder; what is read is what `from_pretrained` would."""
     held = state()
     save(tmp_path, held, parts=parts)
-    before = fingerprint(tmp_path)
+    before = stored_digests(tmp_path)
     for name in ("diffusion_pytorch_model.fp16.safetensors", f"{MODEL}-00001-of-00009.safetensors", "zz.safetensors"):
         save_file({key: torch.full_like(tensor, 7) for key, tensor in held.items()}, tmp_path / name)
     net = Net()
@@ -147,16 +148,24 @@ def test_other_variants_beside_the_weights_are_not_read(tmp_path: Path, one: Wor
             parameter.zero_()
     load_weights(net, tmp_path, world=one)
     assert all(torch.equal(tensor, held[name]) for name, tensor in net.state_dict().items())
-    assert fingerprint(tmp_path) == before
+    assert stored_digests(tmp_path) == before
 
 
-def test_the_fingerprint_sees_training_and_names(tmp_path: Path) -> None:
-    """And not how the weights are split into files."""
+def test_digests_see_all_values_and_names(tmp_path: Path) -> None:
+    """And not how the weights are split into files. The parts of ranks are the whole."""
     held = state()
     save(tmp_path / "one", held)
     save(tmp_path / "two", held, parts=2)
     save(tmp_path / "moved", {**held, "head.bias": held["head.bias"] + 1e-6})
     save(tmp_path / "renamed", {f"{name}x": tensor for name, tensor in held.items()})
-    prints = {folder: fingerprint(tmp_path / folder) for folder in ("one", "two", "moved", "renamed")}
+    last = held["head.weight"].clone()
+    last[-1, -1] += 1e-6
+    save(tmp_path / "last", {**held, "head.weight": last})
+    swapped = held["head.weight"].flip(1)  # with the sum of before
+    save(tmp_path / "swapped", {**held, "head.weight": swapped})
+    folders = ("one", "two", "moved", "renamed", "last", "swapped")
+    prints = {folder: join_digests(stored_digests(tmp_path / folder)) for folder in folders}
     assert prints["one"] == prints["two"]
-    assert len(set(prints.values())) == 3
+    assert len(set(prints.values())) == 5
+    parts = [stored_digests(tmp_path / "two", share=slice(rank, None, 3)) for rank in range(3)]
+    assert join_digests({**parts[2], **parts[0], **parts[1]}) == prints["one"]

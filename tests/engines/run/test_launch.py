@@ -37,6 +37,15 @@ COUNTS = """
     shared = " in the command's process group" if os.getpgrp() == os.getpgid(os.getppid()) else ""
     (folder / os.environ["RANK"]).write_text(repr(seen) + shared)
 """
+# Waits until the launcher has noticed the end of the other rank.
+AFTER_THE_OTHER = """
+import time
+while not (folder / "pid").exists() or not (folder / "pid").read_text():
+    time.sleep(0.01)
+while pathlib.Path("/proc", (folder / "pid").read_text()).exists():
+    time.sleep(0.01)
+sys.exit(2)
+"""
 
 
 def script(folder: Path, code: str) -> list[str]:
@@ -65,7 +74,7 @@ def test_ranks_are_told_who_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("ends", "code", "says"),
     [
         (["", "sys.exit(2)"], 2, ""),
-        (["import time; time.sleep(0.5); sys.exit(2)", "sys.exit(1)"], 1, ""),
+        ([AFTER_THE_OTHER, "(folder / 'pid').write_text(str(os.getpid())); sys.exit(1)"], 1, ""),
         (["", "import os; os.kill(os.getpid(), 9)"], 1, "fluvial: rank 1 of 2 was ended by SIGKILL\n"),
         (["import os; os.kill(os.getpid(), 2)", ""], 130, ""),
     ],
@@ -85,10 +94,10 @@ def test_the_exit_code_is_that_of_the_first_failure(
 def test_a_rank_that_hangs_after_another_failed_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a while to end by itself."""
     monkeypatch.setattr(launch, "GRACE", 0.5)
-    hangs = "import os, time\nif os.environ['RANK'] == '1': sys.exit(1)\ntime.sleep(60)"
+    hangs = "import os, signal\nif os.environ['RANK'] == '1': sys.exit(1)\nwhile True: signal.pause()"
     began = time.monotonic()
     assert launch.launch(script(tmp_path, hangs), 2) == 1
-    assert 0.5 <= time.monotonic() - began < 30
+    assert time.monotonic() - began >= 0.5
 
 
 def started(folder: Path, **options: Any) -> subprocess.Popen[bytes]:

@@ -217,15 +217,18 @@ def test_a_full_queue_answers_429() -> None:
     go = threading.Event()
 
     def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
-        assert go.wait(10)
+        assert go.wait(60)
         return [0.0] * len(prompts)
 
     async def many() -> Any:
-        served = app(slow, batch=1, linger=0, most_waiting=3)
+        service = RewardService({"slow": slow}, batch=1, linger=0, most_waiting=3)
+        served, batcher = application(service), service.batchers["slow"]
         first = asyncio.create_task(asgi.call(served, "/compute", request(1)))
-        await asyncio.sleep(0.05)  # it is at work
+        while batcher.begun < 1:
+            await asyncio.sleep(0.01)
         waiting = asyncio.create_task(asgi.call(served, "/compute", request(5)))
-        await asyncio.sleep(0.05)
+        while batcher.waiting < 5:
+            await asyncio.sleep(0.01)
         refused = await asgi.call(served, "/compute", request(1))
         go.set()
         return refused, (await first).status, (await waiting).status
@@ -241,16 +244,19 @@ def test_samples_of_a_client_that_has_gone_are_not_scored() -> None:
 
     def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
         seen.extend(prompts)
-        assert go.wait(10)
+        assert go.wait(60)
         return [0.0] * len(prompts)
 
     async def both() -> Any:
-        served = app(slow, batch=1, linger=0)
+        service = RewardService({"slow": slow}, batch=1, linger=0)
+        served, batcher = application(service), service.batchers["slow"]
         first = asyncio.create_task(asgi.call(served, "/compute", request(1, "first")))
-        await asyncio.sleep(0.05)
+        while batcher.begun < 1:
+            await asyncio.sleep(0.01)
         gone = await asgi.call(served, "/compute", request(1, "gone"), hangs_up=True)
         last = asyncio.create_task(asgi.call(served, "/compute", request(1, "last")))
-        await asyncio.sleep(0.05)
+        while batcher.waiting < 1:
+            await asyncio.sleep(0.01)
         go.set()
         return gone.status, (await first).status, (await last).status
 

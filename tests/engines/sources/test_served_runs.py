@@ -38,7 +38,7 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
         model = [str(tiny_pipelines.save(row, tmp_path / name))]
         size = ["--pipeline.height", str(row.sizes[0][0]), "--pipeline.width", str(row.sizes[0][1])]
         (tmp_path / "prompts.txt").write_text("".join(f"a {animal}\n" for animal in ("cat", "dog", "cow", "fly", "bee")))
-    prompts = [] if name == "handwriting" else ["--prompts", str(tmp_path / "prompts.txt")]
+    prompts = [] if name == "handwriting" else launch.rewarded("--prompts", str(tmp_path / "prompts.txt"))
     weights = tmp_path / "weights"
     weights.mkdir()
     run = ["train", "grpo", "--model", *model, *prompts, *size, *ROLLOUT.split(), *REST.split()]
@@ -75,7 +75,7 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
     model = [str(tiny_conditioned.save("fill", tmp_path / "fill"))]
     call = [f"{name}={json.dumps(value)}" for name, value in row.call.items()]
     opened = ["--pipeline.height", "16", "--pipeline.width", "16", "--pipeline.call", *call]
-    prompted = ["--prompts", str(prompts)]
+    prompted = launch.rewarded("--prompts", str(prompts))
     scale, guidance = str(row.scale), ["--rollout.window", "random", "--rollout.window.size", "1"]
     run = ["train", "grpo", "--model", *model, *prompted, *opened, *ROLLOUT.split(), *REST.split(), *guidance]
     run += ["--rollout.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]

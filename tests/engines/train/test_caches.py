@@ -1,6 +1,7 @@
 """Caches of encoded images and captions: of another model or other settings, on a full disk, and damaged."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import PipelineConfig, TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.jobs.evaluated import encoded_texts
+from fluvial.engines.train.jobs.images import _settings
+from fluvial.engines.train.jobs.weights import digest
+from fluvial.models.lora import Dora
+from fluvial.models.lora_files import LoraFile
 from fluvial.models.pipelines import base
 from fluvial.models.pipelines.base import Pipeline
 
@@ -41,6 +46,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.effect_noise((24, 20), 50 + number).save(folder / "foxes" / f"{number}.png")
         (folder / "foxes" / f"{number}.txt").write_text(f"{number} foxes")
     return folder
+
+
+def test_the_digest_of_an_adapter_covers_all_that_it_does() -> None:
+    """Its scale, its form, and names, shapes and values of its tensors; not their order."""
+    a, b = {"x.lora_A.weight": torch.arange(6.0).view(2, 3)}, {"x.lora_B.weight": torch.ones(3, 2)}
+    file = LoraFile(2, 4.0, ("x",), {**a, **b})
+    others = [
+        file._replace(alpha=2.0),
+        file._replace(form=Dora()),
+        file._replace(tensors={**a, "y.lora_B.weight": torch.ones(3, 2)}),
+        file._replace(tensors={"x.lora_A.weight": a["x.lora_A.weight"].view(3, 2), **b}),
+        file._replace(tensors={"x.lora_A.weight": a["x.lora_A.weight"].flip(0), **b}),
+    ]
+    assert len({digest(file), *map(digest, others)}) == 6
+    assert digest(file._replace(tensors={**b, **a})) == digest(file)
+
+
+def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_path: Path, one: World) -> None:
+    """An image cache of another `encode` is refused."""
+    functions: list[Any] = [
+        None,
+        lambda images: images,
+        lambda images: 2 * images,
+    ]
+    asked = job(folder, tmp_path)
+    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path)) for encode in functions]
+    assert len({each["encoder"] for each in settings}) == 3
 
 
 def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:

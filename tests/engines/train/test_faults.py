@@ -192,9 +192,7 @@ def test_a_rank_that_hangs(tmp_path: Path, interpreters: bool) -> None:
         run.complains(0, within=2 * seconds)
         time.sleep(1)  # torchrun has told rank 1 to stop
         os.kill(hangs, signal.SIGCONT)
-        start = time.monotonic()
-        lines = run.ends()
-        assert time.monotonic() - start < 20  # torchrun would kill it after 30
+        lines = run.ends()  # two, of which torchrun would leave one if it had to kill the rank
     assert run.process.returncode == 1
     silent, gone = (LOST.format(reason, out) for reason in (f"no answer within {seconds} s", "its connection is closed"))
     assert lines[0] == f"fluvial: rank 0: {silent}"

@@ -134,7 +134,7 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
         ),
         ("sft", ["--data-errors", "skip"], "--data-errors has no effect with sft here, which learns from no images"),
         ("sft", [], "for sft, set --data to a folder of images with captions"),
-        ("sft", ["--data", "nowhere"], "nowhere is not a folder of images, or a file of records"),
+        ("sft", ["--data", "nowhere"], "data nowhere cannot be read: No such file or directory"),
         ("sft", ["--data", "foxes", "--data-cache", "foxes/0.png"], "--data-cache foxes/0.png cannot be used: "),
     ],
 )

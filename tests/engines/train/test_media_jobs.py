@@ -64,8 +64,9 @@ def prompts(file: Path, **columns: object) -> Path:
 
 def train(pipeline: Path, file: Path, out: Path, *more: str) -> int:
     """Train on a file of prompts, and return the exit code."""
+    learnt = launch.rewarded(*more)
     return cli.run(
-        ["train", "grpo", "--model", str(pipeline), "--prompts", str(file), *SHORT.split(), *more, "--out", str(out)]
+        ["train", "grpo", "--model", str(pipeline), "--prompts", str(file), *SHORT.split(), *learnt, "--out", str(out)]
     )
 
 

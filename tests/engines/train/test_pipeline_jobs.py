@@ -66,7 +66,7 @@ def size(name: str) -> list[str]:
     return ["--pipeline.height", str(height), "--pipeline.width", str(width), *more]
 
 
-def flags(folder: Path, name: str, recipe: str) -> list[str]:
+def flags(folder: Path, name: str, recipe: str, *more: str) -> list[str]:
     """Return the command line of two updates of the recipe, as small as it gets."""
     guidance = [] if name in ROWS else ["--rollout.guidance.scale", str(tiny_replayed.ROWS[name].options["guidance_scale"])]
     rollout = (
@@ -80,7 +80,8 @@ def flags(folder: Path, name: str, recipe: str) -> list[str]:
         "ddpo": ["--rollout.window", "random", "--rollout.window.size", "1", "--rollout.window.high", "2"],
     }.get(recipe, [])
     job = ["--model", str(folder / name), "--prompts", str(folder / "prompts.txt"), *size(name), *guidance]
-    return ["train", recipe, *job, *rollout.split(), *rest.split(), "--pipeline.text-cache", str(folder / "texts"), *own]
+    texts = ["--pipeline.text-cache", str(folder / "texts")]
+    return ["train", recipe, *job, *rollout.split(), *rest.split(), *texts, *own, *launch.rewarded(*more)]
 
 
 @pytest.mark.slow
@@ -126,8 +127,8 @@ def test_in_low_precision(folder: Path, tmp_path: Path, name: str, capfd: pytest
 def test_a_reward_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`module:callable` with a weight, beside the built-in one; both are logged."""
     monkeypatch.syspath_prepend(str(folder))
-    typed = ["--rewards", "jpeg", "own_reward:bright=2", "--out", str(tmp_path / "run")]
-    assert cli.run([*flags(folder, "sd3", "grpo"), *typed]) == 0
+    typed = ["--out", str(tmp_path / "run")]
+    assert cli.run([*flags(folder, "sd3", "grpo", "--rewards", "jpeg", "own_reward:bright=2"), *typed]) == 0
     record = next(record for record in launch.records(tmp_path / "run") if "rewards" in record)
     assert record["reward"]["mean"] == pytest.approx(
         record["rewards"]["jpeg"] + 2 * record["rewards"]["own_reward:bright"], rel=1e-4
@@ -149,7 +150,7 @@ def test_wrong_input_is_one_line(
     folder: Path, tmp_path: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is computed."""
-    assert cli.run([*flags(folder, "sd3", "grpo"), *typed.split(), "--out", str(tmp_path / "run")]) == 2
+    assert cli.run([*flags(folder, "sd3", "grpo", *typed.split()), "--out", str(tmp_path / "run")]) == 2
     assert says in launch.one_line(capfd.readouterr().err)
 
 
@@ -201,7 +202,8 @@ def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capf
     """Each in one line."""
     assert cli.run(["train", "grpo", "--model", str(folder / "sd3")]) == 2
     assert "set --prompts to a file" in launch.one_line(capfd.readouterr().err)
-    assert cli.run(["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]) == 2
+    words = ["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]
+    assert cli.run(launch.rewarded(*words)) == 2
     assert "model_index.json" in launch.one_line(capfd.readouterr().err)
 
 
@@ -232,3 +234,19 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
         assert with_size_of(job, PipelineConfig()).sizes == several.sizes
         with pytest.raises(UsageError, match=r"job: shape is \[16, 9, 9\], expected that of one of its sizes"):
             with_size_of(replace(job, shape=(16, 9, 9)), PipelineConfig())
+
+
+def test_what_is_not_said_and_cannot_be_guessed_is_asked_for(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What to learn from, and which file of text holds prompts."""
+    words = ["train", "grpo", "--model", str(folder / "sd3"), "--out", str(tmp_path / "run"), "--prompts"]
+    asked = "comes without a reward to learn from: set --rewards, e.g. to pickscore, or to your own module:name"
+    assert cli.run([*words, str(folder / "prompts.txt")]) == 2
+    assert asked in launch.one_line(capfd.readouterr().err)
+    drawn = ["preferences", str(folder / "sd3"), "--prompts", str(folder / "prompts.txt"), "--out", str(tmp_path / "prefs")]
+    assert cli.run(drawn) == 2
+    assert asked in launch.one_line(capfd.readouterr().err)
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    assert cli.run(launch.rewarded(*words, str(tmp_path / "notes.md"))) == 2
+    assert "notes.md ends in .md, expected .txt, .jsonl" in launch.one_line(capfd.readouterr().err)

@@ -48,7 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
     """Train a pipeline, four updates of a recipe, and return the exit code."""
     held = ["--pipeline.heldout", str(folder / "heldout.txt")]
-    return cli.run(["train", recipe, "--model", str(folder / name), "--out", str(out), *RUN.split(), *held, *more])
+    learnt = launch.rewarded(*more) if recipe in ("grpo", "raft") else more
+    return cli.run(["train", recipe, "--model", str(folder / name), "--out", str(out), *RUN.split(), *held, *learnt])
 
 
 def updates(out: Path) -> list[dict[str, Any]]:

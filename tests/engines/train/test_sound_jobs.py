@@ -45,7 +45,7 @@ def train(folder: Path, out: Path, *more: str) -> int:
             str(prompts),
             *SHORT.split(),
             *length,
-            *more,
+            *launch.rewarded(*more),
             "--out",
             str(out),
         ]
@@ -91,7 +91,7 @@ def test_two_updates_of_a_video_with_sound(
     words = ["--model", str(model), "--prompts", str(prompts), *SHORT.split()[:-1], "3", *VIDEO.split()]
     words += [] if rescaled else PLAIN
     low = ["--engine.compute", compute, "--pipeline.frozen", compute]
-    code = cli.run(["train", "grpo", *words, *low, "--out", str(tmp_path / "run")])
+    code = cli.run(["train", "grpo", *launch.rewarded(*words), *low, "--out", str(tmp_path / "run")])
     assert code == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
@@ -119,7 +119,7 @@ def test_a_video_with_sound_starts_from_an_image(
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     words = ["--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), *SHORT.split()[:-1], "3", *VIDEO.split()]
     words += ["--engine.compute", compute, "--pipeline.frozen", compute]
-    assert cli.run(["train", "grpo", *words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
+    assert cli.run(["train", "grpo", *launch.rewarded(*words), "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
     within = re.search(r"velocities and images within ([\d.e+-]+)", capfd.readouterr().out)
     assert within is not None
     assert float(within[1]) < tolerance

@@ -46,7 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, recipe: str, model: str, out: Path, *more: str) -> int:
     """Train a model of the folder, and return the exit code."""
-    return cli.run(["train", recipe, "--model", str(folder / model), "--out", str(out), *SMALL.split(), *SIZE, *more])
+    learnt = more if recipe == "sft" else launch.rewarded(*more)
+    return cli.run(["train", recipe, "--model", str(folder / model), "--out", str(out), *SMALL.split(), *SIZE, *learnt])
 
 
 @pytest.mark.long
@@ -77,7 +78,11 @@ def test_a_run_is_a_model(folder: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert record["model"] == str(folder / "sd3")
     assert record["weights"] == str(folder / "sft" / "weights")
     again = TrainConfig(
-        tmp_path, model=str(folder / "sft"), prompts=(str(folder / "prompts.txt"),), pipeline=PipelineConfig(16, 16)
+        tmp_path,
+        model=str(folder / "sft"),
+        prompts=(str(folder / "prompts.txt"),),
+        rewards=("jpeg",),
+        pipeline=PipelineConfig(16, 16),
     )
     assert base_model(again.model) == str(folder / "sd3")
     job = jobs.of_run(again)
@@ -89,7 +94,8 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     """`--transformer` names a folder as diffusers saves a network; the network that is built has its weights."""
     file = next((folder / "sft" / "weights").glob("*.safetensors"))
     weights, prompts = f"--transformer={folder / 'sft' / 'weights'}", str(folder / "prompts.txt")
-    config = parsed(TrainConfig(tmp_path), "x", [*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts])
+    asked = launch.rewarded(*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts)
+    config = parsed(TrainConfig(tmp_path), "x", asked)
     built = jobs.of_run(config).model.build().state_dict()
     base = open_model(folder / "sd3", device="cpu").build().state_dict()
     given = load_file(file)
@@ -178,7 +184,7 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
         export(module, tmp_path / "other", merge=True, **written)
     height, width, *frames = row.sizes[0]
     size = ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.frames", str((*frames, 1)[0])]
-    asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *size]
+    asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *launch.rewarded(*size)]
     words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *SMALL.split(), "--updates", "1", "--rollout.steps", "2"]
     words += [
         "--rollout.group",

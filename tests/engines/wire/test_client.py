@@ -154,13 +154,14 @@ def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
 def test_the_number_of_requests_in_flight_is_bounded() -> None:
     """Whatever the number of threads that ask."""
     lock, running, largest = threading.Lock(), 0, 0
+    pair = threading.Barrier(2, timeout=60)
 
     def slow(request: Any) -> Any:
         nonlocal running, largest
         with lock:
             running += 1
             largest = max(largest, running)
-        time.sleep(0.01)
+        pair.wait()
         with lock:
             running -= 1
         return {}
@@ -243,11 +244,8 @@ def test_a_server_that_sends_a_byte_now_and_then_does_not_hold_a_thread(where: s
             handler.wfile.write(b"x")
             time.sleep(0.02)
 
-    with loopback(drip) as url:
-        start = time.monotonic()
-        with pytest.raises(RunError, match=r"did not answer within 0\.2 s"):
-            HttpClient(url, timeout=0.2, patience=0).get("/x")
-        assert time.monotonic() - start < 5
+    with loopback(drip) as url, pytest.raises(RunError, match=r"did not answer within 0\.2 s"):
+        HttpClient(url, timeout=0.2, patience=0).get("/x")
 
 
 def test_a_reply_that_breaks_off_is_asked_for_again() -> None:

@@ -319,7 +319,8 @@ def trained(recipe: str, name: str, folder: Path, out: Path, *more: str) -> int:
     takes = ("image", "last_image") if name in ("wan-last", "wan-both") else ("image",)
     file = records(name, out.parent, takes)
     model = ["--model", str(folder), "--prompts", str(file), "--pipeline.text-cache", str(out.parent / "texts")]
-    return cli.run(["train", recipe, *model, *SHORT.split(), *ROWS[name].call, *more, "--out", str(out)])
+    learnt = more if recipe == "sft" else launch.rewarded(*more)
+    return cli.run(["train", recipe, *model, *SHORT.split(), *ROWS[name].call, *learnt, "--out", str(out)])
 
 
 @each
@@ -370,7 +371,7 @@ def test_edits_have_several_sizes(folders: Callable[[str], Path], tmp_path: Path
     start = ["train", "grpo", "--model", str(folders("qwen-edit-mixed")), "--prompts"]
     file = str(records("qwen-edit-mixed", tmp_path, ("image",)))
     call = row.call[row.call.index("--pipeline.text-tokens") :]
-    assert cli.run([*start, file, *SHORT.split(), *sizes, *call, "--out", str(tmp_path / "run")]) == 0, (
+    assert cli.run([*start, file, *SHORT.split(), *launch.rewarded(*sizes), *call, "--out", str(tmp_path / "run")]) == 0, (
         capfd.readouterr().err
     )
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
@@ -383,7 +384,7 @@ def test_a_last_frame_that_is_not_asked_for_is_refused(
     file = records("wan", tmp_path, ("image", "last_image"))
     start = ["train", "grpo", "--model", str(folders("wan")), "--prompts", str(file), *SHORT.split(), *ROWS["wan"].call]
     capfd.readouterr()
-    assert cli.run([*start, "--out", str(tmp_path / "run")]) == 2
+    assert cli.run([*launch.rewarded(*start), "--out", str(tmp_path / "run")]) == 2
     said = launch.one_line(capfd.readouterr().err)
     assert "has a column last_image, which would be ignored: set --pipeline.call to last_image=true" in said
 

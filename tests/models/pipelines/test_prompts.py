@@ -1,5 +1,6 @@
 """Encoded prompts: encoded alone, cached on disk, padded without effect if the network has a mask, refused if too long."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,6 @@ from tiny_pipelines import (
     start,
 )
 
-import fluvial.models.pipelines.base as common
 from fluvial.models.pipelines.base import Pipeline
 
 
@@ -79,7 +79,6 @@ def test_encoded_prompts_are_cached_on_disk(
 ) -> None:
     """To the bit, by prompt and encoder; a cached prompt needs no encoder."""
     row, folder = ROWS[name], folders(name)
-    monkeypatch.setattr(common, "EDGE", 64)  # so that the fingerprint leaves out most of the weights
     plain = opened(name, folder).encode(row.prompts)
     first = opened(name, folder, cache=tmp_path / "texts")
     first.encode(row.prompts)
@@ -96,10 +95,15 @@ def test_encoded_prompts_are_cached_on_disk(
     changed = tmp_path / "changed"
     shutil.copytree(folder, changed)
     others = [file for file in changed.rglob("*.safetensors") if "text_encoder" in str(file)]
-    others[-1].write_bytes(others[-1].read_bytes()[:-1] + b"\x01")
-    for other in (opened(name, changed, cache=first.cache), opened(name, folder, cache=first.cache, text_tokens=TEXT + 1)):
-        other.encode(row.prompts[:1])
-    assert len(list((tmp_path / "texts").iterdir())) == len(files) + 2
+    weights = bytearray(others[-1].read_bytes())
+    weights[len(weights) * 2 // 3] ^= 1  # one bit, far from both ends
+    others[-1].write_bytes(weights)
+    opened(name, changed, cache=first.cache).encode(row.prompts[:1])
+    index = changed / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "of_a_later_version": 1}))
+    opened(name, changed, cache=first.cache).encode(row.prompts[:1])
+    opened(name, folder, cache=first.cache, text_tokens=TEXT + 1).encode(row.prompts[:1])
+    assert len(list((tmp_path / "texts").iterdir())) == len(files) + 3
     for file in files:
         file.write_bytes(b"short")
     with pytest.raises(ValueError, match=r"the encoded prompt .* cannot be read: .*; delete the file"):

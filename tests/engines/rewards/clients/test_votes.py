@@ -1,7 +1,7 @@
 """The reward of votes: scores are the strengths by the votes, and who does not vote holds up no run for ever."""
 
 import asyncio
-import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -122,11 +122,13 @@ def test_what_is_waited_for_is_one_line(
 ) -> None:
     """A line a minute, of the first rank."""
     reward = people.reward(monkeypatch)
-    scores, polled = reward(IMAGES, PROMPTS, 0), threading.Event()
-    polled.wait(0.1)
+    scores, said = reward(IMAGES, PROMPTS, 0), ""
+    while "\n" not in said:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
     people.vote()
     values(scores)
-    assert capsys.readouterr().err == "waiting for votes: 0 of 4 comparisons of 1 groups; http://localhost:1\n"
+    assert said + capsys.readouterr().err == "waiting for votes: 0 of 4 comparisons of 1 groups; http://localhost:1\n"
 
 
 def test_a_server_that_fails_is_an_error_of_the_group(people: People, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""Digests of files and tensors, from all their bytes: what keys of caches and fingerprints are made of."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+from torch import Tensor
+from torch import uint8 as byte
+
+from fluvial.models.images import READING
+
+
+def digest_file(file: Path | bytes) -> str:
+    """Return the SHA-256 of a file. A process reads each file once, as long as it does not change."""
+    if isinstance(file, bytes):
+        return hashlib.sha256(file).hexdigest()
+    known = file.stat()
+    return _digest_file(file.absolute(), known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns, known.st_ctime_ns)
+
+
+@lru_cache(maxsize=2**17)
+def _digest_file(file: Path, *state: int) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return the SHA-256 of the dtype, shape and bytes of each tensor by its name. One tensor at a time is on the host."""
+    return {name: digest_tensor(tensor) for name, tensor in tensors}
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's dtype, shape and bytes, as sglang's `update_weights_from_tensor_checker` has it."""
+    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
+    found.update(bytes_of(tensor))
+    return found.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, in row-major order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(byte).numpy().data
+
+
+def join_digests(digests: Mapping[str, str]) -> str:
+    """Return one digest of several, which does not depend on their order, in 16 digits."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
+def encoding_code() -> str:
+    """Return the versions of the code that opens and encodes prompts and images."""
+    return " ".join([READING, *(f"{name} {version(name)}" for name in ("torch", "diffusers", "transformers"))])
