@@ -10,10 +10,15 @@ from collections.abc import Callable
 
 _FIELD = re.compile(r"`([A-Za-z_][\w.]*)`")
 _NOT_GIVEN = object()
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
+_COLLECTIVE = re.compile(r"\bNCCL (error|communicator)|\bnccl\w*Error|gloo/transport", re.IGNORECASE)
+_DIST_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")  # of torch
 
 
 class FluvialError(Exception):
     """Base class of all errors that the user can correct."""
+
+    on_all_ranks = False  # whether every rank raises an error now, so that they can still act together
 
     def message(self) -> str:
         """Return the message, with its fields still marked."""
@@ -59,6 +64,31 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return repr(value) if isinstance(value, str) else str(value)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the device, or the host, has no memory left."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    said = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return bool({"MemoryError", "OutOfMemoryError"} & names) or said
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return the beginning of the line of an error that says that there is no memory left."""
+    said = " ".join((str(error).strip().splitlines() or [""])[0].split())
+    return f"out of memory{said and f' ({said})'}"
+
+
+def machine_failure(error: BaseException) -> str | None:
+    """Return in one line what failed if it was memory or the connection of the processes, None for other errors."""
+    where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    if is_out_of_memory(error):
+        return out_of_memory(error) + (where or ": make passes smaller, or use more or larger devices")
+    said = " ".join((str(error).strip().splitlines() or [""])[0].split())
+    if type(error).__name__ in _DIST_ERRORS or (isinstance(error, RuntimeError) and _COLLECTIVE.search(said)):
+        how = "NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+        return f"a collective of the processes failed{where} ({said}); {how}"
+    return None
 
 
 class RunError(FluvialError, RuntimeError):

@@ -72,7 +72,16 @@ COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(
     (name, line) for name in READMES for line in inline(name, "fluvial ") if len(line.split()) > 2
 ]
 # Flags of other tools.
-OTHERS = "--nproc-per-node", "--max-restarts", "--no-deps", "--hypothesis-profile", "--import-mode", "--device", "--only"
+OTHERS = (
+    "--nproc-per-node",
+    "--max-restarts",
+    "--shutdown-timeout",
+    "--no-deps",
+    "--hypothesis-profile",
+    "--import-mode",
+    "--device",
+    "--only",
+)
 
 
 def test_every_folder_has_a_readme() -> None:

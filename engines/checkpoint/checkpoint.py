@@ -9,7 +9,7 @@ import errno
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fluvial.engines.checkpoint.storage import MANIFEST, NAME, CheckpointStore, Draft, locate, open_store
+from fluvial.engines.checkpoint.storage import MANIFEST, NAME, PROBE, CheckpointStore, Draft, locate, open_store
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.fsdp.world import World
 
@@ -159,6 +159,13 @@ def setting(path: Path | str, name: str, *, world: World) -> Any:
     return found
 
 
+def settings(path: Path | str, *, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fingerprint of a checkpoint, and the run that it is of; every rank must take part, errors are `load`'s."""
+    with world.agreed():
+        found = verify(path, share=slice(0))
+    return found["fingerprint"], found["meta"]["run"]
+
+
 def meta(path: Path | str, name: str, *, world: World) -> Any:
     """Return an entry of a checkpoint's meta data; every rank must take part, and the errors are those of `load`."""
     with world.agreed():
@@ -255,6 +262,72 @@ def listed(folder: Folder, *, recover: bool = True) -> list[Folder]:
     """
     store = open_store(folder)
     return [type(folder)(store.spelled(name)) for name in store.names(recover=recover)]
+
+
+def newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list[Path | str]:
+    """Return the finished checkpoints of several folders, newest first; of one update, that of the first folder first."""
+    found = [(path, int(locate(path)[1])) for folder in folders for path in listed(folder, recover=recover)]
+    return [path for path, _ in sorted(found, key=lambda one: -one[1])]
+
+
+def newest_whole(
+    folders: Sequence[Path | str], *, world: World, skipped: Callable[[str], None] = lambda line: None
+) -> Path | str | None:
+    """Return the newest checkpoint that is not damaged, or None if there is no checkpoint; every rank must take part.
+
+    Args:
+        folders: folders or URLs of a run's checkpoints.
+        skipped: receives a line for each damaged one.
+
+    Raises:
+        RunError: all are damaged.
+    """
+    with world.agreed():
+        mine = newest_first(folders) if world.is_main else []
+    found = world.gather_items(mine)[0]
+    for path in found:
+        with world.agreed():
+            problem = damage(path, share=slice(world.rank, None, world.size))
+        problems = [one for one in world.gather_items(problem) if one is not None]
+        if not problems:
+            return path
+        skipped(f"skipped: checkpoint {path} is damaged ({problems[0]})")
+    if found:
+        raise RunError(f"checkpoint {found[0]} is damaged, and there is no other whole one")
+    return None
+
+
+def check_writable(folder: Path | str, *, world: World) -> None:
+    """Write a small file to the storage of checkpoints from each rank, and remove it; every rank must take part.
+
+    Raises:
+        UsageError: the URL's protocol is not known, or a package for it is missing; a rank cannot write, or ranks write to
+            different disks.
+    """
+    with world.agreed():
+        store = open_store(folder)
+    try:
+        with world.agreed():
+            try:
+                store.probe(str(world.rank))
+            except OSError as error:
+                reason = str(error) if error.errno is None else error.strerror
+                raise UsageError("checkpoints", str(folder), hint=f"it cannot be written ({reason})") from error
+        with world.agreed():
+            if len(store.sizes(PROBE.folder)) < world.size:
+                raise UsageError("checkpoints", str(folder), "a disk or a service that all ranks write to")
+        world.gather_items(None)  # until every rank has looked
+    finally:
+        if world.is_main:
+            store.discard(PROBE)
+
+
+def remove_all(folder: Path | str) -> None:
+    """Remove the checkpoints of a folder, as far as possible."""
+    store = open_store(folder)
+    with suppress(OSError):
+        for name in store.names():
+            store.remove(name)
 
 
 def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:

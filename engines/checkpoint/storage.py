@@ -35,6 +35,9 @@ class Draft(NamedTuple):
     prefix: str  # of the files' names in the checkpoint: empty, or a folder and a slash
 
 
+PROBE = Draft(".partial-probe", "")  # of no checkpoint: shows that the storage can be written
+
+
 @dataclass(frozen=True)
 class CheckpointStore(ABC):
     """A folder of checkpoints.
@@ -67,6 +70,12 @@ class CheckpointStore(ABC):
     def open(self, name: str, file: str) -> io.BufferedIOBase:
         """Open a file of a checkpoint for reading."""
         return self._ask(self.fs.open, self._at(name, file), "rb")
+
+    def probe(self, file: str) -> None:
+        """Write a small file to the draft `PROBE`."""
+        self._ask(self.fs.makedirs, self._at(PROBE.folder), exist_ok=True)
+        with self.create(PROBE, file) as stream:
+            stream.write(b"fluvial")
 
     @abstractmethod
     def names(self, *, recover: bool = True) -> list[str]:

@@ -135,10 +135,10 @@ def source_of(name: str) -> Source | None:
         config = configuration(path)
         if (path / WEIGHTS).is_dir():
             return Source(config, path, None)
-        saved = checkpoint.listed(config.checkpoint_folder)
+        saved = checkpoint.newest_first(config.checkpoint_folders)
         if not saved:
             raise UsageError(f"{name} is a run that has neither exported weights nor a checkpoint: let it go on (--resume)")
-        return Source(config, path, str(saved[-1]))
+        return Source(config, path, str(saved[0]))
     if not (path / MANIFEST).is_file():
         return None
     run = path.absolute().parent.parent

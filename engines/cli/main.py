@@ -14,7 +14,8 @@ from typing import NoReturn, TextIO
 
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
-from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError
+from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
+from fluvial.engines.run.stop import end_at_once, say_stopped
 
 PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
                       and --update-seconds: how many servers keep a trainer busy."""
@@ -47,7 +48,7 @@ plan takes handwriting, sd3.5-medium, flux.1-dev, qwen-image, wan2.1-14b, the fo
 name of a published run (fluvial runs). fluvial COMMAND NAME --help lists the fields.
 train, pretrain and eval take --processes N: they run on N processes of this machine (auto: one per GPU; without GPUs two,
 where there are two cores). On several machines: torchrun --nnodes 2 ... -m fluvial.engines COMMAND NAME
-Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input.
+Exit codes: 0 done or stopped as asked, 1 the run failed, 2 wrong input, 130 or 143 stopped at once by SIGINT or SIGTERM.
 """
 UNREAD = 128 + signal.SIGPIPE  # exit code of a command whose output nobody reads any more
 
@@ -59,11 +60,19 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def exit_with(command: Callable[[list[str]], int], args: list[str]) -> NoReturn:
     """Run a command line and leave the process with its exit code."""
+    interrupts = list[int]()
+    signal.signal(signal.SIGTERM, lambda number, frame: end_at_once(number))
+    signal.signal(signal.SIGINT, lambda number, frame: _interrupt(interrupts))
     # A Python started in the repository's root must not take its folders `core`, `kernels`, ... for packages.
     sys.path[:] = [entry for entry in sys.path if not _holds_sources(entry)]
     if not _holds_sources(os.getcwd()):
         sys.path.append(os.getcwd())  # for user-defined modules; last, so that nothing there hides a package
-    code = run(args, command)
+    try:
+        code = run(args, command)
+    except BaseException:
+        if interrupts:  # an import turns what interrupts it into errors of its own
+            end_at_once(signal.SIGINT)
+        raise
     # Everything is written, and the process group is gone. Left to itself the interpreter sometimes aborts here, over a
     # thread of gloo's that is still running (torch 2.13: about one exit in ten of several processes under load), so that a
     # finished run looks like a failed one.
@@ -94,9 +103,22 @@ def run(args: list[str], command: Callable[[list[str]], int] | None = None) -> i
     except (FluvialError, OSError) as error:  # OSError: a full or a lost disk, wherever it was noticed
         _complain(error)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if (line := machine_failure(error)) is None:
+            raise
+        _complain(line)
+        return 1
     except KeyboardInterrupt:
-        print("fluvial: stopped at once; everything saved so far is unchanged", file=sys.stderr)
-        return 130
+        say_stopped(signal.SIGINT)
+        return 128 + signal.SIGINT
+
+
+def _interrupt(interrupts: list[int]) -> None:
+    """Raise KeyboardInterrupt at the first Ctrl-C, and end the process at the second."""
+    if interrupts:
+        end_at_once(signal.SIGINT)
+    interrupts.append(signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 def _is_read(stream: TextIO) -> bool:
@@ -106,7 +128,7 @@ def _is_read(stream: TextIO) -> bool:
     return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _complain(error: Exception) -> None:
+def _complain(error: Exception | str) -> None:
     print(f"fluvial: {' '.join(str(error).split())}", file=sys.stderr)
 
 

@@ -19,7 +19,9 @@ from fluvial.engines.errors import UsageError
 class Source(NamedTuple):
     """A file of prompts, or a prompt set."""
 
-    name: str  # of the file without its ending, or the whole path where two files share that; of a set as it is typed
+    name: (
+        str  # of the file without its ending, or its path below their common folder where two share that; of a set as typed
+    )
     path: Path  # of a set `@name`
     weight: float  # share of the samples, relative to the other sources
 
@@ -48,10 +50,15 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
     paths, stems = Counter(path for path, _ in found), Counter(path.stem for path, _ in found)
     if repeated := [path for path, number in paths.items() if number > 1]:
         raise UsageError(f"`{field}` names {repeated[0]} twice: name each file once")
-    return tuple(
-        Source(path.stem if stems[path.stem] == 1 and not is_set(path) else str(path), path, weight)
-        for path, weight in found
-    )
+
+    def name_of(path: Path) -> str:
+        if is_set(path):
+            return str(path)
+        places = [os.path.abspath(other) for other, _ in found if other.stem == path.stem and not is_set(other)]
+        top = os.path.commonpath([os.path.dirname(place) for place in places])
+        return path.stem if stems[path.stem] == 1 else os.path.relpath(path, top)
+
+    return tuple(Source(name_of(path), path, weight) for path, weight in found)
 
 
 def is_prompt_file(word: str) -> bool:

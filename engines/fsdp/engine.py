@@ -120,6 +120,7 @@ class Engine:
         self._squares = list[Tensor]()  # of the gradients whose steps were taken in the backward pass
         self._numbers = {parameter: number for number, parameter in enumerate(self.trainable.values())}
         self._warned = False  # of an eps above the gradients
+        self.stepping = False  # whether an optimizer step has begun and not ended, so that the state is of no update
         self._keeps = False  # whether what inference gathers stays for the next update
 
     def update(
@@ -248,7 +249,7 @@ class Engine:
 
     def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite, and return what the update did."""
-        lr, skip = self._lr(), not math.isfinite(grad_norm)
+        lr, skip, self.stepping = self._lr(), not math.isfinite(grad_norm), True
         if self._squares:
             self._squares.clear()
             if skip:
@@ -271,6 +272,7 @@ class Engine:
             self._follow()
         self.optimizer.zero_grad()
         self.updates += 1
+        self.stepping = False
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise RunError(
                 f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (up to update {self.updates}): "
@@ -313,6 +315,7 @@ class Engine:
             hint = f"an update has {passes} passes, whose gradients add up; let it have one (`update_micro_batch`)"
             raise UsageError("engine.grad_sync", "step", "last", hint)
         self._squares.clear()
+        self.stepping = True
         set_lr(self.optimizer, self._lr())
         assert isinstance(self.module, WholeModule)
         self.module.set_arrived(self._arrived)

@@ -7,10 +7,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,8 @@ T = TypeVar("T")
 _entered: ContextVar["World | None"] = ContextVar("world", default=None)
 
 STORE = "fluvial/store"  # key of rank 0's port in torchrun's store
+FAILED = "fluvial/failed"  # key of the rank that failed first
+LOOK, GRACE = 2.0, 8.0  # seconds between two looks at that key, and those that a rank has to notice by itself
 TIMEOUT = 600.0  # default seconds that a collective waits for the other ranks
 # Messages of gloo and nccl when another process is gone or silent. Gloo has no exception class of its own, and other errors
 # of its transport, e.g. for tensors of unequal sizes, are faults of the program.
@@ -164,10 +167,18 @@ class World:
             problem.__cause__ = error
         # On the CPU, and so by gloo, which notices a lost process and waits for no device.
         failed = self.gather(torch.tensor([float(problem is not None)])).nonzero().flatten().tolist()
-        if failed and failed[0] != self.rank:
-            raise ElsewhereError(f"rank {failed[0]} failed; its own message says why") from problem
-        if problem is not None:
-            raise problem if self.is_main else RunError(f"rank {self.rank}: {problem}") from problem
+        if not failed:
+            return
+        told = problem
+        if failed[0] != self.rank:
+            told = ElsewhereError(f"rank {failed[0]} failed; its own message says why")
+        elif not self.is_main:
+            told = RunError(f"rank {self.rank}: {problem}")
+        assert told is not None
+        told.on_all_ranks = True
+        if told is problem:
+            raise told
+        raise told from problem
 
 
 @contextmanager
@@ -200,14 +211,17 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     # Joining may take longer than a collective, because processes start at different speeds.
     joining = timedelta(seconds=max(timeout, TIMEOUT))
     try:
-        store = _store(rank, size, joining) if size > 1 else dist.HashStore()
+        shared = _store(rank, size, joining) if size > 1 else None
+        store: dist.Store = dist.HashStore() if shared is None else shared
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
     except RuntimeError as error:
         raise RunError(f"rank {rank}: the {size} processes did not find each other: {error}") from error
     # PyTorch prefers cuDNN's attention on Hopper. Its backward pass fails in FLUX's blocks (2.11, cuDNN 9.19, an H200) and
     # gives NaN with masks (pytorch/pytorch#196678). `engine.attention=_native_cudnn` takes it all the same.
-    failed, cudnn = True, torch.backends.cuda.cudnn_sdp_enabled()
+    failed, ended, cudnn = True, Event(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if shared is not None:
+        Thread(target=_watch, args=(rank, shared.clone(), ended), name="ranks", daemon=True).start()  # type: ignore[attr-defined]
     try:
         world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
         with entered(world):
@@ -215,12 +229,16 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         if size > 1:
             dist.barrier()  # no rank closes connections while others still use them
         failed = False
-    except RuntimeError as error:
-        if (reason := _lost(error, timeout)) is None:
+        ended.set()
+    except BaseException as error:
+        if shared is not None and not getattr(error, "on_all_ranks", False):
+            _tell(rank, shared)
+        if not isinstance(error, RuntimeError) or (reason := _lost(error, timeout)) is None:
             raise
         raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
     finally:
         leave(device, failed=failed and size > 1)
+        ended.set()
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
@@ -272,7 +290,7 @@ def leave(device: torch.device, *, failed: bool) -> None:
         dist.destroy_process_group()
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+def _store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """Return a new store through which the processes of this attempt find each other.
 
     Torchrun keeps one store for all attempts, which still holds the addresses of the last attempt's processes
@@ -304,6 +322,35 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
             store.set_timeout(timeout)
             return store
     raise RuntimeError(f"rank 0 has not answered on {host} within {timeout.total_seconds():g} s")
+
+
+def _watch(rank: int, store: dist.TCPStore, ended: Event) -> None:
+    """End this process in one line if another rank has failed and this one does not notice by itself.
+
+    A rank in a collective of NCCL whose peer has raised waits until the timeout, and no Python runs on its main thread.
+    """
+    while not ended.wait(LOOK):
+        failed = _failed(store)
+        if failed is not None and not ended.wait(GRACE):
+            line = f"fluvial: rank {rank}: rank {failed} failed, and this one waited for it; its own message says why\n"
+            os.write(2, line.encode())
+            os._exit(1)
+
+
+def _failed(store: dist.TCPStore) -> str | None:
+    """Return which rank has failed, None if none has said so; rank 0 if its store is gone."""
+    try:
+        socket.create_connection((store.host, store.port), timeout=5).close()  # quietly: the store would complain
+        return store.get(FAILED).decode() if store.check([FAILED]) else None
+    except (OSError, dist.DistError):
+        return "0"
+
+
+def _tell(rank: int, store: dist.TCPStore) -> None:
+    """Tell the other ranks that this one has failed."""
+    if _failed(store) is None:
+        with suppress(dist.DistError):
+            store.set(FAILED, str(rank))
 
 
 def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], timeout: float) -> DeviceMesh:

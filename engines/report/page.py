@@ -120,12 +120,18 @@ def section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>\n" if content else ""
 
 
+def _relative(place: str) -> str:
+    """Return a path in the current folder as it is typed there, anything else as it is."""
+    path = Path(place)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else place
+
+
 def described(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     """Return what was trained, in a line."""
     objective, rollout = config.get("objective") or {}, config.get("rollout") or {}
     done = max((record["update"] for record in records), default=0)
     parts = [
-        f"{objective.get('name')} on {config.get('model')}",
+        f"{objective.get('name')} on {_relative(str(config.get('model')))}",
         "LoRA" if config.get("train") == "lora" else "all weights",
         f"sampler {phrase(rollout.get('sampler'))}, {rollout.get('steps')} steps",
         f"{done} of {config.get('updates')} updates",

@@ -5,21 +5,11 @@ A note in the run folder holds the name of the torchrun that began, or resumed, 
 
 import os
 from pathlib import Path
-from typing import NamedTuple
 
-from rich.console import Console
-
-from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.fsdp.world import World
 
 MARK = ".launch"
 LAUNCH = "TORCHELASTIC_RUN_ID"  # name of the torchrun that started this process, the same on all ranks and in all attempts
-
-
-class Restart(NamedTuple):
-    """A run that an earlier attempt of the same torchrun began or resumed."""
-
-    checkpoint: str | None  # its newest whole checkpoint, if there is one
 
 
 def mark(out: Path) -> None:
@@ -38,34 +28,18 @@ def unmark(out: Path) -> None:
         (out / MARK).unlink()
 
 
-def restarted(out: Path, checkpoints: Path | str, world: World, *, console: Console | None = None) -> Restart | None:
-    """Return the restart of a run, or None if torchrun has not started it before; every rank must take part.
-
-    Args:
-        checkpoints: folder or URL of its checkpoints.
-        console: where damaged checkpoints, which are skipped, are reported.
+def restarted(out: Path, world: World) -> bool:
+    """Return whether an earlier attempt of the same torchrun began or resumed this run; every rank must take part.
 
     Raises:
         RunError: the run folder cannot be read.
     """
     # Torchrun counts per machine, and a machine whose processes were well does not count.
     if not any(world.gather_items(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))):
-        return None
+        return False
     with world.agreed():
         mine = world.is_main and _marked(out) and (out / "config.json").exists()
-        newest_first = [str(path) for path in reversed(checkpoint.listed(checkpoints))] if mine else []
-    mine, newest_first = world.gather_items((mine, newest_first))[0]
-    if not mine:
-        return None
-    for path in newest_first:
-        with world.agreed():
-            damage = checkpoint.damage(path, share=slice(world.rank, None, world.size))
-        found = [problem for problem in world.gather_items(damage) if problem is not None]
-        if not found:
-            return Restart(path)
-        if console and world.is_main:
-            console.print(f"skipped: checkpoint {path} is damaged ({found[0]})", highlight=False, soft_wrap=True)
-    return Restart(None)
+    return world.gather_items(mine)[0]
 
 
 def _marked(out: Path) -> bool:

@@ -26,6 +26,7 @@ from fluvial.engines.report.records import read_json, read_records
 from fluvial.engines.report.sounds import write_wave
 from fluvial.engines.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run import restart
+from fluvial.engines.run.lock import FolderLock
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
 
@@ -33,25 +34,37 @@ CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
 WIDTH = 256  # of a sample, in pixels, about
 
 
-def claim(out: Path, *, resume: bool) -> None:
-    """Make a run folder, or check that it holds the run to resume.
+def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: None) -> FolderLock:
+    """Make a run folder, or check that it holds the run to resume, and return the hold of it by this process.
 
     Raises:
-        UsageError: it already holds a run, holds no run to resume, or cannot be written.
+        UsageError: it already holds a run, holds no run to resume, a living run writes it, or it cannot be written.
     """
-    held = (out / CONFIG).exists()
-    if resume and not held:
-        raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
-    if held and not resume:
-        restart.unmark(out)
-        raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
+    _check_held(out, resume=resume)
     try:
         (out / "samples").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"run folder {out} cannot be made: {error.strerror}") from error
     if not os.access(out, os.W_OK):
         raise UsageError(f"run folder {out} cannot be written")
-    restart.mark(out)
+    lock = FolderLock(out, say)
+    try:
+        _check_held(out, resume=resume)  # another process may have begun a run, and ended, meanwhile
+        restart.mark(out)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_held(out: Path, *, resume: bool) -> None:
+    """Raise UsageError if a run folder holds a run although a new one starts, or none although one is resumed."""
+    held = (out / CONFIG).exists()
+    if resume and not held:
+        raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
+    if held and not resume:
+        restart.unmark(out)
+        raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
 
 
 class RunFolder:

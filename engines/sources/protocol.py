@@ -61,6 +61,10 @@ class RolloutSource(Protocol):
         """Ask servers for nothing more, because their samples are of another policy; return whether any server is left."""
         return False
 
+    def hurry(self) -> None:
+        """Wait a few seconds at most for servers that do not answer: the run was asked to stop, and they may be, too."""
+        return None
+
     def close(self) -> None:
         """End connections, threads and files."""
         return None

@@ -23,7 +23,7 @@ from fluvial.engines.sources.replies import Expected, Sample, read_samples
 from fluvial.engines.sources.requests import Asking, PromptOrder, check_sglang
 from fluvial.engines.sources.servers import Server, ServerPool
 from fluvial.engines.sources.weight_sync import WeightSync
-from fluvial.engines.wire.client import UnreachableError
+from fluvial.engines.wire.client import START, UnreachableError
 from fluvial.engines.wire.decode import WireError, convert
 from fluvial.engines.wire.request import written
 from fluvial.engines.wire.response import Kind, ServerInfo
@@ -151,6 +151,10 @@ class Remote(RolloutSource):
     def leave_out(self, addresses: Collection[str]) -> bool:
         """Ask servers for nothing more, see `RolloutSource`."""
         return self.pool.remove(addresses)
+
+    def hurry(self) -> None:
+        """Wait a few seconds at most for servers that do not answer, see `RolloutSource`."""
+        self.pool.patience = min(self.pool.patience, START)
 
     def close(self) -> None:
         """End the threads, and remove the folder that weights travel in."""

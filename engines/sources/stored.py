@@ -74,6 +74,9 @@ class Storing(RolloutSource):
     def leave_out(self, addresses: Collection[str]) -> bool:
         return self.source.leave_out(addresses)
 
+    def hurry(self) -> None:
+        self.source.hurry()
+
     def close(self) -> None:
         self.source.close()
 

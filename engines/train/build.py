@@ -264,13 +264,9 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
             "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
         )
-    if config.asynchronous.ahead and any(isinstance(reward, Votes) for reward, _ in rewards.values()):
-        raise UsageError(
-            "asynchronous.ahead",
-            config.asynchronous.ahead,
-            "0",
-            "a checkpoint would wait for the votes of rollouts made ahead",
-        )
+    for reward, _ in rewards.values():
+        if isinstance(reward, Votes):
+            _check_votes(config, reward, world)
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
     job = replace(job, evaluators=heard(job.evaluators, job.model))

@@ -155,7 +155,8 @@ class TrainConfig:
             prompt instead.
         checkpoint_every: Number of updates between checkpoints.
         checkpoint_async: Write checkpoints in the background, from a copy on the host.
-        checkpoints: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`.
+        checkpoints: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`, which also
+            takes those that cannot be saved there.
         keep_checkpoints: Number of checkpoints that are kept.
         export_dtype: Dtype of the weights that are exported.
         export_every: Number of updates between exports to `exports` in `out`; 0 exports at the end alone.
@@ -166,7 +167,7 @@ class TrainConfig:
             module:name.
         collective_timeout: Seconds that processes wait for each other in a collective before they give up on one that died
             or hangs.
-        resume: Continue the run in `out` from its newest checkpoint, with its recorded settings where none is given. A
+        resume: Continue the run in `out` from its newest whole checkpoint, with its recorded settings where none is given. A
             continued run may change what does not change an update: `updates` (fewer, too; not more while the learning rate
             depends on their number), engine, evaluation, checkpoints, exports, tracker, max_invalid and where rollouts are
             made. Any other change makes it another run, and is refused.
@@ -259,6 +260,12 @@ class TrainConfig:
         return self.checkpoints if "://" in self.checkpoints else Path(self.checkpoints)
 
     @property
+    def checkpoint_folders(self) -> tuple[Path | str, ...]:
+        """The folder of checkpoints, and that in the run folder, which takes those that could not be saved there."""
+        own = self.out / "checkpoints"
+        return (self.checkpoint_folder,) if self.checkpoint_folder == own else (self.checkpoint_folder, own)
+
+    @property
     def samples_per_pass(self) -> int:
         """Number of samples per forward pass of a rollout, no more than it has; ValueError while `micro_batch` is auto."""
         return min(self.largest_pass, self.rollout.batch)
@@ -267,7 +274,7 @@ class TrainConfig:
     def largest_pass(self) -> int:
         """Number of samples per forward pass that the memory holds; ValueError while `micro_batch` is auto."""
         if isinstance(self.micro_batch, str):
-            raise UsageError("`micro_batch` is auto, expected a number: Trainer.settle chooses one")
+            raise UsageError("`micro_batch` is auto, expected a number: a Trainer's `config` has the one that it chose")
         return self.micro_batch
 
     def pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from fluvial.engines.objectives.table import name_of
 from fluvial.engines.train import job as jobs
 from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.jobs.weights import configuration, is_run
-from fluvial.engines.train.record import CONVERTER, as_record, recorded
+from fluvial.engines.train.record import CONVERTER, as_record, locate_paths, recorded
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.digests import join_digests
@@ -82,7 +82,7 @@ def export_run(
     start = "average." if average else "weight."
     tensors, manifest = checkpoint.read(place, lambda key: key.startswith(start) and _is_trained(key), world=world)
     with world.agreed():
-        config, adapter = _settings(manifest, place)
+        config, adapter = _settings(manifest, place, run)
         if average and not tensors:
             raise UsageError(
                 f"`ema` has no effect with checkpoint {place}, without an average (`optimizer.ema_decay` is 0); remove it"
@@ -120,7 +120,7 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
     tensors, manifest = checkpoint.read(path, lambda key: key.startswith(starts) and _is_trained(key), world=world)
     start = starts[0] if any(key.startswith(starts[0]) for key in tensors) else "weight."
     with world.agreed():
-        config, adapter = _settings(manifest, path)
+        config, adapter = _settings(manifest, path, _located(path)[1])
         job = _job(config)
         tensors = {key: tensor for key, tensor in tensors.items() if key.startswith(start)}
         module = _trained(config, job, adapter, tensors, manifest, path, alone=True)
@@ -193,12 +193,12 @@ def _located(path: Path | str) -> tuple[Path | str, Path | None]:
     folder = Path(path)
     if is_run(str(folder)):
         config = configuration(folder)
-        found = checkpoint.listed(config.checkpoint_folder, recover=False)
+        found = checkpoint.newest_first(config.checkpoint_folders, recover=False)
         if not found:
             raise UsageError(
                 f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint_every} updates"
             )
-        return found[-1], folder
+        return found[0], folder
     if not folder.exists():
         raise UsageError(f"{folder} is neither a run nor a checkpoint: there is no such folder")
     if not (folder / MANIFEST).is_file() and not folder.name.startswith(".partial-"):
@@ -211,10 +211,11 @@ def _is_trained(key: str) -> bool:
     return not is_adapter(key) or key.removesuffix(".weight").endswith(".default")
 
 
-def _settings(manifest: dict[str, Any], place: Path | str) -> tuple[TrainConfig, dict[str, Any] | None]:
+def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) -> tuple[TrainConfig, dict[str, Any] | None]:
     """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter."""
     try:
-        return recorded(manifest["meta"]["run"]), manifest["meta"]["lora"]
+        run = recorded(manifest["meta"]["run"])
+        return locate_paths(run, folder or run.out), manifest["meta"]["lora"]
     except (KeyError, ValueError) as error:
         raise RunError(
             f"checkpoint {place} does not say which run it is of, as those of this version do: {error}"

@@ -2,21 +2,25 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 
 from fluvial.engines.checkpoint import checkpoint
+from fluvial.engines.checkpoint.storage import open_store
 from fluvial.engines.data.records import texts
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, is_out_of_memory
 from fluvial.engines.evaluation.evaluate import Evaluation
 from fluvial.engines.evaluation.table import as_records, rows
 from fluvial.engines.fsdp.world import World, init_world
 from fluvial.engines.report import images, trackers
 from fluvial.engines.report.progress import RunProgress
+from fluvial.engines.rewards.gather import AbandonedRolloutError
 from fluvial.engines.run import restart, run_folder
 from fluvial.engines.run.heap import keep_freed_memory
+from fluvial.engines.run.lock import FolderLock
 from fluvial.engines.run.run_folder import RunFolder
 from fluvial.engines.run.stop import stop_request
 from fluvial.engines.train import exports, metrics
@@ -26,8 +30,9 @@ from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import Probe
 from fluvial.engines.train.monitoring.extremes import KeptImages
 from fluvial.engines.train.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
+from fluvial.engines.train.monitoring.shortage import explain
 from fluvial.engines.train.probe_passes import notes
-from fluvial.engines.train.record import as_record
+from fluvial.engines.train.record import as_record, with_absolute_paths
 from fluvial.engines.train.trainer import Trainer
 
 EXTREMES = 8  # best and worst samples that a report shows
@@ -36,19 +41,36 @@ EXTREMES = 8  # best and worst samples that a report shows
 def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
     """Run a training job, see `fluvial.engines.train.train`."""
     keep_freed_memory()
-    with init_world(timeout=config.collective_timeout) as world, stop_request() as stop:
-        config = _restarted(config if job is not None else jobs.from_run(config), world, console)
+    with init_world(timeout=config.collective_timeout) as world, stop_request() as stop, ExitStack() as holds:
+
+        def say(line: str) -> None:
+            if console and world.is_main:
+                console.print(line, highlight=False, soft_wrap=True)
+
+        asked = config if job is not None else jobs.from_run(config)
+        config = _restarted(asked, world)
         with world.agreed():
             trackers.find(config.tracker)  # before anything is written
+            open_store(config.checkpoint_folder)
             if job is None:
                 job = jobs.of_run(config)
+            lock = None
             if world.is_main:
-                run_folder.claim(config.out, resume=config.resume or config.resume_from is not None)
-        saved = checkpoint.listed(config.checkpoint_folder) if config.resume else []
-        start = saved[-1] if config.resume_from is None and saved else config.resume_from  # None: from the beginning
+                resumes = config.resume or config.resume_from is not None
+                lock = run_folder.claim(config.out, resume=resumes, say=say)
+                holds.callback(lock.release)
+        checkpoint.check_writable(config.checkpoint_folder, world=world)
+        start: Path | str | None = config.resume_from  # None: from the beginning
+        if config.resume and (start is None or config is not asked):
+            start = checkpoint.newest_whole(config.checkpoint_folders, world=world, skipped=say) or start
         shown = console if world.is_main else None
-        with Trainer(config, job, world, console=shown, stop=stop, resume_from=start) as trainer:
-            record = as_record(trainer.config)  # with the micro-batch that was chosen
+        try:
+            trainer = Trainer(config, job, world, console=shown, stop=stop, resume_from=start)
+        except (MemoryError, RuntimeError) as error:
+            error.add_note("while the run was built: lower it by `engine.base` int8, `micro_batch`, or more ranks")
+            raise
+        with trainer:
+            record = as_record(with_absolute_paths(trainer.config))  # with the micro-batch that was chosen
             with ExitStack() as stack:
                 done, folder = trainer.engine.updates, None
                 progress = stack.enter_context(RunProgress(trainer.console, total=config.updates, done=done))
@@ -70,7 +92,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                     progress.say(str(handshake))
                     if folder:
                         folder.log({"update": done, "handshake": handshake.record})
-                return Loop(trainer, folder, progress).run()
+                return Loop(trainer, folder, progress, lock).run()
 
 
 class Loop:
@@ -78,15 +100,59 @@ class Loop:
 
     Args:
         folder: run folder, on the main rank.
+        lock: hold of the run folder, on the main rank.
     """
 
-    def __init__(self, trainer: Trainer, folder: RunFolder | None, progress: RunProgress) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: RunFolder | None, progress: RunProgress, lock: FolderLock | None = None
+    ) -> None:
+        self.lock = lock
         self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
         self.final_samples = self.config.evaluation.whole(len(trainer.evaluated.heldout), self.config.final_samples)
 
     def run(self) -> dict[str, Any]:
-        """Train until the last update or a request to stop, and return the summary (empty if stopped)."""
+        """Train until the last update or a request to stop, and return the summary (empty if stopped).
+
+        Raises:
+            RunError: the run cannot go on; the newest finished update is saved if every rank is there to save it.
+        """
+        trainer = self.trainer
+        try:
+            return self._run()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, AbandonedRolloutError | LostProcessError):
+                raise
+            failure: BaseException = explain(error, trainer.phase, trainer.engine) if is_out_of_memory(error) else error
+            if failure is error:
+                error.add_note(f"in the phase {trainer.phase}")
+            stopped = self._save_finished(error)
+            if stopped and isinstance(error, FluvialError):
+                self.progress.say(f"{error}; what was begun after update {trainer.engine.updates} is made again")
+                return self._stopped()
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _save_finished(self, error: BaseException) -> bool:
+        """Save the newest finished update if every rank has raised, and return whether that was asked for."""
+        trainer, world = self.trainer, self.trainer.world
+        if trainer.phase == "checkpoint" or (world.size > 1 and not getattr(error, "on_all_ranks", False)):
+            return False
+        try:
+            self._check_lock()
+            trainer.saver.wait(trainer.progress)
+            saved = trainer.save_finished()
+        except (MemoryError, RuntimeError) as second:
+            self.progress.say(f"update {trainer.engine.updates} could not be saved either: {second}")
+            return False
+        if saved:
+            self.progress.say(f"saved after update {trainer.engine.updates}")
+        return saved and any(world.gather_items(bool(trainer.stop)))
+
+    def _run(self) -> dict[str, Any]:
         trainer, config = self.trainer, self.config
+        if any(trainer.world.gather_items(bool(trainer.stop))):
+            return self._stopped()
         self._check()
         probe = self._probe()
         if trainer.progress.before is None:
@@ -108,22 +174,37 @@ class Loop:
             if self._due(config.export_every) and done < config.updates:
                 self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
             if trainer.stopping or end or self._due(config.checkpoint_every) or done == config.updates:
-                trainer.save()
+                self._save(ends=trainer.stopping)
             if end:
                 break
         if trainer.stopping:
-            trainer.save()  # unless the last update has a checkpoint: the run may have stopped within a rollout
+            self._save(ends=True)  # unless the last update has a checkpoint: the run may have stopped within a rollout
         trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
         if trainer.stopping and not end:
-            self.progress.say(
-                f"{trainer.stop.name or 'asked'}: stopped after update {trainer.engine.updates}, all saved; "
-                f"continue with --resume --out {config.out}"
-            )
-            return {}
+            return self._stopped()
         summary = self._finish(probe, end)
         if end:
             self.progress.say(end)
         return summary
+
+    def _stopped(self) -> dict[str, Any]:
+        """Say that the run was stopped and how to continue it, and return its empty summary."""
+        done = self.trainer.engine.updates
+        saved = self.trainer.saver.saved_at == done
+        what = f"stopped after update {done}, all saved" if saved else "stopped before the first update"
+        self.progress.say(f"{self.trainer.stop.name or 'asked'}: {what}; continue with --resume --out {self.config.out}")
+        return {}
+
+    def _save(self, *, ends: bool = False) -> None:
+        """Write a checkpoint, unless another process has taken the run folder; every rank must take part."""
+        self.trainer.phase = "checkpoint"
+        self._check_lock()
+        self.trainer.save(ends=ends)
+
+    def _check_lock(self) -> None:
+        with self.trainer.world.agreed():
+            if self.lock is not None:
+                self.lock.check()
 
     def _watched(self, evaluation: Evaluation) -> str:
         """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
@@ -138,7 +219,7 @@ class Loop:
         if not count or best is None:
             return ""
         if best.update == update:
-            trainer.save()
+            self._save()
         found = gamed(points, count)
         if not found:
             return ""
@@ -241,7 +322,6 @@ class Loop:
         return summary
 
 
-def _restarted(config: TrainConfig, world: World, console: Console | None) -> TrainConfig:
+def _restarted(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as it goes on if torchrun has started it before, else as it is configured."""
-    found = restart.restarted(config.out, config.checkpoint_folder, world, console=console)
-    return config if found is None else replace(config, resume=True, resume_from=found.checkpoint or config.resume_from)
+    return replace(config, resume=True) if restart.restarted(config.out, world) else config

@@ -1,16 +1,28 @@
-"""A run as JSON: what a run folder's config.json holds, and the run that it is read back as."""
+"""A run as JSON: what a run folder's config.json holds, and the run that it is read back as.
 
+Paths are absolute there, so that a run opens from any folder, and relative to the current one where they are shown.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import cattrs
 
 from fluvial.core.checks import type_of
 from fluvial.engines.choices import is_variant, kinds, required, settings, variant_of, variants
 from fluvial.engines.errors import UsageError
+from fluvial.engines.named_models import MODELS
 from fluvial.engines.objectives.protocol import Objective
 from fluvial.engines.objectives.table import name_of, objective_type
+from fluvial.engines.rollout.config import REPLAYED
 from fluvial.engines.train.config import TrainConfig
+
+Config = TypeVar("Config")
+Move = Callable[[str], str | None]  # of a path; None where it is not one
 
 
 def as_record(config: TrainConfig) -> dict[str, Any]:
@@ -108,3 +120,121 @@ def _converter() -> cattrs.Converter:
 
 
 CONVERTER = _converter()
+
+
+def _of_word(text: str, move: Move) -> str | None:
+    """Move the path of a file, or of a file with a weight."""
+    name, separator, weight = text.rpartition("=")
+    moved = move(text)
+    if moved is None and separator and (file := move(name)) is not None:
+        return f"{file}={weight}"
+    return moved
+
+
+def _of_options(text: str, move: Move) -> str | None:
+    """Move the paths among the options of a reward: values with a slash, and those of `weights`."""
+    return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda found: move(found[0]) or found[0], text)
+
+
+def _of_source(text: str, move: Move) -> str | None:
+    folder = move(text.removeprefix(REPLAYED)) if text.startswith(REPLAYED) else None
+    return None if folder is None else REPLAYED + folder
+
+
+# How the paths stand in texts, by field; fields of the type Path are paths anyway.
+TEXTS: dict[str, Callable[[str, Move], str | None]] = {
+    "model": lambda text, move: None if text in MODELS else move(text),
+    "checkpoints": lambda text, move: move(text),
+    "resume_from": lambda text, move: move(text),
+    "rollout.source": _of_source,
+    **dict.fromkeys(("prompts", "data", "pipeline.heldout", "evaluation.prompts"), _of_word),
+    **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
+}
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return a configuration with absolute paths; a text is a path if a file or a folder is there."""
+
+    def move(text: str) -> str | None:
+        return _absolute(text) if os.path.exists(text) else None
+
+    return _moved(config, move, lambda path: Path(_absolute(str(path))))
+
+
+def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
+    """Return the configuration that a run folder records, with paths that hold from the current folder.
+
+    A path that is not there any more is looked for beside the run folder, which may have been moved with it. Relative paths,
+    of older records, start from the folder that the run was started in, or else from the current one.
+    """
+    finder = Finder(Path(config.out), out)
+    return _moved(config, finder, lambda path: Path(finder(str(path)) or path))
+
+
+class Finder:
+    """Finds the paths of a record.
+
+    Args:
+        recorded: the run folder as the record names it.
+        out: the run folder now.
+    """
+
+    def __init__(self, recorded: Path, out: Path) -> None:
+        self.recorded, self.out = recorded, Path(_absolute(str(out)))
+        parts = recorded.parts
+        began = not recorded.is_absolute() and self.out.parts[-len(parts) :] == parts
+        self.start = Path(*self.out.parts[: -len(parts)]) if began else Path.cwd()
+
+    def __call__(self, text: str) -> str | None:
+        """Return a recorded path as it is now, relative to the current folder if it lies in it; None if nothing is there."""
+        places = [self.start / text, Path.cwd() / text]
+        if os.path.isabs(text) and self.recorded.is_absolute():
+            places.append(self.out / os.path.relpath(text, self.recorded))
+        for place in places:
+            if text and "://" not in text and os.path.exists(place):
+                spelled = _absolute(str(place))
+                return os.path.relpath(spelled) if Path(spelled).is_relative_to(Path.cwd()) else spelled
+        return None
+
+    def model(self, recorded: str) -> str:
+        """Return a recorded model as it is now."""
+        return TEXTS["model"](recorded, self) or recorded
+
+    def same(self, name: str, recorded: Any, now: Any) -> bool:
+        """Return whether a recorded setting names the same paths as the absolute ones of a run."""
+        if isinstance(recorded, list) and isinstance(now, list):
+            return len(recorded) == len(now) and all(self.same(name, *pair) for pair in zip(recorded, now, strict=True))
+        if not isinstance(recorded, str):
+            return bool(recorded == now)
+
+        def move(text: str) -> str | None:
+            place = self(text)
+            return None if place is None else _absolute(place)
+
+        return now in (recorded, TEXTS.get(name, lambda text, move: move(text))(recorded, move))
+
+
+def _moved(config: Config, move: Move, move_path: Callable[[Path], Path], prefix: str = "") -> Config:
+    """Return a configuration with other paths."""
+    changes: dict[str, Any] = {}
+    for field in fields(config):  # type: ignore[arg-type]
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if isinstance(value, Path):
+            moved: Any = move_path(value)
+        elif name in TEXTS and isinstance(value, str):
+            moved = TEXTS[name](value, move) or value
+        elif name in TEXTS and isinstance(value, tuple):
+            moved = tuple(TEXTS[name](word, move) or word for word in value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            moved = _moved(value, move, move_path, f"{name}.")
+        else:
+            continue
+        if field.init and moved != value:
+            changes[field.name] = moved
+    return replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
+def _absolute(text: str) -> str:
+    """Return a path from the root, without `..` where that leads to the same place."""
+    plain = os.path.abspath(text)
+    return plain if os.path.realpath(plain) == os.path.realpath(text) else str(Path(text).absolute())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import LostProcessError, RunError, UsageError
 from fluvial.engines.fsdp.config import lr_factor
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World
@@ -23,7 +23,7 @@ from fluvial.engines.train.metrics import PHASES, versions
 from fluvial.engines.train.monitoring.gaming import Point, best_of
 from fluvial.engines.train.prefetch import PREFIX, Ahead
 from fluvial.engines.train.published.runs import flat
-from fluvial.engines.train.record import as_record
+from fluvial.engines.train.record import Finder, as_record, with_absolute_paths
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
 
@@ -81,22 +81,40 @@ class Saver:
         self.background = self.world.background() if config.checkpoint_async else None
         self.pending: Future[Any] | None = None
 
-    def save(self, progress: Progress, *, blocking: bool = False) -> None:
+    def save(self, progress: Progress, *, blocking: bool = False, ends: bool = False) -> None:
         """Write a checkpoint, unless this update already has one; in the background if the run is configured so.
 
         Args:
             blocking: write it at once.
+            ends: the process ends soon, perhaps before rollouts made ahead are there: write what is finished first.
         """
         self.wait(progress)
-        update = self.engine.updates
-        if self.saved_at == update:
+        if self.saved_at == self.engine.updates:
             return
-        self.saved_at = update
+        if not ends or self.ahead is None or not self.ahead.requested:
+            self._write(progress, blocking=blocking, ahead=self.ahead)
+            return
+        self._write(progress, blocking=True)
+        try:
+            self._write(progress, blocking=True, ahead=self.ahead)
+        except RunError as error:
+            if isinstance(error, LostProcessError) or (self.world.size > 1 and not error.on_all_ranks):
+                raise
+            self._say(f"{error}: update {self.engine.updates} is saved, and rollouts made ahead are made again on resume")
+
+    def save_alone(self, progress: Progress) -> None:
+        """Write a checkpoint without rollouts made ahead, which are made again by a run that resumes from it."""
+        if self.saved_at != self.engine.updates:
+            self._write(progress, blocking=True)
+
+    def _write(self, progress: Progress, *, blocking: bool, ahead: Ahead | None = None) -> None:
+        """Write a checkpoint to the configured storage or, where that fails, to the run folder."""
+        update = self.engine.updates
         meta = {
             "engine": self.engine.counters(),
             **asdict(progress),
             "runs_on": self._environment(),
-            "run": as_record(self.config),
+            "run": as_record(with_absolute_paths(self.config)),
             "lora": lora_settings(self.engine.module),  # with these it can be exported alone
         }
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
@@ -104,14 +122,23 @@ class Saver:
         best = best_of(progress.evaluations)
         if self.config.stop_when_gamed and best is not None:
             written["spare"] = best.update
-        where, state = self.config.checkpoint_folder, self.engine.state()
+        state = self.engine.state()
         if self.ahead is not None:
-            tensors, meta["ahead"] = self.ahead.state()
+            tensors, meta["ahead"] = ({}, {}) if ahead is None else ahead.state()
             state = {**state, **tensors}
-        if self.background is None or blocking:
-            checkpoint.save(where, state, meta, **written, world=self.world)
-        else:
-            self.pending = checkpoint.save_async(where, state, meta, **written, world=self.background)
+        where, *instead = self.config.checkpoint_folders
+        try:
+            if self.background is None or blocking:
+                checkpoint.save(where, state, meta, **written, world=self.world)
+                self._remove_others()
+            else:
+                self.pending = checkpoint.save_async(where, state, meta, **written, world=self.background)
+        except RunError as error:
+            if not instead or (self.world.size > 1 and not error.on_all_ranks):
+                raise
+            saved = checkpoint.save(instead[0], state, meta, **written, world=self.world)
+            self._say(f"{error}; weights and state are in {saved}")
+        self.saved_at = update
 
     def wait(self, progress: Progress) -> None:
         """Wait until the background checkpoint is complete; if it failed, write one of the present state.
@@ -124,13 +151,21 @@ class Saver:
         saving, self.pending = self.pending, None
         try:
             saving.result()
+            self._remove_others()
         except RunError as error:
             self.saved_at = NEVER
             self.save(progress, blocking=True)
-            if self.console:
-                self.console.print(
-                    f"{error}; saved after update {self.engine.updates} instead", highlight=False, soft_wrap=True
-                )
+            self._say(f"{error}; saved after update {self.engine.updates} instead")
+
+    def _remove_others(self) -> None:
+        """Remove the checkpoints that the run folder holds because the storage failed; a newer one is in the storage now."""
+        if self.world.is_main:
+            for folder in self.config.checkpoint_folders[1:]:
+                checkpoint.remove_all(folder)
+
+    def _say(self, line: str) -> None:
+        if self.console:
+            self.console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Wait for a pending checkpoint."""
@@ -151,7 +186,11 @@ class Saver:
         requested: dict[str, Tensor] = {}
         if self.ahead is not None:  # whose shapes only the checkpoint knows
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
-        planned = checkpoint.setting(path, "updates", world=self.world)
+        saved, run = checkpoint.settings(path, world=self.world)
+        places = Finder(Path(run["out"]), self.config.out)
+        known = {name: saved[name] for name, value in fingerprint.items() if name in saved and saved[name] != value}
+        fingerprint |= {name: value for name, value in known.items() if places.same(name, value, fingerprint[name])}
+        planned = saved.get("updates")
         if planned is not None:
             fingerprint["updates"] = planned
         meta: dict[str, Any] = checkpoint.load(path, {**state, **requested}, fingerprint=fingerprint, world=self.world)
@@ -160,21 +199,17 @@ class Saver:
         if self.ahead is not None:
             self.ahead.restore(requested, meta["ahead"])
         self.saved_at = self.engine.updates
-        if self.console:
-            done, asked = self.engine.updates, self.config.updates
-            if done > asked:
-                line = f"{path} is after update {done}, and updates is {asked}: evaluate and export these weights"
-                self.console.print(line, highlight=False, soft_wrap=True)
-            elif replanned:
-                line = f"updates is {asked} now: from here the learning rate follows the schedule of {asked} updates"
-                self.console.print(line, highlight=False, soft_wrap=True)
-            now = self._environment()
-            changed = [
-                f"{name} {was} then, {now.get(name)} now" for name, was in meta["runs_on"].items() if now.get(name) != was
-            ]
-            if changed:
-                self.console.print(f"resumed with {', '.join(changed)}: bits may differ", highlight=False, soft_wrap=True)
-            self.console.print(f"resumed {path} after update {self.engine.updates}", highlight=False, soft_wrap=True)
+        done, asked = self.engine.updates, self.config.updates
+        if done > asked:
+            self._say(f"{path} is after update {done}, and updates is {asked}: evaluate and export these weights")
+        elif replanned:
+            line = f"updates is {asked} now: from here the learning rate follows the schedule of {asked} updates"
+            self._say(line)
+        now, then = self._environment(), meta["runs_on"]
+        changed = [f"{name} {was} then, {now.get(name)} now" for name, was in then.items() if now.get(name) != was]
+        if changed:
+            self._say(f"resumed with {', '.join(changed)}: bits may differ")
+        self._say(f"resumed {path} after update {self.engine.updates}")
         known = {name: meta[name] for name in asdict(Progress())}
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
 
@@ -212,7 +247,7 @@ def runs_on(config: TrainConfig, world: World) -> dict[str, Any]:
 
 def run_fingerprint(config: TrainConfig, prompts: tuple[Prompt, ...], base: str) -> dict[str, Any]:
     """Return what a run that resumes from this one's checkpoints must have in common with it."""
-    settings = {name: value for name, value in flat(as_record(config)).items() if not _is_free(name)}
+    settings = {name: value for name, value in flat(as_record(with_absolute_paths(config))).items() if not _is_free(name)}
     if config.optimizer.schedule != "constant":
         settings["updates"] = config.updates
     records = ((str(prompt.model_input), prompt.source, prompt.weight, prompt.negative) for prompt in prompts)

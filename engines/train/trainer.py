@@ -1,7 +1,7 @@
 """Training: samples -> rewards -> update, a rollout at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -109,7 +109,10 @@ class Trainer:
             )
             stack.callback(self.saver.close)
             self.console, self.stop, self.stopping = console, StopRequest() if stop is None else stop, False
+            self.stop.then(self.rollouts.source.hurry)
             self.progress = Progress() if resume_from is None else self.saver.restore(resume_from)
+            self.phase = "evaluation"  # what is done now, for the line of an error
+            self._finished = self.engine.updates, self.progress  # the newest update whose state is whole
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -144,6 +147,9 @@ class Trainer:
         root = fold_in(key(self.config.seed), self.engine.updates)
         rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
+        known = self.progress
+        lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
+        self._finished = self.engine.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
         result = self._learn_preferences(root, seconds) if self.rollouts.given else self._learn(root, seconds)
         if self.config.followers:
             with metrics.timed(seconds, "update"):
@@ -152,6 +158,7 @@ class Trainer:
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
         self._watch_ratio(result.learnt)
+        self._finished = self.engine.updates, self.progress
         compiled = compiled_programs() - programs if self.engine.compiles else None
         samples = self.progress.samples
         return metrics.update_record(self.config, result, seconds, self.engine, samples=samples, compiled=compiled)
@@ -170,7 +177,7 @@ class Trainer:
             keep: function of the names and the images of each chunk of this rank.
             probe: probe of the model that training began with, for the drift from it.
         """
-        config = self.config
+        config, self.phase = self.config, "evaluation"
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
                 self.evaluated,
@@ -200,9 +207,30 @@ class Trainer:
             return None
         return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
 
-    def save(self) -> None:
-        """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one."""
-        self.saver.save(self.progress)
+    def save(self, *, ends: bool = False) -> None:
+        """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one.
+
+        Args:
+            ends: the process ends soon, so that rollouts made ahead may not be waited for.
+        """
+        self.phase = "checkpoint"
+        self.saver.save(self.progress, ends=ends)
+
+    def save_finished(self) -> bool:
+        """Write the state after the newest finished update, once an error has ended what followed.
+
+        Every rank must take part. Rollouts made ahead are left out. Returns False if that state is not there any more,
+        because the error came between the updates of a rollout, or in an optimizer step.
+        """
+        updates, progress = self._finished
+        if self.engine.updates != updates or self.engine.stepping:
+            return False
+        self.engine.optimizer.zero_grad()
+        self.engine.sharded.reshard()
+        self.engine.onload()
+        self.policies.onload()
+        self.saver.save_alone(progress)
+        return True
 
     def resume(self, path: Path | str) -> None:
         """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption.
@@ -210,9 +238,11 @@ class Trainer:
         The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
         """
         self.progress = self.saver.restore(path)
+        self._finished = self.engine.updates, self.progress
 
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
+        self.phase = "export"
         average = self.engine.averaged() if self.config.evaluation.average else None
         lora, dtype = self.config.train == "lora", DTYPES[self.config.export_dtype]
         export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
@@ -221,31 +251,31 @@ class Trainer:
 
     def _learn_preferences(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
         """Make the updates on given preferences."""
-        with metrics.timed(seconds, "rollout"):
+        with self._timed(seconds, "rollout"):
             given = self.rollouts.preferences(root)
-        with metrics.timed(seconds, "reward"):
+        with self._timed(seconds, "reward"):
             rewards = self._gathered(None)
-        with metrics.timed(seconds, "update"), self.engine.gathered_once():
+        with self._timed(seconds, "update"), self.engine.gathered_once():
             learnt = self.learner.update(self.learner.pairs(given, root), root)
         return RolloutResult(learnt, rewards, 2 * len(given.preferences), size=given.size)
 
     def _learn(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
         """Make a rollout and its updates."""
         config, requested = self.config, None
-        with metrics.timed(seconds, "rollout"):
+        with self._timed(seconds, "rollout"):
             if self.ahead is not None:
                 rollout, requested = self.ahead.next()
             else:
                 rollout = self.rollouts.next(root, self.runners)
         plan, thumbnails = rollout.plan, rollout.samples.thumbnails
-        with metrics.timed(seconds, "reward"):
+        with self._timed(seconds, "reward"):
             if config.engine.offload == "phases" and config.makes_samples:
                 self.engine.offload()
             rewards = self._gathered(requested)
             spread = None if thumbnails is None else self._diversity(thumbnails)
             self.engine.onload()
             self.policies.onload()
-        with metrics.timed(seconds, "update"), self.engine.gathered_once():
+        with self._timed(seconds, "update"), self.engine.gathered_once():
             work = self.learner.items(rollout, rewards, self._weights(rewards), root, self.progress.rewards)
             del rollout  # its trajectory is freed with the items
             learnt = self.learner.update(work, root)
@@ -262,6 +292,11 @@ class Trainer:
             staleness=None if self.ahead is None or requested is None else self.ahead.staleness(requested),
             multipliers=dict(self.progress.multipliers) if floors else None,
         )
+
+    def _timed(self, seconds: dict[str, float], phase: str) -> AbstractContextManager[None]:
+        """Add the seconds of the block to those of a phase, which the run is in."""
+        self.phase = phase
+        return metrics.timed(seconds, phase)
 
     def _gathered(self, requested: Requested | None) -> Rewards:
         """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part."""

@@ -1,5 +1,6 @@
 """Updates the net once with each way of sharding, for test_sharding.py."""
 
+import time
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
+from fluvial.engines.errors import RunError
+from fluvial.engines.fsdp import world
 from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World
 
@@ -56,3 +59,12 @@ def passes(world: World) -> list[int]:
 
     engine.update(data(7 if world.rank else 1)[0], counted, micro_batch=3)
     return rows
+
+
+def one_raises() -> None:
+    """Raise on rank 1 while rank 0 waits for it as in a collective of NCCL, where nothing tells it."""
+    world.LOOK = world.GRACE = 0.2
+    with world.init_world() as joined:
+        if joined.rank == 1:
+            raise RunError("no memory here")
+        time.sleep(300)

@@ -35,11 +35,12 @@ def configuration(folder: Path) -> TrainConfig:
     Raises:
         UsageError: its record is of another version, or damaged.
     """
-    from fluvial.engines.train.record import recorded
+    from fluvial.engines.train.record import locate_paths, recorded
 
     file = folder / RECORD
     try:
-        return replace(recorded(json.loads(file.read_text(encoding="utf-8"))), out=folder, resume=False, resume_from=None)
+        run = locate_paths(recorded(json.loads(file.read_text(encoding="utf-8"))), folder)
+        return replace(run, out=folder, resume=False, resume_from=None)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
 
@@ -50,10 +51,13 @@ def base_model(name: str) -> str:
     Raises:
         UsageError: the record of the run cannot be read.
     """
+    from fluvial.engines.train.record import Finder
+
     if not is_run(name):
         return name
     try:
-        return str(json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))["model"])
+        record = json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))
+        return Finder(Path(record["out"]), Path(name)).model(str(record["model"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 

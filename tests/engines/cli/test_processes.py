@@ -113,3 +113,34 @@ def test_a_lost_connection_is_an_error_while_output_is_read(capfd: pytest.Captur
 
     assert cli.run([], command) == 1
     assert "Broken pipe" in capfd.readouterr().err
+
+
+SENT = """
+import os, signal, sys, time
+from fluvial.engines.cli.main import exit_with
+def command(args):
+    {}
+exit_with(command, [])
+"""
+SWALLOWED = """try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed")"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGINT)", 130),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143),
+        (SWALLOWED, 130),
+    ],
+    ids=["interrupted", "terminated", "swallowed"],
+)
+def test_a_signal_in_the_first_seconds_ends_with_a_line(body: str, code: int) -> None:
+    """Before a command handles signals itself, also within an import that makes another error of it."""
+    command = [sys.executable, "-P", "-c", SENT.format(body)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    name = signal.Signals(code - 128).name
+    assert launch.one_line(done.stderr) == f"fluvial: {name}: stopped at once; everything saved so far is unchanged"

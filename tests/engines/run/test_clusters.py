@@ -1,17 +1,23 @@
 """Scripts of `engines/run/README.md` as their parsers read them, and runs on a local Ray."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import wheels
 import yaml
 
+from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.serve import ServeConfig
 from fluvial.engines.run import on_ray
@@ -92,6 +98,78 @@ def test_slurms_options_are_sbatchs() -> None:
     names = wheels.install("simple_slurm", "0.3.6") / "simple_slurm" / "arguments.txt"
     known = {line.split(",")[0].replace("_", "-") for line in names.read_text().split()}
     assert {option[1] if option else None for option in options} <= known
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift 2; done
+echo $$ >> "$STEPS"
+exec setsid "$@"
+"""
+
+
+@pytest.mark.long
+def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -> None:
+    """The servers and the trainer get SIGTERM at once, as with --signal; a job of the same `RUN` passes over damage.
+
+    `srun` starts its command in a process group of this machine, which Slurm would signal as the step.
+    """
+    (slurm,) = (script for script in blocks("bash") if "#SBATCH" in script)
+    port, store = str(launch.free_port()), str(launch.free_port())
+    flags = " ".join([*launch.SMALL, "--updates", "500", "--checkpoint-every", "1000"])
+    for known, here in (
+        (" 0 1 2 3 4 5 6 7", f" {port[-1]}"),
+        ("3000", port[:-1]),
+        (":29500", f":{store}"),
+        ("--nproc-per-node 8", "--nproc-per-node 1"),
+        ("train grpo ", f"train grpo {flags} "),
+        ("--host 0.0.0.0", "--host 127.0.0.1"),
+    ):
+        assert known in slurm
+        slurm = slurm.replace(known, here)
+    tools, steps, out = tmp_path / "bin", tmp_path / "steps", tmp_path / "run"
+    tools.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\nprintf '127.0.0.1\\n127.0.0.1\\n'\n"}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (tmp_path / "job").write_text(slurm)
+    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    named = {"PATH": path, "MODEL": "handwriting", "RUN": str(out), "STEPS": str(steps)}
+    environment = launch.environment() | named | {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "x"}
+    metrics, log = out / "metrics.jsonl", tmp_path / "log"
+
+    def written() -> str:
+        return log.read_text() + (metrics.read_text() if metrics.exists() else "")
+
+    def run(reaches: str) -> str:
+        """Signal a job once it has written some text, and return all that it wrote."""
+        steps.unlink(missing_ok=True)
+        with log.open("w") as file:
+            job = subprocess.Popen(["bash", "job"], env=environment, cwd=tmp_path, stdout=file, stderr=file)
+        try:
+            deadline = time.monotonic() + 600
+            while not re.search(reaches, written()):
+                assert job.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.1)
+            for step in steps.read_text().split():
+                os.killpg(int(step), signal.SIGTERM)
+            job.wait(300)
+        finally:
+            for step in steps.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(int(step), signal.SIGKILL)
+            job.kill()
+        return log.read_text()
+
+    text = run('"update": 2, ')
+    done = max(record["update"] for record in launch.records(out))
+    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == [f"{done:06d}"], text
+    assert f"SIGTERM: stopped after update {done}, all saved" in text
+    damaged = shutil.copytree(out / "checkpoints" / f"{done:06d}", out / "checkpoints" / "000999")
+    (damaged / "manifest.json").write_text("{")
+    text = run(f"resumed .* after update {done}")
+    assert "skipped: checkpoint" in text
+    assert "Traceback" not in "".join(line for line in text.splitlines() if line.startswith("fluvial"))
 
 
 @pytest.mark.long

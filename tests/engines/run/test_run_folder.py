@@ -1,6 +1,9 @@
 """The run folder: what is written where, and what a resumed run keeps."""
 
 import json
+import os
+import subprocess
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fluvial.engines.errors import UsageError
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run import lock
+from fluvial.engines.run.lock import FolderLock
 from fluvial.engines.run.run_folder import RunFolder, claim, finite, write_json
 
 UPDATE = {"update": 1, "loss": 0.5, "grad_norm": 2.0, "reward": {"mean": 0.25, "std": 0.1}, "diversity": 0.5}
@@ -128,3 +133,100 @@ def test_a_folder_is_claimed_once_and_resumed_only_if_it_holds_a_run(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be made: Not a directory"):
         claim(tmp_path / "file" / "run", resume=False)
+
+
+def hold(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Write the lock of another process, by default one of this machine that has ended, and return its holder."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    holder = {**lock._this_process(), "pid": ended.pid, **changes}
+    (folder / lock.NAME).write_text(json.dumps(holder))
+    return holder
+
+
+def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Path) -> None:
+    """Also where its process id is that of another process now."""
+    for dead in ({}, {"pid": os.getppid()}):
+        hold(tmp_path, **dead)
+        FolderLock(tmp_path).release()
+        assert [*tmp_path.iterdir()] == []
+    parent = os.getppid()
+    hold(tmp_path, pid=parent, started=lock._started(parent))
+    with pytest.raises(
+        UsageError, match=rf"is held by process {parent} on .*: wait for its end, or set out to another folder"
+    ):
+        FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_holder_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
+    """A sign of life refuses the newcomer; without one it takes the folder. Clocks of hosts are not compared."""
+    path, waits, said = tmp_path / lock.NAME, list[float](), list[str]()
+    hold(tmp_path, host="other", started="1")
+    os.utime(path, ns=(0, 2**62))  # a clock far ahead
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if lives and len(waits) == 3:
+            os.utime(path, ns=(0, 1))
+
+    monkeypatch.setattr(lock.time, "sleep", wait)
+    if lives:
+        with pytest.raises(UsageError, match="on other: wait for its end"):
+            FolderLock(tmp_path, said.append)
+        assert len(waits) == 3
+    else:
+        taken = FolderLock(tmp_path, said.append)
+        assert sum(waits) == lock.STALE
+        taken.check()
+        taken.release()
+    assert ["waiting up to 120 s for a sign of life" in line for line in said] == [True]
+
+
+def test_one_of_many_takes_the_folder_of_a_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that all find it dead."""
+    dead = hold(tmp_path)
+    monkeypatch.setattr(lock, "_is_alive", lambda path, known, say: known[0] != dead)
+    holders = [{**dead, "pid": -number} for number in range(1, 17)]
+    ends, begin = list[str](), threading.Barrier(len(holders))
+
+    def take(holder: dict[str, Any]) -> None:
+        begin.wait()
+        try:
+            lock._take(tmp_path / lock.NAME, holder, lambda line: None)
+            ends.append("taken")
+        except UsageError:
+            ends.append("refused")
+
+    threads = [threading.Thread(target=take, args=(holder,)) for holder in holders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ends) == ["refused"] * 15 + ["taken"]
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
+def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
+    """And leaves the other's hold as it is."""
+    own = FolderLock(tmp_path)
+    own.check()
+    other = hold(tmp_path, host="other")
+    with pytest.raises(RunError, match=r"is held by process .* on other, while this process was suspended"):
+        own.check()
+    own.release()
+    assert json.loads((tmp_path / lock.NAME).read_text()) == other
+
+
+def test_a_refused_claim_leaves_no_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run began, and ended, between the look at the folder and the hold."""
+    taken = lock._take
+
+    def take(path: Path, *arguments: Any) -> None:
+        taken(path, *arguments)
+        write_json(tmp_path / "config.json", {})
+
+    monkeypatch.setattr(lock, "_take", take)
+    with pytest.raises(UsageError, match="already holds a run"):
+        claim(tmp_path, resume=False)
+    assert not (tmp_path / lock.NAME).exists()

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +17,24 @@ from typing import Any
 import launch
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from marks import long
 from rich.console import Console
 from torch.distributed import distributed_c10d
 
 from fluvial.engines.checkpoint import checkpoint
-from fluvial.engines.errors import LostProcessError, UsageError
+from fluvial.engines.checkpoint.storage import PROBE, Draft, RemoteStore
+from fluvial.engines.cli import main as cli
+from fluvial.engines.errors import LostProcessError, RunError, UsageError
+from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.world import World, init_world, leave
 from fluvial.engines.rollout.window import RandomWindow
 from fluvial.engines.run import run_folder
 from fluvial.engines.run.stop import stop_request
 from fluvial.engines.train import loop, train
 from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.engines.train.rollouts import Rollouts
+from fluvial.engines.train.trainer import Trainer
 
 FLAGS = ["--updates", "7", "--optimizer.ema-decay", "0.9"]
 TIMED = {"seconds", "speed", "memory"}
@@ -277,7 +286,6 @@ def test_a_repeated_sigterm_is_one_request() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop
         assert stop.name == "SIGTERM"
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
@@ -297,9 +305,16 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     return replace(run, **changes)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that nothing happened to."""
+    train(config(out := tmp_path_factory.mktemp("alone") / "run"))
+    return out
+
+
 def continued(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as a restart by torchrun goes on with it."""
-    return loop._restarted(config, world, None)
+    return loop._restarted(config, world)
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
@@ -358,3 +373,117 @@ def test_a_restart_takes_no_other_run_for_its_own(tmp_path: Path, monkeypatch: p
                 assert continued(config(out), world) == config(out)
             with pytest.raises(UsageError, match="already holds a run"):
                 run_folder.claim(out, resume=False)
+
+
+def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is missing, and a place that refuses; the run can be started again."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setattr(loop, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
+    (tmp_path / "file").write_text("")
+    for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
+        with pytest.raises(UsageError, match=says):
+            train(config(tmp_path / "run", checkpoints=place))
+        assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("background", [False, long(True)])
+def test_a_storage_that_fails_later_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Path, background: bool
+) -> None:
+    """Weights and state go to the run folder, which a line says, and a resumption takes the newest of both."""
+    out, url = tmp_path / "run", f"memory://{tmp_path.name}/checkpoints"
+    asked = config(out, checkpoints=url, checkpoint_async=background, updates=2)
+    create, failing, console = RemoteStore.create, True, Console(file=StringIO(), width=500)
+
+    def create_or_fail(store: RemoteStore, draft: Draft, file: str) -> Any:
+        if failing and draft != PROBE:
+            raise OSError("the bucket is gone")
+        return create(store, draft, file)
+
+    monkeypatch.setattr(RemoteStore, "create", create_or_fail)
+    train(asked, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"the bucket is gone; earlier checkpoints are unchanged; weights and state are in {out}/checkpoints/" in text
+    assert checkpoint.newest_first(asked.checkpoint_folders) == [out / "checkpoints" / "000002"]
+    failing = False
+    train(replace(asked, updates=4, resume=True))
+    assert checkpoint.newest_first(asked.checkpoint_folders) == [f"{url}/000004"]
+    assert launch.weights(out) == launch.weights(alone)
+    MemoryFileSystem().rm("/", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "says"),
+    [
+        ("update", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "(CUDA out of memory. Tried"),
+        ("rollout", MemoryError(), "in the phase rollout"),
+    ],
+)
+def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Path, phase: str, error: Exception, says: str
+) -> None:
+    """In the middle of the third update; what a resumption makes of it has the bits of a run that was not interrupted."""
+    out, (where, name) = tmp_path / "run", (Engine, "update") if phase == "update" else (Rollouts, "next")
+    original, calls = getattr(where, name), list[int]()
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return original(*args, **options)
+
+    asked = config(out, checkpoint_every=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        with pytest.raises(RunError) as raised:
+            train(asked)
+    line = str(raised.value)
+    assert line.startswith("out of memory")
+    assert says in line
+    assert f"in the phase {phase}: " in line
+    assert re.search(r"hold the most \(\d+\.\d\d of \d+\.\d\d GiB\); lower it by \w", line)
+    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == ["000002"]
+    train(replace(asked, resume=True))
+    assert launch.weights(out) == launch.weights(alone)
+
+
+def test_an_error_within_an_optimizer_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is of no update then."""
+    monkeypatch.setattr(Engine, "_follow", lambda engine: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(RunError, match="out of memory in the phase update"):
+        train(config(tmp_path / "run"))
+    assert checkpoint.listed(tmp_path / "run" / "checkpoints") == []
+
+
+def test_an_error_of_the_machine_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1; other errors of the program stay what they are."""
+    noted = RuntimeError("NCCL error: unhandled cuda error\nlast error: x")
+    noted.add_note("in the phase update")
+    for error, line in (
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "out of memory (CUDA out of memory.): make passes smaller"),
+        (MemoryError(), "out of memory: make passes smaller"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory ("),
+        (noted, "a collective of the processes failed in the phase update (NCCL error: unhandled cuda error); NCCL_DEBUG"),
+        (torch.distributed.DistBackendError("ncclInvalidUsage: x"), "a collective of the processes failed (ncclInvalid"),
+    ):
+        assert cli.run([], lambda args, error=error: (_ for _ in ()).throw(error)) == 1  # type: ignore[misc]
+        assert launch.one_line(capfd.readouterr().err).startswith(f"fluvial: {line}")
+    with pytest.raises(RuntimeError, match="a fault"):
+        cli.run([], lambda args: (_ for _ in ()).throw(RuntimeError("a fault")))
+
+
+def test_a_stop_before_the_first_update_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run is built: it is not evaluated first."""
+    console, build = Console(file=StringIO(), width=500), Trainer.__init__
+
+    def stopped(trainer: Trainer, *args: Any, **options: Any) -> None:
+        build(trainer, *args, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "__init__", stopped)
+    assert train(config(tmp_path / "run"), console=console) == {}
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "SIGTERM: stopped before the first update; continue with --resume" in text
+    assert "before training" not in text

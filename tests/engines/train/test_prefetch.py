@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import tiny_jobs as tiny
 import torch
 from marks import long
+from rich.console import Console
 from torch import Tensor, nn
 
+from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
 from fluvial.engines.fsdp.world import World, init_world
@@ -199,6 +202,39 @@ def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path
             trainer.rollouts.source.generate, trainer.engine.update = noted, waiting  # type: ignore[method-assign]
             trainer.update()
         assert (events[:2] == ["begun", "begun"]) == overlaps
+
+
+def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers may have been stopped with it: without them the newest update is saved, and a resumed run goes on."""
+    config, said = clipped(tmp_path, 1), StringIO()
+    saved, save, calls = threading.Event(), checkpoint.save, list[bool]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        path = save(*args, **options)
+        saved.set()
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", noted)
+    with Trainer(config, tiny.job(), one, console=Console(file=said, width=500)) as trainer:
+        generate = trainer.rollouts.source.generate
+
+        def gone(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+            calls.append(len(calls) == 1 and saved.wait(60))
+            if calls[-1]:
+                raise RunError("no server has answered")
+            yield from generate(*args, **options)
+
+        trainer.rollouts.source.generate = gone  # type: ignore[method-assign]
+        trainer.update()
+        trainer.save(ends=True)
+    assert calls == [False, True]
+    line = "no server has answered: update 1 is saved, and rollouts made ahead are made again on resume"
+    assert line in said.getvalue()
+    (path,) = checkpoint.listed(config.checkpoint_folder)
+    with Trainer(config, tiny.job(), one, resume_from=path) as trainer:
+        assert [record["update"] for record in trainer] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("of", "ahead"), [(clipped, 2), long(nft, 1)])

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import fake_servers
@@ -16,6 +17,7 @@ from fluvial.engines.fsdp.world import init_world
 from fluvial.engines.rewards.clients.votes import Votes
 from fluvial.engines.rollout.correction import CorrectionConfig
 from fluvial.engines.run.stop import StopRequest
+from fluvial.engines.train.build import _rewards
 from fluvial.engines.train.config import AsyncConfig
 from fluvial.engines.train.trainer import Trainer
 from fluvial.engines.wire.client import HttpClient
@@ -75,3 +77,13 @@ def test_rollouts_ahead_are_refused(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
     with init_world() as world, pytest.raises(UsageError, match=r"asynchronous.ahead is 1, expected 0: a checkpoint would"):
         Trainer(config, tiny.job(rewards={"votes": votes}), world)
+
+
+def test_a_timeout_shorter_than_the_wait_for_votes_is_refused(tmp_path: Path) -> None:
+    """Ranks wait for each other's votes."""
+    job = tiny.job(rewards={"votes": Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))})
+    with init_world() as world:
+        ranks = replace(world, size=2)
+        _rewards(tiny.config(tmp_path, collective_timeout=3601.0), job, ranks)
+        with pytest.raises(UsageError, match=r"collective_timeout is 600, expected more than 3600: processes wait for each"):
+            _rewards(tiny.config(tmp_path), job, ranks)

@@ -1,19 +1,24 @@
 """A run's record: any run that can be built is read back as itself."""
 
 import json
+import os
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import handwriting_jobs
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fluvial.engines.objectives.table import OBJECTIVES
 from fluvial.engines.rollout.samplers import SAMPLERS
+from fluvial.engines.train import loop, saving, train
+from fluvial.engines.train.config import PipelineConfig, TrainConfig
+from fluvial.engines.train.jobs.weights import configuration
 from fluvial.engines.train.recipes import HANDWRITING, RECIPES, UNET
-from fluvial.engines.train.record import as_record, recorded
+from fluvial.engines.train.record import TEXTS, Finder, as_record, locate_paths, recorded, with_absolute_paths
 
 WORD = st.text("abc/._=:é \n", min_size=1, max_size=8)
 
@@ -118,3 +123,87 @@ def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None
     assert all(repr(choice) in message for choice in choices), message
     assert message.startswith(".".join(path)), message
     assert near is None or f"did you mean {near!r}?" in message
+
+
+# Settings of text that name no file, beside those of `record.TEXTS`.
+NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "rollout.guidance.negative"} | {
+    *(
+        "rollout.servers.key_env",
+        "rollout.servers.admin_env",
+        "advantage.floors",
+        "lora.targets",
+        "engine.attention",
+        "engine.fit",
+    )
+}
+
+
+def test_it_is_known_of_every_text_whether_it_is_a_path() -> None:
+    """A new setting of text is either moved with the run or named here."""
+    texts = {
+        ".".join(path)
+        for path, kind in leaves(RECIPES["grpo"](HANDWRITING))
+        if {str, tuple[str, ...]} & {kind, *get_args(kind)}
+    }
+    assert texts == NAMES | set(TEXTS)
+
+
+def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paths are found from where it began, from elsewhere and after a move with what is beside it; old records, too.
+
+    They are absolute in the record and relative where they are shown. Names that are no paths stay.
+    """
+    home = tmp_path / "home"
+    for folder in ("models/tiny", "weights", "pick", "stored", "other"):
+        (home / folder).mkdir(parents=True)
+    for file in ("a/p.txt", "b/p.txt", "held=out.txt"):
+        (home / file).parent.mkdir(exist_ok=True)
+        (home / file).write_text("0427\n")
+    monkeypatch.chdir(home)
+    asked = replace(
+        TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights")),
+        prompts=("a/p.txt=2", "b/p.txt", "@codes"),
+        rewards=("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
+        pipeline=PipelineConfig(heldout=("held=out.txt",)),
+        rollout=replace(TrainConfig(Path("x")).rollout, source="replayed:stored"),
+    )
+    (home / "runs" / "x").mkdir(parents=True)
+    record = as_record(with_absolute_paths(asked))
+    assert record["model"] == f"{home}/models/tiny"
+    assert record["prompts"] == [f"{home}/a/p.txt=2", f"{home}/b/p.txt", "@codes"]
+    assert record["rewards"] == [f"pickscore:device=cuda:1,weights={home}/pick=0.5", "mine:score=2"]
+    assert record["rollout"]["source"] == f"replayed:{home}/stored"
+    places, elsewhere = Finder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
+    assert places.same("data", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
+    assert not places.same("data", ["a/p.txt=2", "b/p.txt"], elsewhere)
+    assert places.same("objective.teacher", "weights", record["weights"])
+    assert not places.same("optimizer.lr", 0.1, 0.2)
+    for text in (record, as_record(asked)):
+        for place in (home, home / "other", tmp_path):
+            monkeypatch.chdir(place)
+            found = locate_paths(recorded(text), Path(os.path.relpath(home / "runs" / "x")))
+            assert with_absolute_paths(found) == with_absolute_paths(recorded(record))
+            assert (found.model == "models/tiny") == (place == home)
+    home.rename(tmp_path / "moved")
+    moved = locate_paths(recorded(record), tmp_path / "moved" / "runs" / "x")
+    assert moved.prompts == ("moved/a/p.txt=2", "moved/b/p.txt", "@codes")
+    assert as_record(moved)["weights"] == "moved/weights"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_run_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    """Checkpoints hold its settings: those of a run with absolute paths, and with paths as they were typed."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "codes.txt").write_text("0427\n1999\n")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        if old:
+            for module in (saving, loop):
+                patch.setattr(module, "with_absolute_paths", lambda config: config)
+        asked = handwriting_jobs.config(Path("run"), prompts=("a/codes.txt", "b/codes.txt"), updates=1)
+        train(asked)
+    monkeypatch.chdir(tmp_path / "other")
+    run = configuration(Path("../run"))
+    assert train(replace(run, updates=2, resume=True))["updates"] == 2
