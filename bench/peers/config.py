@@ -6,15 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from fluvial.bench import harness
 from fluvial.bench.peers.flow_factory import FlowFactory
 from fluvial.bench.peers.flow_grpo import FlowGrpo, halves
 from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.unirl import UniRL
 from fluvial.bench.peers.verl_omni import VerlOmni
-from fluvial.bench.peers.work import Halves, Work
+from fluvial.bench.peers.work import CPU, Halves, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.core.checks import check_choice, check_number
+from fluvial.engines.plan import micro_batch
 
 TRANSFORMER = "transformer"  # the forward and backward passes alone, which both sides have to make
 WINDOW_START = 1  # first step of a window
@@ -33,22 +36,26 @@ class Project(NamedTuple):
     gradient: Callable[[Path], Halves] = both  # halves of guidance that the update of a clone differentiates
     samples: bool = True  # whether its rollout runs here
     ranks: bool = False  # whether it runs on several processes here
+    micro_batches: bool = True  # whether its update is timed with fewer samples per pass, too
+    accelerators: bool = False  # whether it runs on an accelerator here
     recomputes: bool = False  # whether its update ignores the stored log-probabilities
 
 
 PROJECTS: dict[str, Project] = {
-    "flow_grpo": Project("flow_grpo", FlowGrpo, halves, ranks=True),
+    "flow_grpo": Project("flow_grpo", FlowGrpo, halves, ranks=True, accelerators=True),
     "flow_factory": Project("Flow-Factory", FlowFactory, ranks=True),
     "unirl": Project("UniRL", UniRL),
-    "verl_omni": Project("verl-omni", VerlOmni, samples=False),
-    "verl_omni_default": Project("verl-omni", partial(VerlOmni, recomputes=True), samples=False, recomputes=True),
+    "verl_omni": Project("verl-omni", VerlOmni, samples=False, micro_batches=False),
+    "verl_omni_default": Project(
+        "verl-omni", partial(VerlOmni, recomputes=True), samples=False, micro_batches=False, recomputes=True
+    ),
 }
 KNOWN = (TRANSFORMER, *PROJECTS)
 
 
 @dataclass(frozen=True)
 class PeersConfig:
-    """Time rollout and update beside the code of other projects, as CPU time.
+    """Time rollout and update beside the code of other projects, as CPU time, or as time of an accelerator's stream.
 
     Args:
         clones: folder with the clones, each under the name of its repository; a project that is not there is skipped.
@@ -56,8 +63,8 @@ class PeersConfig:
             (which computes them again); and transformer, the forward and backward passes alone, fluvial's LoRA beside
             peft's.
         sizes: model sizes: tiny, small, medium.
-        pairs: further numbers of (sample, step) pairs per pass of fluvial's update, beside the one that it chooses. The
-            projects' loops put the samples of one step through a pass.
+        pairs: numbers of (sample, step) pairs per pass of fluvial's update, beside the one that it chooses; by default
+            multiples of the samples. The projects' loops put the samples of one step through a pass, or a part of them.
         samples: samples per rollout and process.
         steps: steps of the schedule.
         windows: numbers of stochastic steps, which are recorded and trained on; 0 is all of them.
@@ -106,7 +113,7 @@ class Case(NamedTuple):
     ranks: int
     window: int  # stochastic steps; 0 is all
 
-    def of(self, config: PeersConfig, *, rank: int = 0, gradient: Halves = "both") -> Work:
+    def of(self, config: PeersConfig, *, rank: int = 0, gradient: Halves = "both", device: torch.device = CPU) -> Work:
         """Return the work of a rank."""
         return Work(
             SIZES[self.size],
@@ -116,12 +123,14 @@ class Case(NamedTuple):
             rank=rank,
             ranks=self.ranks,
             gradient=gradient,
+            device=device,
         )
 
     def pairs(self, config: PeersConfig) -> tuple[int, ...]:
-        """Return the numbers of pairs per pass, none above the number of pairs."""
-        most = config.samples * (self.window or config.steps)
-        return tuple(dict.fromkeys(min(pairs, most) for pairs in config.pairs))
+        """Return the numbers of pairs per pass, none above the number of pairs; the first is that of a project's loop."""
+        steps = self.window or config.steps
+        asked = config.pairs or [config.samples * times for times in micro_batch.sizes(steps)]
+        return tuple(dict.fromkeys(min(pairs, config.samples * steps) for pairs in (config.samples, *asked)))
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,15 @@ class FlowFactory(Peer):
             sd3 = importlib.import_module("flow_factory.models.stable_diffusion.sd3_5")
             trainers = importlib.import_module("flow_factory.trainers.grpo")
         self.sample_kind = sd3.SD3_5Sample
-        accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
+        self.accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
         scheduler = sd3.FlowMatchEulerDiscreteSDEScheduler(
             noise_level=work.eta, sde_steps=list(work.recorded), dynamics_type="Flow-SDE", shift=SHIFT
         )
         event = work.size.event
         sd3.set_scheduler_timesteps(scheduler, work.steps, seq_len=event[-2] * event[-1] // 4)
         self.pipeline.scheduler = scheduler
-        transformer, self.optimizer = accelerator.prepare(self.module, self.optimizer)
+        transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
+        accelerator = self.accelerator
         settings = clone.Settings(
             per_device_batch_size=work.samples,
             num_batches_per_epoch=1,
@@ -86,6 +87,11 @@ class FlowFactory(Peer):
             dataloader=_Repeated(self._batch()),
             logged={},
         )
+
+    def set_micro_batch(self, samples: int) -> None:
+        """Set the size of its batches, and the number of the passes of an optimizer step."""
+        self.trainer.training_args["per_device_batch_size"] = samples
+        self.accelerator.gradient_accumulation_steps = self.work.samples // samples * len(self.work.recorded)
 
     def _batch(self) -> dict[str, Any]:
         return {"prompt": self.work.prompts, "negative_prompt": [""] * self.work.samples, **self.embeddings}

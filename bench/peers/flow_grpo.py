@@ -19,6 +19,7 @@ from torch import Tensor
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.pipeline import Peer
 from fluvial.bench.peers.work import Halves, Sampled, Stored, Work
+from fluvial.models.device import is_accelerator
 
 
 def halves(folder: Path) -> Halves:
@@ -43,7 +44,9 @@ class FlowGrpo(Peer):
             fast = "_fast" if work.window is not None else ""
             patch = importlib.import_module(f"flow_grpo.diffusers_patch.sd3_pipeline_with_logprob{fast}")
         self.sample = patch.pipeline_with_logprob
-        self.accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=True)
+        self.accelerator: Any = Accelerator(
+            mixed_precision="no", gradient_accumulation_steps=len(work.recorded), cpu=not is_accelerator(work.device)
+        )
         transformer, self.optimizer = self.accelerator.prepare(self.module, self.optimizer)
         self.config = SimpleNamespace(
             train=SimpleNamespace(
@@ -58,7 +61,8 @@ class FlowGrpo(Peer):
             sample=SimpleNamespace(guidance_scale=work.scale, noise_level=work.eta, num_batches_per_epoch=1, sde_type="sde"),
         )
         steps = work.recorded
-        self.timesteps = self.pipeline.scheduler.timesteps[steps.start : steps.stop].expand(work.samples, -1)
+        timesteps = self.pipeline.scheduler.timesteps[steps.start : steps.stop].to(work.device)
+        self.timesteps = timesteps.expand(work.samples, -1)
         self.window: dict[str, Any] = {}
         if work.window is not None:
             self.window = {"sde_window_size": len(steps), "sde_window_range": (steps.start, steps.stop)}
@@ -99,6 +103,11 @@ class FlowGrpo(Peer):
             **self.window,
         )
         return Sampled(torch.stack(latents, dim=1), torch.stack(log_probs, dim=1))
+
+    def set_micro_batch(self, samples: int) -> None:
+        """Set the number of batches that its loop cuts the samples into, and of the passes of an optimizer step."""
+        self.config.sample.num_batches_per_epoch = self.work.samples // samples
+        self.accelerator.gradient_accumulation_steps = self.work.samples // samples * len(self.work.recorded)
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return what its `compute_log_prob` finds."""

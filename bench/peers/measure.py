@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.config import TRANSFORMER, Case, PeerRow, PeersConfig, Project
-from fluvial.bench.peers.ours import Ours, Spent
+from fluvial.bench.peers.ours import Ours, Spent, start_clocks
 from fluvial.bench.peers.pipeline import Passes, Peer
 from fluvial.bench.peers.work import Stored, Work
 from fluvial.engines.errors import RunError
 from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.plan import micro_batch
 from fluvial.engines.plan.memory import LiveStorages
 from fluvial.engines.run.heap import keep_freed_memory
 
@@ -87,15 +89,20 @@ def check_agreement(name: str, agreement: Agreement) -> None:
             raise RunError(f"{name}: the {what} is {value:.2g} apart, expected at most {TOLERANCE:g}, so nothing was timed")
 
 
-def timed(**calls: Callable[[], object]) -> Side:
-    """Return a side that makes calls in turn, with the time of each by its name, and of the `whole` if there are several."""
+def timed(device: torch.device, **calls: Callable[[], object]) -> Side:
+    """Return a side that makes calls in turn, with the time of each by its name, and of the `whole` if there are several.
+
+    Args:
+        device: device of the calls.
+        calls: what is timed.
+    """
 
     def side() -> Mapping[str, Spent]:
         found = dict[str, Spent]()
         for what, call in calls.items():
-            start = Spent.now()
+            stop = start_clocks(device)
             call()
-            found[what] = Spent.now().since(start)
+            found[what] = stop()
         total = Spent(*map(sum, zip(*found.values(), strict=True)))
         return {**found, "whole": total} if len(calls) > 1 else found
 
@@ -175,7 +182,7 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     Raises:
         RunError: the two sides disagree, or the clone does not have the code that runs here.
     """
-    work = case.of(config, rank=world.rank, gradient=project.gradient(folder))
+    work = case.of(config, rank=world.rank, gradient=project.gradient(folder), device=world.device)
     start = live_bytes()
     ours = Ours(work, world)
     built = live_bytes()
@@ -186,41 +193,58 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     check_agreement(name, agreement)
     held = held[0] + compared.held[0], held[1] + compared.held[1]
     items = ours.items(stored)
-    theirs = partial(peer.update, stored)
-    other = timed(rollout=peer.rollout, update=theirs) if project.samples else timed(update=theirs)
+    clocks = partial(timed, world.device)
+
+    def theirs(samples: int) -> float:
+        if project.micro_batches:
+            peer.set_micro_batch(samples)
+        return peer.update(stored)
+
+    updates = {samples: partial(theirs, samples) for samples in (work.samples, *_fewer(project, work))}
+    others = {samples: clocks(update=update) for samples, update in updates.items()}
+    if project.samples:
+        others[work.samples] = clocks(rollout=peer.rollout, update=updates[work.samples])
+    numbers = [pairs for pairs in case.pairs(config) if pairs != ours.pairs]
     sides: dict[int | None, Side] = {None: ours.step}
-    sides |= {pairs: timed(update=partial(ours.update, items, pairs=pairs)) for pairs in case.pairs(config)}
+    sides |= {pairs: clocks(update=partial(ours.update, items, pairs=pairs)) for pairs in numbers}
     calls: dict[str, Callable[[], object]] = {
         "rollout": ours.rollout,
         "update": partial(ours.update, items),
         "whole": ours.step,
     }
     peaks: dict[tuple[str, int | None], int] = {(what, None): peak_bytes(call) for what, call in calls.items()}
-    peaks |= {("update", pairs): peak_bytes(partial(ours.update, items, pairs=pairs)) for pairs in case.pairs(config)}
-    other_peaks = {"update": peak_bytes(theirs), "rollout": peak_bytes(peer.rollout) if project.samples else 0}
-    other_peaks["whole"] = max(other_peaks.values())
+    peaks |= {("update", pairs): peak_bytes(partial(ours.update, items, pairs=pairs)) for pairs in numbers}
+    other_peaks = {("update", samples): peak_bytes(update) for samples, update in updates.items()}
+    other_peaks["rollout", work.samples] = peak_bytes(peer.rollout) if project.samples else 0
+    other_peaks["whole", work.samples] = max(other_peaks.values())
     common = common_columns(case, clone.commit(folder), agreement, held, config)
     # A project that wraps its network for several processes does not call the one that is emptied.
     modules = (ours.parts.engine.module, peer.module) if world.size == 1 else ()
-    found = _Found(sides, other, peaks, other_peaks, ours.pairs)
+    found = _Found(sides, others, peaks, other_peaks, ours.pairs)
     yield from _rows(found, common, config, world, modules)
+
+
+def _fewer(project: Project, work: Work) -> list[int]:
+    """Return the smaller numbers of samples that a project's update may put through a pass."""
+    return micro_batch.sizes(work.samples)[:-1] if project.micro_batches else []
 
 
 def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[PeerRow]:
     """Yield the rows of the transformer's passes alone: what both sides have to compute whatever is around them."""
-    work = case.of(config, rank=world.rank)
+    work = case.of(config, rank=world.rank, device=world.device)
     own, other = Passes(work, peft=False), Passes(work, peft=True)
     log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
-    pairs = case.pairs(config) or (work.samples,)
-    sides: dict[int | None, Side] = {None: timed(rollout=own.rollout)}
-    sides |= {number: timed(update=partial(own.passes, number)) for number in pairs}
+    pairs, clocks = case.pairs(config), partial(timed, world.device)
+    sides: dict[int | None, Side] = {None: clocks(rollout=own.rollout)}
+    sides |= {number: clocks(update=partial(own.passes, number)) for number in pairs}
     peaks: dict[tuple[str, int | None], int] = {("rollout", None): peak_bytes(own.rollout)}
     peaks |= {("update", number): peak_bytes(partial(own.passes, number)) for number in pairs}
     theirs = partial(other.passes, work.samples)
-    other_peaks = {"rollout": peak_bytes(other.rollout), "update": peak_bytes(theirs)}
+    others = {work.samples: clocks(rollout=other.rollout, update=theirs)}
+    other_peaks = {("rollout", work.samples): peak_bytes(other.rollout), ("update", work.samples): peak_bytes(theirs)}
     common = common_columns(case, "peft", Agreement(log_prob, 0.0, 0.0), (0, 0), config)
-    found = _Found(sides, timed(rollout=other.rollout, update=theirs), peaks, other_peaks, work.samples)
+    found = _Found(sides, others, peaks, other_peaks, work.samples)
     yield from _rows(found, common, config, world)
 
 
@@ -242,7 +266,6 @@ def common_columns(
         "fluvial": clone.commit(ROOT),
         "samples": config.samples,
         "steps": config.steps,
-        "peer_pairs": config.samples,
         "held_bytes": held[0],
         "peer_held_bytes": held[1],
         "log_prob_distance": agreement.log_prob,
@@ -255,45 +278,70 @@ class _Found(NamedTuple):
     """What is timed of a case, and the bytes of both sides."""
 
     sides: Mapping[int | None, Side]  # fluvial's, by pairs per pass; None is what was chosen
-    other: Side
+    others: Mapping[int, Side]  # the project's, by samples per pass of an update; the first is its default
     peaks: Mapping[tuple[str, int | None], int]  # by phase and pairs per pass
-    other_peaks: Mapping[str, int]
+    other_peaks: Mapping[tuple[str, int], int]
     chosen: int  # pairs per pass
 
 
 def _rows(
     found: _Found, common: Mapping[str, Any], config: PeersConfig, world: World, modules: Sequence[Any] = ()
 ) -> Iterator[PeerRow]:
-    sides = [*found.sides.values(), found.other]
-    *mine, other = time_in_turn(config.runs, sides, world)
+    """Yield a row for each of fluvial's sides beside the project's default, and one of the fastest updates of both."""
+    sides = [*found.sides.values(), *found.others.values()]
+    times = time_in_turn(config.runs, sides, world)
+    mine, theirs = times[: len(found.sides)], dict(zip(found.others, times[len(found.sides) :], strict=True))
+    default, *_ = theirs
     rests = [dict[str, list[Spent]]() for _ in sides]
     if modules:
         with without_passes(*modules):
             rests = time_in_turn(REST_ROUNDS, sides)
-    for pairs, own, rest in zip(found.sides, mine, rests, strict=False):
-        for what in (what for what in own if what in other):
-            per_pass = config.samples if what == "rollout" else found.chosen if pairs is None else pairs
-            peaks = found.peaks[what, pairs], found.other_peaks[what]
-            peaks = max(world.gather_items(peaks[0])), max(world.gather_items(peaks[1]))
-            yield row(common, what, per_pass, (own[what], other[what]), peaks, (rest.get(what), rests[-1].get(what)))
+    own, own_rests = (dict(zip(found.sides, spent, strict=False)) for spent in (mine, rests))
+    their_rests = dict(zip(found.others, rests[len(mine) :], strict=True))
+    compared = [(what, pairs, default) for pairs, table in own.items() for what in table if what in theirs[default]]
+    best, their_best = _fastest(own), _fastest(theirs)
+    compared += [("update", best, their_best)] * (their_best != default)
+    for what, pairs, samples in compared:
+        per_pass = config.samples if what == "rollout" else found.chosen if pairs is None else pairs
+        peaks = found.peaks[what, pairs], found.other_peaks[what, samples]
+        peaks = max(world.gather_items(peaks[0])), max(world.gather_items(peaks[1]))
+        spent = own[pairs][what], theirs[samples][what]
+        least = own_rests[pairs].get(what), their_rests[samples].get(what)
+        yield row(common, what, (per_pass, samples), spent, peaks, least)
+
+
+def _fastest(sides: Mapping[Any, Mapping[str, Sequence[Spent]]]) -> Any:
+    """Return the name of the side with the fastest update."""
+    updates = {name: median(spent.cpu for spent in side["update"]) for name, side in sides.items() if "update" in side}
+    return min(updates, key=updates.__getitem__)
 
 
 def row(
     common: Mapping[str, Any],
     what: str,
-    pairs: int,
+    pairs: tuple[int, int],
     times: tuple[Sequence[Spent], Sequence[Spent]],
     peaks: tuple[int, int],
     rests: tuple[Sequence[Spent] | None, Sequence[Spent] | None] = (None, None),
 ) -> PeerRow:
-    """Return the row of one comparison."""
+    """Return the row of one comparison.
+
+    Args:
+        common: see `common_columns`.
+        what: phase.
+        pairs: pairs per pass of fluvial and of the project, as all that follows.
+        times: seconds of each round.
+        peaks: bytes.
+        rests: seconds without the network's passes.
+    """
     own, other = (torch.tensor([*spent], dtype=torch.float64) for spent in times)
     p20, p50, p80 = harness.spread(own[:, 0] / other[:, 0])
     # Short, so that the least is the undisturbed one.
     rest, other_rest = (min((spent.cpu for spent in found or ()), default=0.0) for found in rests)
     return PeerRow(
         what=what,
-        pairs=pairs,
+        pairs=pairs[0],
+        peer_pairs=pairs[1],
         runs=len(own),
         p20=p20,
         p50=p50,

@@ -1,13 +1,14 @@
 """fluvial's side: a `Trainer` with default settings, timed in `Trainer.update`, and its parts alone."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.engines.train.trainer import Trainer
 from fluvial.kernels import step_log_prob
+from fluvial.models.device import is_accelerator
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import adapter_names, adapter_parameters
 
@@ -37,21 +39,28 @@ from fluvial.models.lora import adapter_names, adapter_parameters
 class Spent(NamedTuple):
     """Time of a phase."""
 
-    cpu: float  # seconds of this process, on all of its threads
+    cpu: float  # seconds of this process, on all of its threads; on an accelerator those of the device's stream
     wall: float  # seconds
-
-    @classmethod
-    def now(cls) -> Self:
-        """Return the clocks."""
-        return cls(time.process_time(), time.perf_counter())
-
-    def since(self, start: "Spent") -> "Spent":
-        """Return the time since other clocks."""
-        return Spent(self.cpu - start.cpu, self.wall - start.wall)
 
     def plus(self, other: "Spent") -> "Spent":
         """Return the sum."""
         return Spent(self.cpu + other.cpu, self.wall + other.wall)
+
+
+def start_clocks(device: torch.device) -> Callable[[], Spent]:
+    """Start the clocks, and return a function that returns the time since, once the device has done what was asked of it."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    if not is_accelerator(device):
+        return lambda: Spent(time.process_time() - cpu, time.perf_counter() - wall)
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    first.record()
+
+    def stop() -> Spent:
+        last.record()
+        last.synchronize()
+        return Spent(first.elapsed_time(last) / 1000, time.perf_counter() - wall)
+
+    return stop
 
 
 class Ours:
@@ -95,15 +104,15 @@ class Ours:
 
         @contextmanager
         def counted(seconds: dict[str, float], phase: str) -> Iterator[None]:
-            start = Spent.now()
+            stop = start_clocks(self.parts.world.device)
             yield
-            spent[phase] = Spent.now().since(start).plus(spent.get(phase, Spent(0.0, 0.0)))
+            spent[phase] = stop().plus(spent.get(phase, Spent(0.0, 0.0)))
             seconds[phase] = spent[phase].wall
 
         with patch.object(metrics, "timed", counted):
-            start = Spent.now()
+            stop = start_clocks(self.parts.world.device)
             self.parts.update()
-            return {"rollout": spent["rollout"], "update": spent["update"], "whole": Spent.now().since(start)}
+            return {"rollout": spent["rollout"], "update": spent["update"], "whole": stop()}
 
     @property
     def pairs(self) -> int:
@@ -121,25 +130,30 @@ class Ours:
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
-        cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
-        levels, rows = self.schedule.levels, []
+        cond, rows = self._encoded(), []
+        levels, timesteps = (table.to(x.device) for table in (self.schedule.levels, self.schedule.timesteps))
         with self.parts.engine.inference() as module:
             for place, step in enumerate(self.work.recorded):
-                level, level_next, timestep = (
-                    value.expand(len(x)) for value in (levels[step], levels[step + 1], self.schedule.timesteps[step])
-                )
+                of_step = levels[step], levels[step + 1], timesteps[step]
+                level, level_next, timestep = (value.expand(len(x)) for value in of_step)
                 v = guided_velocity(self.parts.job.model, module, x[:, place], level, cond, timestep=timestep)
                 rows.append(step_log_prob(self.sampler(level, level_next), x[:, place], v, x_next[:, place])[0])
         return torch.stack(rows, dim=1)
 
+    def _encoded(self) -> Any:
+        """Return the conditioning of the prompts and of the negative one."""
+        cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
+        return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
+
     def items(self, stored: Stored) -> learner.Work:
         """Return a stored rollout as the learner takes it."""
-        steps = torch.tensor(self.work.recorded).expand(len(stored.x), -1)
+        device = self.work.device
+        steps = torch.tensor(self.work.recorded, device=device).expand(len(stored.x), -1)
         trajectory = Trajectory(stored.x, stored.x_next, steps, stored.log_prob, None, stored.x_next[:, -1], None)
-        levels = self.schedule.levels
+        levels, ones = self.schedule.levels.to(device), torch.ones(self.work.samples, device=device)
         transitions = self.sampler(levels[:-1], levels[1:])
-        flat = recorded_steps(trajectory, self.schedule, transitions, stored.advantage, torch.ones(self.work.samples))
-        cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
+        flat = recorded_steps(trajectory, self.schedule, transitions, stored.advantage, ones)
+        cond = self._encoded()
         batch = self.work.ranks * self.work.samples
         computed = torch.ones(batch, len(self.work.recorded))
         share = Share(self.work.ids.start, self.work.samples, batch)

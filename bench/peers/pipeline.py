@@ -20,12 +20,12 @@ VAE_SCALE = 8
 class FreeVae(nn.Module):
     """A VAE that costs nothing: decoding is not part of the work."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.config = SimpleNamespace(
             block_out_channels=(1,) * 4, scaling_factor=1.0, shift_factor=0.0, latent_channels=1, in_channels=1
         )
-        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.dtype, self.device = torch.float32, device
 
     def decode(self, latents: Tensor, return_dict: bool = True) -> tuple[Tensor]:
         """Return the latents."""
@@ -38,9 +38,9 @@ def build_pipeline(work: Work) -> Any:
     from diffusers import StableDiffusion3Pipeline
 
     pipeline = StableDiffusion3Pipeline(
-        transformer=work.model.build(),
+        transformer=work.model.build().to(work.device),
         scheduler=work.scheduler(),
-        vae=FreeVae(),
+        vae=FreeVae(work.device),
         text_encoder=None,
         tokenizer=None,
         text_encoder_2=None,
@@ -87,6 +87,10 @@ class Peer(ABC):
         """Return a rollout from noise that the project draws; not called if `Project.samples` is False."""
         raise NotImplementedError
 
+    def set_micro_batch(self, samples: int) -> None:
+        """Set the samples of a step per forward pass of the update; not called if `Project.micro_batches` is False."""
+        raise NotImplementedError
+
     @abstractmethod
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
@@ -113,16 +117,16 @@ class Passes:
         if peft:
             self.module: Any = build_pipeline(work).transformer
         else:
-            self.module = work.model.build()
+            self.module = work.model.build().to(work.device)
             add_lora(self.module, work.lora, ())
             work.fill(dict(adapter_parameters(self.module, "default")))
-        self.timestep = work.scheduler().timesteps[0]
+        self.timestep = work.scheduler().timesteps[0].to(work.device)
         self.halves = [torch.cat(halves) for halves in zip(work.cond, work.uncond, strict=True)]
 
     def predict(self, pairs: int) -> Tensor:
         """Return the prediction of a pass over `pairs` (sample, step) pairs, which are as many samples twice."""
         tokens, pooled = (half.repeat(-(-pairs // self.work.samples), *[1] * (half.ndim - 1)) for half in self.halves)
-        x = torch.ones(2 * pairs, *self.work.size.event)
+        x = torch.ones(2 * pairs, *self.work.size.event, device=self.work.device)
         made: Tensor = self.module(
             hidden_states=x,
             encoder_hidden_states=tokens[: len(x)],

@@ -6,6 +6,7 @@ FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Fact
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,14 +24,14 @@ NAMES = {
     "verl_omni_default": "verl-omni, default",
 }
 Key = tuple[str, str, int, int]  # peer, size, ranks, window
-Rows = dict[tuple[str, int], PeerRow]  # by phase and pairs per pass
+Rows = dict[tuple[str, int, int], PeerRow]  # by phase and pairs per pass, of fluvial and of the project
 
 
 def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequence[PeerRow]:
     """Measure every project whose clone is there, append to peers.csv and print a table.
 
     Raises:
-        UsageError: there is no clone, or a GPU, whose time CPU time does not hold.
+        UsageError: there is no clone, or none of a project that runs on this machine's accelerator.
         RunError: two sides disagree, or processes failed.
     """
     path = config.out / "peers.csv"
@@ -38,8 +39,6 @@ def run(config: PeersConfig, projects: Mapping[str, Project] = PROJECTS) -> Sequ
     if config.table:
         print(markdown(before))
         return []
-    if torch.cuda.is_available():
-        raise UsageError("peers: CPU time says nothing of work on a GPU: hide it with CUDA_VISIBLE_DEVICES=")
     chosen = cases(config, projects)
     if config.skip_done:
         chosen = [case for case in chosen if not is_done(case, config, projects, before)]
@@ -60,9 +59,11 @@ def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Case]:
     Raises:
         UsageError: there is no clone.
     """
-    there = []
+    there, on_host = [], not torch.accelerator.is_available()
     for name in config.peers:
-        if name == TRANSFORMER or (config.clones / projects[name].folder).is_dir():
+        if name != TRANSFORMER and not (on_host or projects[name].accelerators):
+            print(f"{name}: skipped, it runs on the CPU alone here: hide the accelerator with CUDA_VISIBLE_DEVICES=")
+        elif name == TRANSFORMER or (config.clones / projects[name].folder).is_dir():
             there.append(name)
         else:
             print(f"{name}: skipped, {config.clones / projects[name].folder} is not a folder")
@@ -90,8 +91,7 @@ def is_done(case: Case, config: PeersConfig, projects: Mapping[str, Project], ro
         and (row.commit, row.fluvial, row.samples, row.steps) == (commit, clone.commit(ROOT), config.samples, config.steps)
         and row.runs >= config.runs
     ]
-    pairs = case.pairs(config) or ((config.samples,) if alone else ())
-    expected = {("update", number) for number in pairs}
+    expected = {("update", number) for number in case.pairs(config)}
     if alone or projects[case.peer].samples:
         expected.add(("rollout", config.samples))
     phases = () if alone else ("update", "whole") if projects[case.peer].samples else ("update",)
@@ -129,7 +129,7 @@ def markdown(rows: Sequence[PeerRow]) -> str:
     newest = [row for row in rows if row.fluvial == rows[-1].fluvial]
     by_case: dict[Key, Rows] = {}
     for row in newest:
-        by_case.setdefault((row.peer, row.size, row.ranks, row.window), {})[row.what, row.pairs] = row
+        by_case.setdefault((row.peer, row.size, row.ranks, row.window), {})[row.what, row.pairs, row.peer_pairs] = row
     order = sorted((key for key in by_case if key[0] != TRANSFORMER), key=_place)
     cases = [(key, by_case[key], by_case.get((TRANSFORMER, key[1], 1, key[3]), {})) for key in order]
     if not cases:
@@ -164,25 +164,40 @@ def _head(key: Key, found: Rows) -> dict[str, str]:
     }
 
 
-def _phases(found: Rows) -> tuple[PeerRow | None, PeerRow | None, PeerRow | None]:
-    """Return the rows of the rollout, of the update with as many pairs per pass, and of the fastest one with more."""
-    rollout = next((row for (what, _), row in found.items() if what == "rollout"), None)
-    updates = [row for (what, _), row in found.items() if what == "update"]
-    equal = next((row for row in updates if row.pairs == row.peer_pairs), None)
-    larger = [row for row in updates if row.pairs > row.peer_pairs]
-    return rollout, equal, min(larger, key=lambda row: row.p50, default=None)
+class _Phases(NamedTuple):
+    """The rows of a case that its tables show."""
+
+    rollout: PeerRow | None
+    equal: PeerRow | None  # update with as many pairs per pass on both sides
+    default: PeerRow | None  # update with what each side takes by default
+    best: PeerRow | None  # update with the pairs per pass that each side is fastest with
+
+    @classmethod
+    def of(cls, found: Rows) -> "_Phases":
+        """Return the rows of a case, which lie in the order in which they were measured."""
+        rollout = next((row for (what, *_), row in found.items() if what == "rollout"), None)
+        updates = [row for (what, *_), row in found.items() if what == "update"]
+        equal = next((row for row in updates if row.pairs == row.peer_pairs == row.samples), None)
+        # A row beside another number of the project's than its default is there if it is faster with that.
+        best = [row for row in updates if row.peer_pairs != row.samples] or updates
+        return cls(rollout, equal, next(iter(updates), None), min(best, key=lambda row: row.p50, default=None))
 
 
 def _ratios(found: Rows) -> dict[str, str]:
-    rollout, equal, larger = _phases(found)
-    whole = next((row for (what, _), row in found.items() if what == "whole"), None)
+    phases = _Phases.of(found)
+    whole = next((row for (what, *_), row in found.items() if what == "whole"), None)
     return {
-        "rollout": _ratio(rollout),
-        "update, as many pairs per pass": _ratio(equal),
-        "update, larger passes": "-" if larger is None else f"{larger.pairs}: {_ratio(larger)}",
-        "whole": _ratio(whole),
+        "rollout": _ratio(phases.rollout),
+        "update, equal pairs per pass": _ratio(phases.equal),
+        "update, defaults": _with_pairs(phases.default),
+        "update, each side's best pairs per pass": _with_pairs(phases.best),
+        "whole, defaults": _ratio(whole),
         "whole, wall time": "-" if whole is None else f"{whole.wall_p50:.2f}",
     }
+
+
+def _with_pairs(row: PeerRow | None) -> str:
+    return "-" if row is None else f"{row.pairs} and {row.peer_pairs}: {_ratio(row)}"
 
 
 def _ratio(row: PeerRow | None) -> str:
@@ -197,7 +212,7 @@ def _shares(found: Rows, alone: Rows) -> dict[str, str]:
     round and the rests are used, because the speed of a machine drifts between cases.
     """
     cells = dict[str, str]()
-    for phase, row, bare in zip(("rollout", "update"), _phases(found), _phases(alone), strict=False):
+    for phase, row, bare in zip(("rollout", "update"), _Phases.of(found), _Phases.of(alone), strict=False):
         share, least, rests = "-", "-", "-"
         if row is not None and bare is not None:
             passes = 1 - row.peer_rest_seconds / row.peer_seconds
@@ -208,7 +223,8 @@ def _shares(found: Rows, alone: Rows) -> dict[str, str]:
 
 
 def _memory(found: Rows) -> dict[str, str]:
-    rows = dict(zip(("peak, rollout", "peak, update", "peak, larger passes"), _phases(found), strict=True))
+    names = "peak, rollout", "peak, update, equal pairs", "peak, update, defaults", "peak, update, each side's best"
+    rows = dict(zip(names, _Phases.of(found), strict=True))
     held = next(iter(found.values()))
     return {
         "held": _megabytes(held.held_bytes, held.peer_held_bytes),

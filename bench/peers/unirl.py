@@ -77,6 +77,10 @@ class UniRL(Peer):
             fsdp_backend=holder, algorithm=algorithm, micro_batch_size=work.samples, max_grad_norm=work.max_grad_norm
         )
 
+    def set_micro_batch(self, samples: int) -> None:
+        """Set the size of its micro-batches."""
+        self.stack.micro_batch_size = samples
+
     def _segment(self, x: Tensor, x_next: Tensor, log_prob: Tensor | None) -> Any:
         steps = self.work.recorded
         return self.latent.make_image_segment(

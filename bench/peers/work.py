@@ -21,6 +21,8 @@ from fluvial.models.pipelines.sd3 import SD3
 
 Halves = Literal["both", "conditional"]  # of guidance: those that the gradient flows through
 
+CPU = torch.device("cpu")
+
 # Streams of the drawn inputs, folded into `ROOT`.
 ROOT = key(13)
 TOKENS, POOLED, LORA, ADVANTAGE, SHIFT = range(5)
@@ -92,6 +94,7 @@ class Work:
         window: the steps that are stochastic, recorded and trained on; the others are the ODE's. None is all of them.
         rank, ranks: index of this process, and their number; each rank has samples of its own.
         gradient: halves of guidance that the gradient flows through, as the project has it.
+        device: device of both sides.
         scale: guidance scale.
         eta: scale of Flow-SDE's noise.
         clip: half-width of the ratio's range.
@@ -107,6 +110,7 @@ class Work:
     rank: int = 0
     ranks: int = 1
     gradient: Halves = "both"
+    device: torch.device = CPU
     scale: float = 4.5
     eta: float = 0.7
     clip: float = 1e-3
@@ -137,21 +141,25 @@ class Work:
     @property
     def cond(self) -> CodeCond:
         """Embeddings of the prompts."""
-        return self.model.encode(self.prompts)
+        return self._on_device(self.model.encode(self.prompts))
 
     @property
     def uncond(self) -> CodeCond:
         """Embeddings of the negative prompt, one row per sample."""
-        return self.model.encode([""] * self.samples)
+        return self._on_device(self.model.encode([""] * self.samples))
 
     @property
     def advantage(self) -> Tensor:
         """An advantage per sample of this rank, `[B]`."""
-        return normal(fold_in(ROOT, ADVANTAGE), (self.ranks * self.samples,))[self.ids.start : self.ids.stop]
+        drawn = normal(fold_in(ROOT, ADVANTAGE), (self.ranks * self.samples,))
+        return drawn[self.ids.start : self.ids.stop].to(self.device)
 
     def old_log_prob(self, log_prob: Tensor) -> Tensor:
         """Return log-probabilities moved by about the clip range, so that some ratios are clipped and others are not."""
-        return log_prob + 2 * self.clip * normal(fold_in(ROOT, SHIFT), tuple(log_prob.shape))
+        return log_prob + 2 * self.clip * normal(fold_in(ROOT, SHIFT), tuple(log_prob.shape), device=log_prob.device)
+
+    def _on_device(self, cond: CodeCond) -> CodeCond:
+        return CodeCond(*(tensor.to(self.device) for tensor in cond))
 
     @torch.no_grad()
     def fill(self, adapter: Mapping[str, Tensor]) -> None:

@@ -3,12 +3,15 @@
 import csv
 import gc
 import importlib
+import itertools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,7 @@ from fluvial.bench.peers.measure import Agreement, agreed, check_agreement, live
 from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, adapter_of
 from fluvial.bench.peers.report import cases, is_done, run
-from fluvial.bench.peers.work import Sampled, Stored, Work
+from fluvial.bench.peers.work import CPU, Sampled, Stored, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.engines.errors import RunError, UsageError
 
@@ -42,15 +45,16 @@ class StandIn(Peer):
 
     def __init__(self, folder: Path, work: Work, *, scale: float = 1.0, slope: float = 1.0) -> None:
         super().__init__(work)
-        self.scale, self.slope = scale * work.scale, slope
+        self.scale, self.slope, self.per_pass = scale * work.scale, slope, work.samples
         scheduler = work.scheduler()
         self.sigmas, self.timesteps = scheduler.sigmas, scheduler.timesteps
-        self.inputs = [torch.cat(halves) for halves in zip(work.uncond, work.cond, strict=True)]
+        self.inputs = [torch.stack(halves) for halves in zip(work.uncond, work.cond, strict=True)]
 
     def mean_std(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the mean and the std of a step, as arXiv 2505.05470 has them."""
         timestep = self.timesteps[step].expand(2 * len(x))
-        v = self.module(torch.cat([x, x]), self.inputs[0], self.inputs[1], timestep, return_dict=False)[0]
+        inputs = (table[:, : len(x)].flatten(0, 1) for table in self.inputs)  # the same for every sample of a group
+        v = self.module(torch.cat([x, x]), *inputs, timestep, return_dict=False)[0]
         v_uncond, v = v.chunk(2)
         v = v_uncond + self.scale * (v - v_uncond)
         sigma, after = self.sigmas[step], self.sigmas[step + 1]
@@ -80,14 +84,20 @@ class StandIn(Peer):
         """Return the log-probabilities of given steps."""
         return torch.stack([self.scored(x[:, j], x_next[:, j], step) for j, step in enumerate(self.work.recorded)], 1)
 
+    def set_micro_batch(self, samples: int) -> None:
+        """Set the samples per pass."""
+        self.per_pass = samples
+
     def update(self, stored: Stored) -> float:
         """Take one step of AdamW."""
         total = 0.0
-        for place, step in enumerate(self.work.recorded):
-            log_prob = self.scored(stored.x[:, place], stored.x_next[:, place], step)
-            ratio = (log_prob - stored.log_prob[:, place]).exp()
+        parts = zip(*(tensor.split(self.per_pass) for tensor in stored), strict=True)
+        for part, (place, step) in itertools.product(map(Stored._make, parts), enumerate(self.work.recorded)):
+            log_prob = self.scored(part.x[:, place], part.x_next[:, place], step)
+            ratio = (log_prob - part.log_prob[:, place]).exp()
             held = ratio.clamp(1 - self.work.clip, 1 + self.work.clip)
-            loss = torch.maximum(-stored.advantage * ratio, -stored.advantage * held).mean() / len(self.work.recorded)
+            losses = torch.maximum(-part.advantage * ratio, -part.advantage * held)
+            loss = losses.sum() / stored.log_prob.numel()
             loss.backward()
             total += float(loss.detach())
         first = next(iter(adapter_of(self.module).values()))
@@ -129,7 +139,7 @@ def a_row(**changes: Any) -> PeerRow:
     row = measure.row(
         measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
         "update",
-        8,
+        (8, 8),
         ([Spent(cpu, 3 * cpu) for cpu in (1.0, 2.0, 6.0)], [Spent(cpu, cpu) for cpu in (2.0, 1.0, 2.0)]),
         (5_000_000, 6_000_000),
         ([Spent(0.04, 1.0), Spent(0.03, 1.0)], [Spent(0.02, 1.0), Spent(0.05, 1.0)]),
@@ -159,16 +169,17 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     rows = run(asked, projects(tmp_path))
     told = capsys.readouterr().out
     assert f"flow_factory: skipped, {tmp_path / 'clones' / 'absent'} is not a folder" in " ".join(told.split("\n"))
-    phases = "rollout", "update", "whole", "update"  # the last one with the number of pairs that was asked for
-    assert [(row.peer, row.window, row.what) for row in rows] == [
-        ("flow_grpo", window, what) for window in (0, 1) for what in phases
-    ]
-    assert {row.peer_pairs for row in rows} == {2}
-    assert [row.pairs for row in [*rows[0::4], *rows[3::4]]] == [2] * 4
-    assert {row.pairs for row in rows[1:3]} in ({2}, {4})  # chosen
+    assert {row.peer for row in rows} == {"flow_grpo"}
+    for window in (0, 1):
+        of_window = [(row.what, row.pairs, row.peer_pairs) for row in rows if row.window == window]
+        chosen = of_window[1][1]
+        assert chosen in (2, 4)
+        assert of_window[:3] == [("rollout", 2, 2), ("update", chosen, 2), ("whole", chosen, 2)]
+        assert ("update", 2, 2) in of_window  # equal pairs per pass
+        assert len(of_window) == len(set(of_window))
     path = tmp_path / "out" / "peers.csv"
     written = list(csv.DictReader(path.read_text().splitlines()))
-    assert len(written) == 8
+    assert len(written) == len(rows) >= 6
     assert list(written[0]) == [field.name for field in fields(PeerRow)]
     for row, text in zip(rows, written, strict=True):
         assert row.runs == 1
@@ -191,7 +202,7 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     assert rows == harness.read(path, PeerRow)
     assert run(replace(asked, skip_done=True), projects(tmp_path)) == []
     offline = run(replace(asked, peers=("unirl",), windows=(1,), skip_done=True), projects(tmp_path))
-    assert [(row.peer, row.what, row.pairs) for row in offline] == [("unirl", "update", 2)] * 2
+    assert {(row.peer, row.what, row.pairs) for row in offline} == {("unirl", "update", 2)}
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -246,7 +257,7 @@ def test_the_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(ours.time, "perf_counter", lambda: 0.0)
-    found = time_in_turn(3, [timed(update=partial(calls.append, name)) for name in "abc"])
+    found = time_in_turn(3, [timed(CPU, update=partial(calls.append, name)) for name in "abc"])
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
     assert found == [{"update": [Spent(1.0, 0.0)] * 3}] * 3
 
@@ -256,11 +267,62 @@ def test_the_whole_is_the_sum_of_its_phases(monkeypatch: pytest.MonkeyPatch) -> 
     clock, walls = iter(range(100)), iter(range(0, 1000, 10))
     monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(ours.time, "perf_counter", lambda: float(next(walls)))
-    assert timed(rollout=list, update=list)() == {
+    assert timed(CPU, rollout=list, update=list)() == {
         "rollout": Spent(1.0, 10.0),
         "update": Spent(1.0, 10.0),
         "whole": Spent(2.0, 20.0),
     }
+
+
+def test_rows_of_equal_pairs_of_defaults_and_of_each_sides_best() -> None:
+    """The default is what each side takes; the best, the fastest of what was timed, may be another number on both sides."""
+
+    def side(**seconds: float) -> measure.Side:
+        return lambda: {what: Spent(each, each) for what, each in seconds.items()}
+
+    own = {None: side(rollout=1.0, update=5.0, whole=6.0), 8: side(update=8.0), 40: side(update=3.0)}
+    others = {8: side(rollout=2.0, update=10.0, whole=12.0), 2: side(update=9.0), 4: side(update=6.0)}
+    world: Any = SimpleNamespace(size=1, gather=lambda table: table, gather_items=lambda item: [item])
+    peaks: Any = defaultdict(int)
+    common = measure.common_columns(Case("flow_grpo", "small", 1, 0), "abc", Agreement(0, 0, 0), (0, 0), PeersConfig())
+    for project, expected in (
+        (others, [("update", 40, 4, 0.5)]),
+        ({8: others[8]}, []),  # its default is its best
+    ):
+        found = measure._Found(own, project, peaks, peaks, 80)
+        rows = list(measure._rows(found, common, PeersConfig(runs=2), world))
+        assert [(row.what, row.pairs, row.peer_pairs, row.p50) for row in rows] == [
+            ("rollout", 8, 8, 0.5), ("update", 80, 8, 0.5), ("whole", 80, 8, 0.5),
+            ("update", 8, 8, 0.8), ("update", 40, 8, 0.3), *expected,
+        ]  # fmt: skip
+        phases = report._Phases.of({(row.what, row.pairs, row.peer_pairs): row for row in rows})
+        assert phases == (rows[0], rows[3], rows[1], rows[5 if expected else 4])
+
+
+def test_an_accelerator_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In milliseconds of the device's stream, once it has done what was asked of it."""
+    clock = itertools.count(0.0, 250.0)
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert enable_timing
+            assert device.type == "cuda"
+            self.at, self.waited = math.nan, False
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, last: "Event") -> float:
+            assert last.waited
+            return last.at - self.at
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(ours.time, "perf_counter", lambda: 0.0)
+    found = timed(torch.device("cuda"), rollout=list, update=list)()
+    assert found == {"rollout": Spent(0.25, 0.0), "update": Spent(0.25, 0.0), "whole": Spent(0.5, 0.0)}
 
 
 def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
@@ -320,8 +382,9 @@ def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
 def test_cases_are_those_that_run() -> None:
     """Several processes only for projects that run on several; no more pairs per pass than there are."""
     some = PeersConfig(Path("none"), ("flow_grpo", "unirl", "transformer"), ("small",), windows=(0, 3), ranks=(1, 2))
-    assert some.pairs == ()
-    some = replace(some, pairs=(8, 40))
+    assert Case("unirl", "small", 1, 3).pairs(some) == (8, 24)
+    assert Case("unirl", "small", 1, 0).pairs(some) == (8, 16, 40, 80)
+    some = replace(some, pairs=(40,))
     table = {"flow_grpo": Project(".", StandIn, ranks=True), "unirl": Project(".", StandIn)}
     found = cases(replace(some, clones=Path()), table)
     assert [case for case in found if case.ranks == 2] == [("flow_grpo", "small", 2, 0), ("flow_grpo", "small", 2, 3)]
@@ -371,11 +434,12 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     told = capsys.readouterr().out
     assert told.strip() == report.markdown(rows)
     cell = "0.90 (0.80 to 1.00)"
-    assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | 40: 0.50 (0.40 to 0.60) | {cell} | 6.00 |" in told
-    assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | - | - | - |" in told
+    own = f"8 and 8: {cell} | 40 and 8: 0.50 (0.40 to 0.60)"
+    assert f"| Flow-GRPO | small | 1 | 10 of 10 | {cell} | {cell} | {own} | {cell} | 6.00 |" in told
+    assert f"| Flow-GRPO | small | 2 | 3 of 10 | - | {cell} | 8 and 8: {cell} | 8 and 8: {cell} | - | - |" in told
     rest = "30, 20 of"
     assert f"| Flow-GRPO | small | 1 | 10 of 10 | 0.98 | 1.47 | {rest} 1000 ms | 0.99 | 0.49 | {rest} 2000 ms |" in told
-    assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
+    assert "| 8.0 MB, 9.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB | 5.0 MB, 6.0 MB |" in told
     assert "Flow-GRPO at `abc`" in told
     assert "medians of 3 rounds" in told
     assert report.markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
