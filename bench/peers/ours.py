@@ -52,7 +52,7 @@ def start_clocks(device: torch.device) -> Callable[[], Spent]:
     wall, cpu = time.perf_counter(), time.process_time()
     if not is_accelerator(device):
         return lambda: Spent(time.process_time() - cpu, time.perf_counter() - wall)
-    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
 
     def stop() -> Spent:
