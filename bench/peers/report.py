@@ -8,13 +8,12 @@ FOLDER holds the clones by the names of their repositories: flow_grpo, Flow-Fact
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from fluvial.bench import harness
 from fluvial.bench.peers import clone
 from fluvial.bench.peers.config import KNOWN, PROJECTS, TRANSFORMER, Case, PeerRow, PeersConfig, Project
 from fluvial.bench.peers.measure import ROOT, measure_cases
 from fluvial.engines.errors import UsageError
+from fluvial.models.device import default_device, is_accelerator
 
 NAMES = {
     "flow_grpo": "Flow-GRPO",
@@ -59,7 +58,7 @@ def cases(config: PeersConfig, projects: Mapping[str, Project]) -> list[Case]:
     Raises:
         UsageError: there is no clone.
     """
-    there, on_host = [], not torch.accelerator.is_available()
+    there, on_host = [], not is_accelerator(default_device())
     for name in config.peers:
         if name != TRANSFORMER and not (on_host or projects[name].accelerators):
             print(f"{name}: skipped, it runs on the CPU alone here: hide the accelerator with CUDA_VISIBLE_DEVICES=")
