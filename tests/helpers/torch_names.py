@@ -28,9 +28,9 @@ def find_used() -> dict[str, set[str]]:
                 used.setdefault(name, set())
             for node in ast.walk(tree):
                 keywords = {word.arg for word in node.keywords if word.arg} if isinstance(node, ast.Call) else set()
-                name = _full_name(node.func if isinstance(node, ast.Call) else node, imported)
-                if name is not None:
-                    used.setdefault(name, set()).update(keywords)
+                full = _full_name(node.func if isinstance(node, ast.Call) else node, imported)
+                if full is not None:
+                    used.setdefault(full, set()).update(keywords)
     return used
 
 
