@@ -1,1 +1,1 @@
-"""What a GPU that is available for a short time should settle."""
+"""Questions that a GPU settles in a short visit."""

@@ -65,7 +65,7 @@ def _take(path: Path, me: dict[str, Any], say: Callable[[str], None]) -> None:
     """Make `me` the holder that the file names; UsageError if it names a living process."""
     while True:
         try:
-            with path.open("x") as file:
+            with path.open("x", encoding="utf-8") as file:
                 json.dump(me, file)
             return
         except FileExistsError:
@@ -81,7 +81,7 @@ def _take(path: Path, me: dict[str, Any], say: Callable[[str], None]) -> None:
         try:
             if _read(path) == known:
                 draft = path.with_name(f"{path.name}-{me['pid']}")
-                draft.write_text(json.dumps(me))
+                draft.write_text(json.dumps(me), encoding="utf-8")
                 draft.replace(path)
         finally:
             successor.unlink()
@@ -103,7 +103,7 @@ def _is_alive(path: Path, known: tuple[Any, int], say: Callable[[str], None]) ->
 def _read(path: Path) -> tuple[Any, int]:
     """Return the holder that a lock names, None if it is not written yet, and the time of its last change."""
     try:
-        with path.open() as file:  # opening it makes a network file system ask its server
+        with path.open(encoding="utf-8") as file:  # opening it makes a network file system ask its server
             text, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return GONE
@@ -119,7 +119,7 @@ def _this_process() -> dict[str, Any]:
     """Return this process as a lock names it; in a container, process ids are those of its namespace."""
     machine = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "started": _started(os.getpid())}
 
@@ -127,7 +127,7 @@ def _this_process() -> dict[str, Any]:
 def _started(pid: int) -> str | None:
     """Return when a process of this machine started, in ticks since the boot, or None if it does not run."""
     with suppress(OSError):
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *others = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return None if state in "ZX" else others[18]  # field 22 of proc(5)
     if not Path("/proc/self/stat").exists():
         with suppress(ProcessLookupError):  # a system without /proc

@@ -57,7 +57,7 @@ def base_model(name: str) -> str:
         return name
     try:
         record = json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))
-        return Finder(Path(record["out"]), Path(name)).model(str(record["model"]))
+        return Finder(Path(record.get("out", name)), Path(name)).model(str(record["model"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
 

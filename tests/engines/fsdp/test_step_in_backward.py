@@ -31,7 +31,9 @@ def one() -> Iterator[World]:
 def engine(one: World, name: Any = "adamw", *, seed: int = 0, grad_sync: Any = "step", **sharding: Any) -> Engine:
     """Return an engine over a fresh net, which clips no gradient."""
     config = OptimizerConfig(name=name, lr=0.01, ema_decay=0.9, schedule="cosine", warmup=2, max_grad_norm=1e9)
-    return Engine(Wide(seed), config=config, world=one, updates=8, sharding=EngineConfig(grad_sync=grad_sync, **sharding))
+    module, sharded = Wide(seed), EngineConfig(grad_sync=grad_sync, **sharding)
+    blocks = [module.first] if "checkpointing" in sharding else []
+    return Engine(module, blocks, config, one, updates=8, sharding=sharded)
 
 
 def steps(trained: Engine, count: int) -> list[tuple[float, float]]:

@@ -55,6 +55,7 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
         "train": "lora",
         "lora": LORA,
         "micro_batch": 2,
+        "rewards": ("jpeg",),
         "keep_checkpoints": 5,
         "rollout": RolloutConfig(prompts=2, group=2, steps=3),
         "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),

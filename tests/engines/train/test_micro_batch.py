@@ -277,7 +277,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any
 
 
 def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: Trainer\.settle chooses one"):
+    with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: a Trainer's config has the"):
         _ = tiny.config(tmp_path, micro_batch="auto").samples_per_pass
 
 

@@ -226,7 +226,9 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
     assert (found.size, found.frames) == (asked.size, asked.frames)
     if name == "sd3":
         rollout = RolloutConfig(prompts=2, group=2, steps=3)
-        config = TrainConfig(tmp_path / "run", model=str(folder / name), updates=1, micro_batch=2, rollout=rollout)
+        config = TrainConfig(
+            tmp_path / "run", model=str(folder / name), updates=1, micro_batch=2, rollout=rollout, rewards=("jpeg",)
+        )
         with Trainer(config, job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width
         several = replace(asked, sizes=("32x16", "16x16"), height=512, width=512)

@@ -165,6 +165,8 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
         ode = RolloutConfig(steps=config.rollout.steps, sampler=Ode())
         config = replace(config, objective=replace(config.objective, preferences=None), rollout=ode)
     rollout = replace(config.rollout, steps=MOST_STEPS.get(project_of(run), config.rollout.steps))
+    negative = rollout.guidance.negative.strip()  # prompts are digits here
+    rollout = replace(rollout, guidance=replace(rollout.guidance, negative=negative))
     if rollout.window.kind == "branches":  # 2 branches of each of 2 steps
         rollout = replace(rollout, window=Branches(1, 2, high=2), group=SIZE)
     return replace(

@@ -44,7 +44,10 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     assert "connection refused" in (tmp_path / "run" / "warnings.txt").read_text()
     calls["rollout"], broken = 0, {4, 5, 6, 7}
     config = replace(config, resume=True, updates=6)
-    with pytest.raises(RunError, match=r"connection refused.*; 2 of the 2 groups of the rollout .*above max_invalid 0.5$"):
+    with pytest.raises(
+        RunError,
+        match=r"connection refused.*; 2 of the 2 groups of the rollout .*above max_invalid 0.5\nin the phase reward$",
+    ):
         train(config, tiny.job(rewards={"it": away}))
     calls["rollout"] = 100
     assert train(config, tiny.job(rewards={"it": away}))["updates"] == 6
