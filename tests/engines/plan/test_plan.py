@@ -7,6 +7,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import tiny_conditioned
 import tiny_pipelines
@@ -80,6 +81,28 @@ def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, 
     for row in compare(build_case("handwriting", config, one)):
         assert row.agrees, row
         assert row.measured > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("flux.1-dev", {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 1}),
+        ("qwen-image", {"num_layers": 1, "num_attention_heads": 1, "joint_attention_dim": 3584}),
+    ],
+)
+def test_a_published_network_can_be_compared(
+    one: World, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+) -> None:
+    """Inputs that samples share, or that are lists, too; frozen weights are in the compute dtype, adapters in float32."""
+    folder = next(path for path in CONFIGURATIONS.iterdir() if path.name.lower() == name)
+    values = {**read_settings(folder / "transformer" / "config.json"), **settings}
+    network = getattr(diffusers, values["_class_name"])
+    monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda: network.from_config(values)))
+    engine = EngineConfig(compute="bfloat16")
+    case = build_case(name, PlanConfig(micro_batch=2, micro_batches=2, resolution=64, engine=engine), one)
+    assert torch.get_default_dtype() == torch.float32
+    rows = compare(case)
+    assert [row for row in rows if not row.agrees and row.kind != "allocated at the peak"] == []
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from marks import long
 from rich.console import Console
 from torch.distributed import distributed_c10d
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fluvial.engines.checkpoint import checkpoint
 from fluvial.engines.checkpoint.storage import PROBE, Draft, RemoteStore
@@ -240,6 +241,15 @@ def test_a_failure_on_a_gpu_waits_for_no_other_rank(
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("end"))
     leave(torch.device(device), failed=failed)
     assert calls == [left]
+
+
+def test_cudnns_attention_is_left_out_unless_it_is_asked_for() -> None:
+    """Its backward pass fails in blocks of FLUX; other programs of the process keep it."""
+    with init_world():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # as diffusers' backend _native_cudnn does
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_the_stores_and_nccls_words_count_too() -> None:
