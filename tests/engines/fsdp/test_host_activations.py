@@ -129,7 +129,12 @@ def test_inputs_by_keyword_go_to_the_host(name: str, monkeypatch: pytest.MonkeyP
     for block in blocks:
         block.register_forward_pre_hook(note, with_kwargs=True)
     checkpoint_blocks(blocks, EngineConfig(checkpointing="host"))
-    monkeypatch.setattr(host_activations, "_packed", lambda tensor: packed.append(tensor.data_ptr()) or pack(tensor))  # type: ignore[func-returns-value]
+
+    def count(tensor: Tensor) -> Any:
+        packed.extend([tensor.data_ptr()] if tensor.numel() else [])  # torch 2.11 keeps an empty one of its own per block
+        return pack(tensor)
+
+    monkeypatch.setattr(host_activations, "_packed", count)
     out = call()
     assert packed == given
     assert len(given) >= len(blocks)
