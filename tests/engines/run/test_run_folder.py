@@ -146,7 +146,7 @@ def hold(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Path) -> None:
     """Also where its process id is that of another process now."""
-    for dead in ({}, {"pid": os.getppid()}):
+    for dead in ({}, {"pid": os.getppid(), "started": "1"}):
         hold(tmp_path, **dead)
         FolderLock(tmp_path).release()
         assert [*tmp_path.iterdir()] == []
