@@ -60,14 +60,14 @@ def test_a_call_in_other_processes_returns_fails_or_is_stopped() -> None:
 def test_a_process_that_is_stopped_takes_its_children_along(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And says where it was."""
     os.mkfifo(path := tmp_path / "fifo")
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    os.set_blocking(reader, True)
+    pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(pipe, True)
     script = f"import time; file = open({str(path)!r}, 'w'); time.sleep(600); file.write('alive')"
     with pytest.raises(RunError, match="stopped after 10 s"):
         harness.in_processes(subprocess.call, [sys.executable, "-c", script], limit=10)
     assert "subprocess.py" in capfd.readouterr().err
-    assert os.read(reader, 5) == b""
-    os.close(reader)
+    assert os.read(pipe, 5) == b""
+    os.close(pipe)
 
 
 def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
