@@ -38,13 +38,13 @@ def read_image(file: Path | bytes, *, formats: Collection[str] | None = None) ->
         ValueError: it cannot be read as an image, or does not say which number is white (integers of 32 bits, real numbers
             outside [0, 1]); the message names the file.
     """
-    with opened(file, formats=formats) as image:
+    with open_image(file, formats=formats) as image:
         return as_seen(image)
 
 
 def image_size(file: Path | bytes) -> tuple[int, int]:
     """Return (height, width) of an image file as it is seen; for the error see `read_image`."""
-    with opened(file) as image:
+    with open_image(file) as image:
         on_side = image.getexif().get(ExifTags.Base.Orientation, 1) >= ON_SIDE
         # PIL swaps the sides of a TIFF itself.
         return image.size if on_side and image.format != "TIFF" else (image.height, image.width)
@@ -90,8 +90,8 @@ def _note_transparency() -> None:
 
 
 @contextmanager
-def opened(file: Path | bytes, *, formats: Collection[str] | None = None) -> Iterator[ImageFile.ImageFile]:
-    """Yield an image file of which PIL has read the header alone; an error of the file, or of its use, is a ValueError.
+def open_image(file: Path | bytes, *, formats: Collection[str] | None = None) -> Iterator[ImageFile.ImageFile]:
+    """Yield an image file whose header alone PIL has read; an error of the file, or of its use, is a ValueError.
 
     Its message names the file. For the arguments see `read_image`.
     """

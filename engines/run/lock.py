@@ -45,7 +45,7 @@ class FolderLock:
         with suppress(OSError):
             holder = _read(self.path)[0]
             if holder not in (None, self.me):
-                raise RunError(f"{_held(self.path, holder)}, while this process was suspended: it stops, nothing is written")
+                raise RunError(f"{_tell(self.path, holder)}, while this process was suspended: it stops, nothing is written")
 
     def release(self) -> None:
         """Leave the folder to others."""
@@ -75,7 +75,7 @@ def _take(path: Path, me: dict[str, Any], say: Callable[[str], None]) -> None:
         if known[0] == me:
             return
         if _is_alive(path, known, say):
-            raise UsageError(f"{_held(path, known[0])}: wait for its end, or set `out` to another folder")
+            raise UsageError(f"{_tell(path, known[0])}: wait for its end, or set `out` to another folder")
         successor = path.with_name(f"{path.name}-successor")
         _take(successor, me, say)
         try:
@@ -92,7 +92,7 @@ def _is_alive(path: Path, known: tuple[Any, int], say: Callable[[str], None]) ->
     holder, me = known[0], _this_process()
     if holder is not None and all(holder[name] == me[name] for name in ("host", "machine")):
         return bool(holder["started"] == _started(holder["pid"]))
-    say(f"{_held(path, holder)}: waiting up to {STALE:g} s for a sign of life")
+    say(f"{_tell(path, holder)}: waiting up to {STALE:g} s for a sign of life")
     for _ in range(round(STALE / BEAT)):
         time.sleep(BEAT)
         if (now := _read(path)) != known:
@@ -110,7 +110,7 @@ def _read(path: Path) -> tuple[Any, int]:
     return (json.loads(text) if text.endswith("}") else None), changed
 
 
-def _held(path: Path, holder: Any) -> str:
+def _tell(path: Path, holder: Any) -> str:
     who = "another process" if holder is None else f"process {holder['pid']} on {holder['host']}"
     return f"run folder {path.parent} is held by {who}"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
-from fluvial.models.images import opened, read_image
+from fluvial.models.images import open_image, read_image
 
 FILES = ("PNG", "JPEG", "WEBP")
 
@@ -153,7 +153,7 @@ class _Decoder:
         except (binascii.Error, ValueError):
             raise RequestError(400, f"{where} is not base64") from None
         try:
-            with opened(data, formats=FILES) as image:
+            with open_image(data, formats=FILES) as image:
                 self.left -= image.width * image.height
         except ValueError as error:
             raise RequestError(400, f"{where} is no image file, expected one of {', '.join(FILES)}") from error

@@ -9,7 +9,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.serve.asgi import RequestError
 from fluvial.engines.serve.rollout.policy import Policy
 from fluvial.engines.wire.request import RolloutRequest
-from fluvial.models.images import opened
+from fluvial.models.images import open_image
 from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
 from fluvial.models.replay.media import arguments_of, lists_of
 
@@ -95,7 +95,7 @@ def checked(file: bytes, name: str, most_pixels: int) -> bytes:
             raise RequestError(400, f"image_path: {name}: {error}") from None
         return file
     try:
-        with opened(file, formats=FORMATS) as image:
+        with open_image(file, formats=FORMATS) as image:
             width, height = image.size
     except ValueError:
         raise RequestError(400, f"image_path: {name} cannot be read as {', '.join(FORMATS)}") from None
