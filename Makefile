@@ -34,11 +34,11 @@ test-lesser-cpu: $(VENV)/installed-test
 
 # The shipped base weights are made again, to the last update; `make test` makes the first forty.
 test-pretraining: $(VENV)/installed-test
-	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(WORKERS) tests/engines/train/test_pretrain.py $(ARGS)
+	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(WORKERS) tests/engines/run/test_pretrain.py $(ARGS)
 
 # Every recipe and adapter on simulated GPUs, 1 and 8 ranks; no GPU and no compiler is needed.
 test-simulated-gpu: $(VENV)/installed-test
-	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m simulated $(WORKERS) tests/engines/simulate tests/engines/dryrun tests/engines/plan $(ARGS)
+	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m simulated $(WORKERS) tests/engines/extensions/simulate tests/engines/extensions/dryrun tests/engines/extensions/plan $(ARGS)
 
 # Two visits to a GPU, from a plain folder with its own python3 and torch, and nothing installed: 330 s and 460 s at most. Rows
 # and logs are in $OUT. The machine needs what `make gpu-pack` collects here, on one with a package index.

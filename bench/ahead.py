@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.bench import harness
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.plan.simulate import simulate
-from fluvial.engines.rollout.config import AsyncConfig, RolloutConfig
-from fluvial.engines.rollout.correction import CorrectionConfig
-from fluvial.engines.rollout.generate import Chunk
-from fluvial.engines.rollout.window import RandomWindow
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.extensions.plan.simulate import simulate
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.generate import Chunk
+from fluvial.engines.sampling.window import RandomWindow
 
 ROLLOUTS = 8
 CASES = ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0))  # seconds of a rollout, and of its update

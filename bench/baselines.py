@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.fsdp.engine import OptimizerConfig
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.engine import OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.models import Cond, DiffusionModel
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from fluvial.bench import harness
 from fluvial.bench.harness import Row
-from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train import recipes
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run import recipes
+from fluvial.engines.run.trainer import Trainer
 
 
 @dataclass(frozen=True)

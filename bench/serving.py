@@ -30,17 +30,17 @@ from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
-from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.sources.build import build_source
-from fluvial.engines.sources.in_process import InProcess
-from fluvial.engines.sources.protocol import RolloutSource
-from fluvial.engines.sources.remote import Remote
-from fluvial.engines.wire.client import JSON, Reply
-from fluvial.engines.wire.response import read_response
+from fluvial.engines.extensions.remote.build import build_source
+from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.wire.client import JSON, Reply
+from fluvial.engines.extensions.wire.response import read_response
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
+from fluvial.engines.sampling.in_process import InProcess
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.source import RolloutSource
 from fluvial.models.handwriting.model import CONFIG
 
 STEPS, ETA = 10, 0.7  # of the schedule, and of the noise

@@ -7,18 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+    from fluvial.engines.engine.engine import Engine
+    from fluvial.engines.engine.world import init_world
     from fluvial.engines.errors import FluvialError, RunError, UsageError
-    from fluvial.engines.evaluation.evaluate import evaluate
-    from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-    from fluvial.engines.fsdp.engine import Engine
-    from fluvial.engines.fsdp.world import init_world
-    from fluvial.engines.objectives.losses import KLConfig
-    from fluvial.engines.rollout.config import RolloutConfig
-    from fluvial.engines.rollout.score import score
-    from fluvial.engines.train import recipes
-    from fluvial.engines.train.config import TrainConfig
-    from fluvial.engines.train.job import Job
-    from fluvial.engines.train.trainer import Trainer
+    from fluvial.engines.methods.losses import KLConfig
+    from fluvial.engines.run import recipes
+    from fluvial.engines.run.config import TrainConfig
+    from fluvial.engines.run.evaluation.evaluate import evaluate
+    from fluvial.engines.run.job import Job
+    from fluvial.engines.run.trainer import Trainer
+    from fluvial.engines.sampling.config import RolloutConfig
+    from fluvial.engines.sampling.score import score
 
 __all__ = [
     "Engine",
@@ -39,22 +39,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Engine": "fsdp.engine",
-    "EngineConfig": "fsdp.config",
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
     "FluvialError": "errors",
-    "Job": "train.job",
-    "KLConfig": "objectives.losses",
-    "OptimizerConfig": "fsdp.config",
-    "RolloutConfig": "rollout.config",
+    "Job": "run.job",
+    "KLConfig": "methods.losses",
+    "OptimizerConfig": "engine.config",
+    "RolloutConfig": "sampling.config",
     "RunError": "errors",
-    "TrainConfig": "train.config",
-    "Trainer": "train.trainer",
+    "TrainConfig": "run.config",
+    "Trainer": "run.trainer",
     "UsageError": "errors",
-    "evaluate": "evaluation.evaluate",
-    "init_world": "fsdp.world",
-    "score": "rollout.score",
+    "evaluate": "run.evaluation.evaluate",
+    "init_world": "engine.world",
+    "score": "sampling.score",
 }
-_MODULES = {"recipes": "train.recipes"}
+_MODULES = {"recipes": "run.recipes"}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,26 +16,26 @@ CODES = ("0427", "1999", "3141", "8650")
 MODELS = {
     "handwriting": NamedModel(
         "fluvial.models.handwriting:Handwriting",
-        "fluvial.engines.train.job:handwriting",
-        "fluvial.engines.train.pretrain:handwriting_pretraining",
+        "fluvial.engines.run.job:handwriting",
+        "fluvial.engines.run.pretrain:handwriting_pretraining",
         CODES,
     ),
     "handwriting-unet": NamedModel(
         "fluvial.models.handwriting:HandwritingUNet",
-        "fluvial.engines.train.job:handwriting_unet",
-        "fluvial.engines.train.pretrain:handwriting_unet_pretraining",
+        "fluvial.engines.run.job:handwriting_unet",
+        "fluvial.engines.run.pretrain:handwriting_unet_pretraining",
         CODES,
     ),
     "words": NamedModel(
         "fluvial.models.words:Words",
-        "fluvial.engines.train.job:words",
-        "fluvial.engines.train.pretrain:words_pretraining",
+        "fluvial.engines.run.job:words",
+        "fluvial.engines.run.pretrain:words_pretraining",
         ("apple", "house", "river", "stone"),
     ),
     "edit-words": NamedModel(
         "fluvial.models.words:EditWords",
-        "fluvial.engines.train.job:edit_words",
-        "fluvial.engines.train.pretrain:edit_words_pretraining",
+        "fluvial.engines.run.job:edit_words",
+        "fluvial.engines.run.pretrain:edit_words_pretraining",
         ("apple", "house", "river", "stone"),
     ),
 }

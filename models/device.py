@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SIMULATED = "simulated"  # type of the device of `engines.simulate`, whose tensors have no values
+SIMULATED = "simulated"  # type of the device of `engines.extensions.simulate`, whose tensors have no values
 
 
 def default_device() -> torch.device:

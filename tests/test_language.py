@@ -53,8 +53,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Python's csv.reader.
     "engines/data/tables.py": ("csv.reader",),
     # torch.distributed.checkpoint has storage readers.
-    "engines/checkpoint/checkpoint.py": ("reader",),
-    "engines/fsdp/loading.py": ("reader",),
+    "engines/run/checkpoint/checkpoint.py": ("reader",),
+    "engines/engine/loading.py": ("reader",),
 }
 
 

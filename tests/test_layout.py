@@ -16,23 +16,31 @@ MORE_FILES = {"core": 22}  # one file per formula
 FLOORS = (
     ("core",),
     ("kernels", "models"),
-    ("engines.errors", "engines.plugins", "engines.choices", "engines.streams", "engines.report", "engines.named_models"),
-    ("engines.fsdp",),
-    ("engines.simulate",),
-    ("engines.checkpoint", "engines.data", "engines.wire", "engines.plan", "engines.rollout"),
-    ("engines.rewards", "engines.objectives", "engines.evaluation", "engines.export", "engines.sources"),
+    (
+        "engines.errors",
+        "engines.plugins",
+        "engines.choices",
+        "engines.streams",
+        "engines.extensions.report",
+        "engines.named_models",
+    ),
+    ("engines.engine",),
+    ("engines.extensions.simulate",),
+    ("engines.run.checkpoint", "engines.data", "engines.extensions.wire", "engines.extensions.plan", "engines.sampling"),
+    ("engines.scoring", "engines.methods", "engines.run.evaluation", "engines.export"),
+    ("engines.extensions.remote",),
+    ("engines.run.process",),
     ("engines.run",),
-    ("engines.train",),
-    ("engines.serve", "engines.verl", "engines.dryrun", "engines.trial"),
-    ("engines.cli", "engines"),
+    ("engines.extensions.servers", "engines.extensions.votes", "engines.extensions.verl", "engines.extensions.dryrun"),
+    ("engines.extensions.trial", "engines.cli", "engines", "engines.extensions"),
     ("bench",),
 )
 # The modules that may import the configuration of a run for a type, from below it: an objective says which configurations it
 # refuses, and the rules of the configuration itself are in a file beside it.
-RUN = "engines.train.config"
+RUN = "engines.run.config"
 NAMES_RUN = {
-    f"engines.objectives.{name}" for name in ("alignprop", "crd", "matching", "nft", "preferences", "protocol", "surrogates")
-} | {"engines.train.validate"}
+    f"engines.methods.{name}" for name in ("alignprop", "crd", "matching", "nft", "preferences", "protocol", "surrogates")
+} | {"engines.run.validate"}
 
 
 @cache
@@ -207,21 +215,21 @@ def test_texts_are_opened_in_utf_8() -> None:
 
 
 def objectives() -> set[str]:
-    """Return the names of the classes that engines.objectives defines."""
+    """Return the names of the classes that engines.methods defines."""
     return {
         node.name
         for name, path in modules().items()
-        if name.startswith("engines.objectives")
+        if name.startswith("engines.methods")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
 
 
 def kinds() -> list[str]:
-    """Return the places outside engines.objectives that ask with isinstance which objective it is."""
+    """Return the places outside engines.methods that ask with isinstance which objective it is."""
     known, found = objectives(), []
     for name, path in modules().items():
-        if name.startswith("engines.objectives"):
+        if name.startswith("engines.methods"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":

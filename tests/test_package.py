@@ -46,9 +46,9 @@ def test_the_wheel_holds_the_namespace_alone(tmp_path: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     assert {name.removeprefix("fluvial/") for name in names if name.endswith(".py")} == modules
     assert {"fluvial/core/py.typed", "fluvial/models/handwriting/base/diffusion_pytorch_model.safetensors"} <= set(names)
-    assert "fluvial/engines/rewards/clients/templates/yes_no.txt" in names
+    assert "fluvial/engines/scoring/clients/templates/yes_no.txt" in names
     assert "fluvial/models/rewards/prompts/hpsv3.txt" in names
-    assert "fluvial/engines/serve/votes/page.html" in names
+    assert "fluvial/engines/extensions/votes/page.html" in names
     assert not any("test" in name for name in names)
 
 
@@ -89,9 +89,9 @@ def test_the_public_surface_is_imported_on_first_use() -> None:
         "import sys, fluvial.engines as engines\n"
         "assert 'torch' not in sys.modules and set(engines.__all__) <= set(dir(engines))\n"
         "from fluvial.engines import *\n"
-        "import fluvial.engines.train.config as config\n"
+        "import fluvial.engines.run.config as config\n"
         "assert config.TrainConfig is TrainConfig is engines.TrainConfig\n"
-        "from fluvial.engines.train import train\n"
+        "from fluvial.engines.run import train\n"
         "print(all(callable(getattr(engines, name)) for name in set(engines.__all__) - {'recipes'}) and callable(train))\n"
         "print(callable(recipes.grpo), hasattr(engines, 'nothing'))"
     )

@@ -18,9 +18,11 @@ from pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 from fluvial.engines.cli import main as cli
 
 # Folders whose page tells how to use them.
+EXTENSIONS = ("plan", "remote", "report", "servers", "verl")
 TOPICS = (
-    *("train", "train/published", "data", "rewards", "rollout", "objectives", "sources", "serve", "export", "evaluation"),
-    *("checkpoint", "fsdp", "plan", "report", "verl", "cli", "run"),
+    *("data", "scoring", "sampling", "methods", "engine", "export", "cli"),
+    *("run", "run/published", "run/evaluation", "run/checkpoint", "run/process"),
+    *(f"extensions/{name}" for name in EXTENSIONS),
 )
 # Most lines of a page, and most words of a paragraph, of the pages that people open first.
 MOST_LINES = {"README.md": 150, "engines/README.md": 120, "bench/README.md": 150}
@@ -44,10 +46,10 @@ def every_flag() -> set[str]:
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
     from fluvial.engines.cli.parse import field_names
-    from fluvial.engines.dryrun.command import DryRunConfig
-    from fluvial.engines.plan.plan import PlanConfig
-    from fluvial.engines.plan.simulate import AheadConfig
-    from fluvial.engines.train import pretrain, recipes
+    from fluvial.engines.extensions.dryrun.command import DryRunConfig
+    from fluvial.engines.extensions.plan.plan import PlanConfig
+    from fluvial.engines.extensions.plan.simulate import AheadConfig
+    from fluvial.engines.run import pretrain, recipes
 
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
     configs += [
@@ -155,10 +157,10 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.engines import train as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
-    from fluvial.engines.dryrun import command as dry_runs
-    from fluvial.engines.plan import check, fit, plan, simulate, trace
-    from fluvial.engines.train import exports, pretrain
-    from fluvial.engines.trial import pipelines as trial
+    from fluvial.engines.extensions.dryrun import command as dry_runs
+    from fluvial.engines.extensions.plan import check, fit, plan, simulate, trace
+    from fluvial.engines.extensions.trial import pipelines as trial
+    from fluvial.engines.run import exports, pretrain
 
     reached: list[str] = []
 
@@ -222,8 +224,8 @@ def test_a_command_of_a_readme_parses(name: str, line: str, stubbed: list[str], 
 
 def record_a_run(arguments: Sequence[str]) -> None:
     """Write the record of the run that a command resumes."""
-    from fluvial.engines.train import recipes
-    from fluvial.engines.train.record import as_record
+    from fluvial.engines.run import recipes
+    from fluvial.engines.run.record import as_record
 
     out = Path(arguments[arguments.index("--out") + 1])
     out.mkdir(parents=True)
@@ -258,4 +260,4 @@ def test_a_wrong_flag_in_a_readme_would_be_found(stubbed: list[str]) -> None:
     """The commands are parsed, not merely read."""
     assert cli.run(["train", "grpo", "--rollout.sampler.etaa", "1"]) == 2
     assert cli.run(["train", "grpo", "--rollout.sampler.eta", "1"]) == 0
-    assert stubbed == ["fluvial.engines.train.train"]
+    assert stubbed == ["fluvial.engines.run.train"]

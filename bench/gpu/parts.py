@@ -34,9 +34,9 @@ from fluvial.bench.gpu.config import GpuConfig, GpuRow, Part, Rows
 from fluvial.bench.traffic import Operations
 from fluvial.bench.update.cases import MODEL, Case, build_engine, make_rollout, update_engine
 from fluvial.bench.update.measure import time_case
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.world import init_world
 from fluvial.models.handwriting.model import CodeCond
 
 KERNEL_SHAPES = ("SD3.5 512^2", "Qwen-Image 1024^2", "Wan 480p 81 frames")

@@ -20,11 +20,11 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.bench.gpu.config import GpuConfig, Rows
 from fluvial.bench.operations import OPERATIONS, Operation, inputs
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.plan import check
-from fluvial.engines.plan.plan import PlanConfig
+from fluvial.engines.extensions.plan import check
+from fluvial.engines.extensions.plan.plan import PlanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PEAK = 989e12  # FLOP/s of dense bfloat16 products of an H100 SXM and an H200, by NVIDIA's data sheets

@@ -9,11 +9,11 @@ from typing import cast
 
 from fluvial.bench import harness
 from fluvial.engines.errors import UsageError
-from fluvial.engines.objectives.matching import Distill
-from fluvial.engines.objectives.preferences import Dpo
-from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.recipes import RECIPES
-from fluvial.engines.train.record import as_record
+from fluvial.engines.methods.matching import Distill
+from fluvial.engines.methods.preferences import Dpo
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.recipes import RECIPES
+from fluvial.engines.run.record import as_record
 
 OFFLINE = "dpo, offline"  # dpo on a file of preferences between the base model's samples
 TEACHER = "grpo"  # the recipe whose first seed's weights teach distillation

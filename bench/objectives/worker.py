@@ -11,8 +11,8 @@ from fluvial.bench import harness
 from fluvial.bench.objectives.cases import EVALUATIONS, OFFLINE, TEACHER, Case, Point
 from fluvial.engines import Trainer
 from fluvial.engines.cli import preferences
-from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.monitoring.diagnostics import Probe
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.monitoring.diagnostics import Probe
 
 PROBED = 4  # updates from which the time of one is taken; the first is left out
 

@@ -17,19 +17,19 @@ from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.fsdp.config import OptimizerConfig
-from fluvial.engines.fsdp.engine import UpdateInfo
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.surrogates import Clipped
-from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, StochasticSteps, generate
-from fluvial.engines.rollout.items import Share, recorded_steps
-from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.rollout.window import AllSteps
-from fluvial.engines.train import learner, metrics
-from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.job import Job
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.engine import UpdateInfo
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.surrogates import Clipped
+from fluvial.engines.run import learner, metrics
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
+from fluvial.engines.sampling.items import Share, recorded_steps
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import AllSteps
 from fluvial.kernels import step_log_prob
 from fluvial.models.device import is_accelerator
 from fluvial.models.guidance import guided_velocity

@@ -23,10 +23,10 @@ from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Trajectory, scan
 from fluvial.core.table import plan
 from fluvial.core.transitions import Transition, flow_sde
-from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig, UpdateInfo
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout import items
-from fluvial.engines.rollout.items import RecordedSteps
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig, UpdateInfo
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling import items
+from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.kernels import policy_loss, sde_step
 from fluvial.models import Cond, LoraConfig, add_lora
 from fluvial.models.guidance import Guided, guided_velocity

@@ -33,10 +33,10 @@ from fluvial.bench.update.cases import (
     make_rollout,
     update_engine,
 )
-from fluvial.engines.fsdp import flops
-from fluvial.engines.fsdp.engine import Engine, EngineConfig
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.plan.memory import LiveStorages
+from fluvial.engines.engine import flops
+from fluvial.engines.engine.engine import Engine, EngineConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.extensions.plan.memory import LiveStorages
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 

@@ -4,7 +4,7 @@ import json
 
 from fluvial.engines.cli import train
 from fluvial.engines.cli.listing import JSON, paragraphs, without
-from fluvial.engines.train.record import as_record
+from fluvial.engines.run.record import as_record
 
 USAGE = """usage: fluvial config RECIPE [--field value ...] [--json]
 

@@ -9,17 +9,17 @@ from fluvial.engines.cli.eval_models import EvalConfig, opened, settings_of_run,
 from fluvial.engines.cli.listing import JSON, may_be_model, without
 from fluvial.engines.cli.listing import defaults as defaults_of
 from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
-from fluvial.engines.evaluation.evaluate import evaluate
-from fluvial.engines.evaluation.folder import BASE, IMAGES, EvaluationFolder
-from fluvial.engines.evaluation.suites import find
-from fluvial.engines.evaluation.table import as_records, printed, rows
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.rollout.generate import on_device
-from fluvial.engines.rollout.solvers import serving_solver
-from fluvial.engines.run.heap import keep_freed_memory
-from fluvial.engines.run.run_folder import finite
-from fluvial.engines.train.record import CONVERTER
+from fluvial.engines.run.evaluation.evaluate import evaluate
+from fluvial.engines.run.evaluation.folder import BASE, IMAGES, EvaluationFolder
+from fluvial.engines.run.evaluation.suites import find
+from fluvial.engines.run.evaluation.table import as_records, printed, rows
+from fluvial.engines.run.process.heap import keep_freed_memory
+from fluvial.engines.run.process.run_folder import finite
+from fluvial.engines.run.record import CONVERTER
+from fluvial.engines.sampling.generate import on_device
+from fluvial.engines.sampling.solvers import serving_solver
 
 # Fields of a run's evaluation that are flags of this command by another name.
 FLAGS = {f"evaluation.{name}": name for name in ("prompts", "rewards", "seeds")} | {

@@ -12,28 +12,28 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.checkpoint import checkpoint
-from fluvial.engines.checkpoint.storage import MANIFEST
 from fluvial.engines.cli.parse import one_size
 from fluvial.engines.data.records import Prompt, model_inputs
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.determinism import deterministic
+from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.evaluation.config import EvaluationConfig
-from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.determinism import deterministic
-from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.rewards.registry import without_weight
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.rollout.solvers import SolverChoice
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import PipelineConfig, TrainConfig
-from fluvial.engines.train.exports import export_run, policy_of
-from fluvial.engines.train.job import Job
-from fluvial.engines.train.jobs.evaluated import check_negatives, evaluated
-from fluvial.engines.train.jobs.media import media_columns
-from fluvial.engines.train.jobs.pipeline import check_second_scale, read_prompts_of
-from fluvial.engines.train.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
-from fluvial.engines.train.published.runs import published_runs
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.checkpoint.storage import MANIFEST
+from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.exports import export_run, policy_of
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated
+from fluvial.engines.run.jobs.media import media_columns
+from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
+from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
+from fluvial.engines.run.published.runs import published_runs
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.solvers import SolverChoice
+from fluvial.engines.scoring.registry import without_weight
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 
@@ -337,7 +337,7 @@ def _of_checkpoint(
     name: str, source: Source, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
 ) -> tuple[Subject, Subject]:
     """Return the policy of a checkpoint, and that which its run started from; the base is to be opened first."""
-    from fluvial.engines.train.trainer import Trainer
+    from fluvial.engines.run.trainer import Trainer
 
     run, size = source.config, config.pipeline.size
     own = run.rollout.guidance.negative

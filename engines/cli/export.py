@@ -40,8 +40,8 @@ def run(args: list[str]) -> None:
         got = repr(args[0]) if args else "nothing"
         raise UsageError(f"export needs a run or a checkpoint, got {got}: fluvial export runs/grpo --as lora")
     config = parsed(ExportConfig(), f"fluvial export {args[0]}", args[1:], brief=EXPORT)
-    from fluvial.engines.fsdp.world import init_world
-    from fluvial.engines.train.exports import export_run
+    from fluvial.engines.engine.world import init_world
+    from fluvial.engines.run.exports import export_run
 
     with flags_in_errors(config), init_world() as world:
         out, before = export_run(

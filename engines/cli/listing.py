@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fluvial.engines.named_models import MODELS
 
-RECIPES = Path(__file__).parents[1] / "train" / "recipes.py"
+RECIPES = Path(__file__).parents[1] / "run" / "recipes.py"
 PROMPT_SETS = Path(__file__).parents[1] / "data" / "prompt_sets.py"
 
 WIDEST = 124  # columns of running text

@@ -15,7 +15,7 @@ from typing import NoReturn, TextIO
 from fluvial.engines.cli import processes
 from fluvial.engines.cli.parse import HelpPrintedError
 from fluvial.engines.errors import ElsewhereError, FluvialError, UsageError, machine_failure
-from fluvial.engines.run.stop import end_at_once, say_stopped
+from fluvial.engines.run.process.stop import end_at_once, say_stopped
 
 PLAN = """Work out the memory of training, and which settings make it fit. Without MODEL, with --rollout-seconds
                       and --update-seconds: how many servers keep a trainer busy."""

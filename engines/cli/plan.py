@@ -13,7 +13,7 @@ from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, t
 from fluvial.engines.errors import UsageError
 
 if TYPE_CHECKING:
-    from fluvial.engines.plan.plan import PlanConfig
+    from fluvial.engines.extensions.plan.plan import PlanConfig
 
 SECONDS = ("--rollout-seconds", "--update-seconds")
 
@@ -24,18 +24,18 @@ def run(args: list[str]) -> None:
     With the seconds of rollouts and updates instead of a model, print how many servers keep a trainer busy.
     """
     if asks(args):
-        from fluvial.engines.plan.plan import PlanConfig
+        from fluvial.engines.extensions.plan.plan import PlanConfig
 
         parsed(PlanConfig(), "fluvial plan MODEL", ["--help"])
     if any(typed(args, flag) for flag in SECONDS) and args[0].startswith("--"):
-        from fluvial.engines.plan import simulate
+        from fluvial.engines.extensions.plan import simulate
 
         ahead = parsed(simulate.AheadConfig(), "fluvial plan", args)
         with flags_in_errors(ahead):
             simulate.show(simulate.checked(ahead), console=console())
         return
 
-    from fluvial.engines.plan.plan import MODELS, PlanConfig
+    from fluvial.engines.extensions.plan.plan import MODELS, PlanConfig
 
     name = named("plan", args, tuple(MODELS), "a model or of a published run", fits=may_be_model)
     if _is_run(name):
@@ -43,7 +43,7 @@ def run(args: list[str]) -> None:
         return
     config = parsed(PlanConfig(), f"fluvial plan {name}", args[1:])
     if config.check:
-        from fluvial.engines.plan.check import check
+        from fluvial.engines.extensions.plan.check import check
 
         with flags_in_errors(config):
             check(name, config, console=console())
@@ -53,15 +53,15 @@ def run(args: list[str]) -> None:
 
 def _show(name: str, config: "PlanConfig") -> None:
     """Print the plan of a model, as the settings ask for it."""
-    from fluvial.engines.plan.plan import show, show_table
+    from fluvial.engines.extensions.plan.plan import show, show_table
 
     with flags_in_errors(config):
         if config.fit is not None:
-            from fluvial.engines.plan.fit import show_fit
+            from fluvial.engines.extensions.plan.fit import show_fit
 
             show_fit(name, config, console=console())
         elif config.trace:
-            from fluvial.engines.plan.trace import show as show_trace
+            from fluvial.engines.extensions.plan.trace import show as show_trace
 
             show_trace(name, config, console=console())
         else:
@@ -77,11 +77,11 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     """Print what a published run takes on the GPUs that are typed, by default as many as published, and its memory."""
     import torch
 
-    from fluvial.engines.plan.plan import PlanConfig
-    from fluvial.engines.train.fit import plan_of
-    from fluvial.engines.train.published import takes
-    from fluvial.engines.train.published.resolve import resolve
-    from fluvial.engines.train.published.runs import find
+    from fluvial.engines.extensions.plan.plan import PlanConfig
+    from fluvial.engines.run.fit import plan_of
+    from fluvial.engines.run.published import takes
+    from fluvial.engines.run.published.resolve import resolve
+    from fluvial.engines.run.published.runs import find
 
     published = find(name)
     config, count = resolve(published), parsed(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus

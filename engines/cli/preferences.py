@@ -21,19 +21,19 @@ from fluvial.engines.data.preferences import claim_preferences, write_preference
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.rewards.invalid import kept_samples
-from fluvial.engines.rewards.registry import select
-from fluvial.engines.rewards.runner import RewardRunners
-from fluvial.engines.rewards.signature import Samples
-from fluvial.engines.rewards.warm_up import warm_up
-from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate, on_device
-from fluvial.engines.rollout.text import TextLengths
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.pipeline import check_second_scale
+from fluvial.engines.run.jobs.weights import add_adapter
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
+from fluvial.engines.sampling.text import TextLengths
+from fluvial.engines.scoring.invalid import kept_samples
+from fluvial.engines.scoring.registry import select
+from fluvial.engines.scoring.runner import RewardRunners
+from fluvial.engines.scoring.signature import Samples
+from fluvial.engines.scoring.warm_up import warm_up
 from fluvial.engines.streams import Stream
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import PipelineConfig
-from fluvial.engines.train.job import Job
-from fluvial.engines.train.jobs.pipeline import check_second_scale
-from fluvial.engines.train.jobs.weights import add_adapter
 from fluvial.models import decoded
 from fluvial.models.device import default_device
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fluvial.engines.cli.parse import taken, typed
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.launch import cores, launch
+from fluvial.engines.run.process.launch import cores, launch
 
 FLAG = "--processes"
 COMMANDS = ("train", "pretrain", "eval")

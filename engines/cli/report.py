@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fluvial.engines.cli.listing import paragraphs
 from fluvial.engines.errors import UsageError
-from fluvial.engines.report import page
-from fluvial.engines.report.records import damage
+from fluvial.engines.extensions.report import page
+from fluvial.engines.extensions.report.records import damage
 
 USAGE = """usage: fluvial report RUN
 

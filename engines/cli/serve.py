@@ -9,8 +9,8 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, named, one_size, parsed
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.sampling.generate import Guidance
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ def run(args: list[str]) -> None:
 def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
-    from fluvial.engines.fsdp.determinism import deterministic
-    from fluvial.engines.run.heap import keep_freed_memory
-    from fluvial.engines.serve.asgi import admin_key, check_address, key_of, serve
-    from fluvial.engines.serve.rollout.image_routes import image_routes
-    from fluvial.engines.serve.rollout.opening import opened
-    from fluvial.engines.serve.rollout.orders import ServeLimits
-    from fluvial.engines.serve.rollout.sampling import batcher
-    from fluvial.engines.serve.rollout.service import RolloutService, application
-    from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
-    from fluvial.engines.wire.request import RequestLimits
+    from fluvial.engines.engine.determinism import deterministic
+    from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
+    from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
+    from fluvial.engines.extensions.servers.rollout.opening import opened
+    from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
+    from fluvial.engines.extensions.servers.rollout.sampling import batcher
+    from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
+    from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+    from fluvial.engines.extensions.wire.request import RequestLimits
+    from fluvial.engines.run.process.heap import keep_freed_memory
 
     key, admin = key_of(config.host), admin_key()
     one_size(config.pipeline)

@@ -80,10 +80,10 @@ def run(args: list[str]) -> None:
 def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
     """Load the rewards and serve them."""
     check_server_packages("serve-rewards")
-    from fluvial.engines.rewards.registry import select
-    from fluvial.engines.serve.asgi import key_of, serve
-    from fluvial.engines.serve.formats import Limits
-    from fluvial.engines.serve.rewards import RewardService, application
+    from fluvial.engines.extensions.servers.asgi import key_of, serve
+    from fluvial.engines.extensions.servers.formats import Limits
+    from fluvial.engines.extensions.servers.rewards import RewardService, application
+    from fluvial.engines.scoring.registry import select
 
     key = key_of(config.host)
     rewards = {}
@@ -115,9 +115,9 @@ def run_vote(args: list[str]) -> None:
 def serve_votes(config: VoteConfig) -> None:
     """Open the folder of votes and serve it."""
     check_server_packages("rewards vote")
-    from fluvial.engines.serve.asgi import KEY_ENV, check_address, key_of, serve
-    from fluvial.engines.serve.votes.records import VoteFolder
-    from fluvial.engines.serve.votes.service import VoteService, application
+    from fluvial.engines.extensions.servers.asgi import KEY_ENV, check_address, key_of, serve
+    from fluvial.engines.extensions.votes.records import VoteFolder
+    from fluvial.engines.extensions.votes.service import VoteService, application
 
     key = key_of(config.host) or secrets.token_urlsafe(16)
     check_address(config.host, config.port)

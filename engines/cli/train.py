@@ -16,7 +16,7 @@ from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, t
 from fluvial.engines.errors import LostProcessError, UsageError
 
 if TYPE_CHECKING:
-    from fluvial.engines.train.config import TrainConfig
+    from fluvial.engines.run.config import TrainConfig
 
 DRY_RUN, PRESET = "--dry-run", "--preset"
 
@@ -32,7 +32,7 @@ def run(args: list[str]) -> None:
         _dry_run(args)
         return
     config = configured("train", args)
-    from fluvial.engines.train import train
+    from fluvial.engines.run import train
 
     with flags_in_errors(config):
         try:
@@ -44,7 +44,7 @@ def run(args: list[str]) -> None:
 
 def _dry_run(args: list[str]) -> None:
     """Simulate a training run, and print what it would do."""
-    from fluvial.engines.dryrun import command
+    from fluvial.engines.extensions.dryrun import command
 
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
     own, others = taken(args, flags)
@@ -100,7 +100,7 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     own, others = taken(flags, {PRESET})
     if not own:
         return config, others
-    from fluvial.engines.train.presets import on_gpus
+    from fluvial.engines.run.presets import on_gpus
 
     if "--resume" in others or typed(others, "--resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
@@ -115,7 +115,7 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
 
 def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
     """Raise UsageError if a run that is resumed has another objective than the recipe that was typed."""
-    from fluvial.engines.objectives.table import name_of
+    from fluvial.engines.methods.table import name_of
 
     typed_one, recorded_one = name_of(asked.objective), name_of(found.objective)
     if typed_one != recorded_one:
@@ -152,9 +152,9 @@ def _notes(
 
 def _published_elsewhere(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
-    from fluvial.engines.train.published.resolve import resolve
-    from fluvial.engines.train.published.runs import published_runs
-    from fluvial.engines.train.published.takes import accumulated
+    from fluvial.engines.run.published.resolve import resolve
+    from fluvial.engines.run.published.runs import published_runs
+    from fluvial.engines.run.published.takes import accumulated
 
     run = published_runs().get(name)
     if run is None:
@@ -170,7 +170,7 @@ def _published_elsewhere(name: str, config: "TrainConfig", gpus: int) -> Iterato
 
 def _from_file(path: Path) -> "TrainConfig":
     """Return the configuration in a JSON or TOML file."""
-    from fluvial.engines.train.record import recorded
+    from fluvial.engines.run.record import recorded
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -207,7 +207,7 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     if "/" in name:
         return _published(name)
     from fluvial.engines import plugins
-    from fluvial.engines.train.recipes import RECIPES
+    from fluvial.engines.run.recipes import RECIPES
 
     found: Callable[..., TrainConfig] = plugins.load(name, "recipes", plugins.callable_with(), table=RECIPES)
     return found
@@ -215,8 +215,8 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
 
 def _published(name: str) -> Callable[[], "TrainConfig"]:
     """Return the recipe of a published run."""
-    from fluvial.engines.train.published.resolve import resolve
-    from fluvial.engines.train.published.runs import find
+    from fluvial.engines.run.published.resolve import resolve
+    from fluvial.engines.run.published.runs import find
 
     run = find(name)
     config, deviations = resolve(run), run.deviations
@@ -237,8 +237,8 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     A recipe that takes a model is called with it. The run folder of a recipe with a name is runs/NAME; a user-defined recipe
     says its own.
     """
-    from fluvial.engines.train.config import TrainConfig
-    from fluvial.engines.train.jobs.weights import base_model
+    from fluvial.engines.run.config import TrainConfig
+    from fluvial.engines.run.jobs.weights import base_model
 
     models = typed(args, "--model")[-1:]
     takes_model = "model" in inspect.signature(recipe).parameters
@@ -255,7 +255,7 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
 
 def _recorded(out: Path) -> "TrainConfig":
     """Return the configuration of the run in a folder."""
-    from fluvial.engines.train.jobs.weights import RECORD, configuration
+    from fluvial.engines.run.jobs.weights import RECORD, configuration
 
     if not (out / RECORD).exists():
         raise UsageError(f"{out} holds no run to resume: start one without --resume, or name its folder with --out")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fluvial.engines.engine.files import LORA
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
-from fluvial.engines.fsdp.files import LORA
-from fluvial.engines.report import charts
-from fluvial.engines.report.records import read_json, read_records
+from fluvial.engines.extensions.report import charts
+from fluvial.engines.extensions.report.records import read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or what does not change the weights.

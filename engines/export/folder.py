@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fluvial.engines.engine.export import writing
+from fluvial.engines.engine.files import sync
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.export import writing
-from fluvial.engines.fsdp.files import sync
-from fluvial.engines.fsdp.world import World
 
 RECORD = "fluvial.json"  # says what an export holds, beside it
 

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fluvial.engines.engine import export as fsdp
+from fluvial.engines.engine.files import save_tensors
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp import export as fsdp
-from fluvial.engines.fsdp.files import save_tensors
-from fluvial.engines.fsdp.world import World
 from fluvial.models import DiffusionModel
 from fluvial.models.lora import Dora, adapter_parts, form_of, linear_layers, lora_layers, lora_settings
 from fluvial.models.lora_files import COMFY_DORA
@@ -72,7 +72,7 @@ def write(
         module: network that was trained.
         model: model that it belongs to.
         out: folder.
-        average, dtype: see `fsdp.export.weights`.
+        average, dtype: see `engine.export.weights`.
         merge: whether comfyui gets the weights with the adapter merged into them, not the adapter.
         world: process group the module is sharded over.
 

@@ -12,7 +12,7 @@ import pytest
 
 from fluvial.bench import harness, phases
 from fluvial.engines.errors import RunError
-from fluvial.engines.rollout.window import RandomWindow
+from fluvial.engines.sampling.window import RandomWindow
 
 pytestmark = pytest.mark.long
 

@@ -16,9 +16,9 @@ from fluvial.bench.update.cases import ETA, MODEL, OPTIMIZER, SCALE, SIZES, Case
 from fluvial.core.random import key
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.rollout.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, on_device
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, StochasticSteps, generate, on_device
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.pipelines.sd3 import SD3
 

@@ -11,10 +11,10 @@ from fluvial.bench import harness
 from fluvial.bench.objectives import report, worker
 from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.window import RandomWindow
-from fluvial.engines.train import recipes
-from fluvial.engines.train.config import TrainConfig
+from fluvial.engines.run import recipes
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.window import RandomWindow
 
 pytestmark = pytest.mark.long
 

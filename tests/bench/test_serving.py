@@ -12,7 +12,7 @@ import pytest
 from fluvial.bench import serving
 from fluvial.bench.serving import ServingConfig
 from fluvial.engines.errors import RunError
-from fluvial.engines.sources.in_process import InProcess
+from fluvial.engines.sampling.in_process import InProcess
 
 pytestmark = pytest.mark.long
 

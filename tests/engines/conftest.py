@@ -3,7 +3,7 @@
 import pytest
 import short_runs
 
-from fluvial.engines.report import charts as drawing
+from fluvial.engines.extensions.report import charts as drawing
 
 
 @pytest.fixture(autouse=True, scope="session")

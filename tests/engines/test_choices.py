@@ -15,11 +15,13 @@ from fluvial.core.transitions import dance_sde
 from fluvial.engines.choices import kinds, settings, variant_of, variants
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.errors import UsageError
-from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.noising import Levels, NoisingConfig
-from fluvial.engines.rollout.samplers import Ode, SamplerChoice, SaSolver, Stochastic
-from fluvial.engines.rollout.tail import Tail
-from fluvial.engines.rollout.window import (
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.record import CONVERTER, as_record, recorded
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.noising import Levels, NoisingConfig
+from fluvial.engines.sampling.samplers import Ode, SamplerChoice, SaSolver, Stochastic
+from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.window import (
     AllRecorded,
     AllSteps,
     Branches,
@@ -29,8 +31,6 @@ from fluvial.engines.rollout.window import (
     Trained,
     Window,
 )
-from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.record import CONVERTER, as_record, recorded
 
 
 @dataclass(frozen=True)

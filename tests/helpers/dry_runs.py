@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fluvial.engines.dryrun import run
-from fluvial.engines.dryrun.report import PhaseReport, Report
-from fluvial.engines.simulate.mode import Wait
-from fluvial.engines.simulate.simulation import Simulation, replaced
+from fluvial.engines.extensions.dryrun import run
+from fluvial.engines.extensions.dryrun.report import PhaseReport, Report
+from fluvial.engines.extensions.simulate.mode import Wait
+from fluvial.engines.extensions.simulate.simulation import Simulation, replaced
 
 WAITS = ("read", "synchronisation")
 BLOCKING = "blocking copy to the device"

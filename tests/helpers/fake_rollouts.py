@@ -13,7 +13,9 @@ from torch import nn
 from fluvial.core.random import Key, key
 from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.rollout.generate import (
+from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
+from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample, write_response
+from fluvial.engines.sampling.generate import (
     Guidance,
     Requests,
     Sampling,
@@ -22,8 +24,6 @@ from fluvial.engines.rollout.generate import (
     generate,
     on_device,
 )
-from fluvial.engines.wire.request import RolloutRequest, read_request
-from fluvial.engines.wire.response import DitTrajectory, RolloutSample, write_response
 
 MICRO_BATCH = 4
 Change = Callable[[list[RolloutSample]], Any]  # of a reply: samples, or the bytes of a body

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from fluvial.engines.wire.client import HttpClient, Reply
+from fluvial.engines.extensions.wire.client import HttpClient, Reply
 
 
 class FakeClock:

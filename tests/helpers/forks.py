@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.world import World, init_world
 
 
 class Ended(NamedTuple):

@@ -49,8 +49,8 @@ PRELOADED = (
     "tyro",
     "fluvial.bench.counting",
     "fluvial.engines.cli.main",
-    "fluvial.engines.train.recipes",
-    "fluvial.engines.train.trainer",
+    "fluvial.engines.run.recipes",
+    "fluvial.engines.run.trainer",
     "fluvial.models.handwriting",
     "fluvial.models.lora",
 )
@@ -174,7 +174,7 @@ def called(request: dict[str, Any]) -> int:
         return 0
     call = getattr(importlib.import_module(module), function)
     if request["world"]:
-        from fluvial.engines.fsdp.world import init_world
+        from fluvial.engines.engine.world import init_world
 
         with init_world(timeout=request["timeout"]) as world:
             value = call(world, *request["arguments"])

@@ -10,12 +10,12 @@ import stored
 import torch
 from torch import Tensor
 
-from fluvial.engines.rewards.protocol import Reward
-from fluvial.engines.rollout.window import RandomWindow
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train import train
-from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run import train
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.window import RandomWindow
+from fluvial.engines.scoring.protocol import Reward
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from fluvial.engines.objectives.nft import LinearOld, NoOld
-from fluvial.engines.objectives.protocol import Objective
-from fluvial.engines.objectives.table import (
+from fluvial.engines.methods.nft import LinearOld, NoOld
+from fluvial.engines.methods.protocol import Objective
+from fluvial.engines.methods.table import (
     AlignProp,
     Awm,
     Clipped,

@@ -12,10 +12,10 @@ PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "engines").rglob(
 READMES = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS if folder != "engines"), *PAGES, "bench/NOTEBOOK.md"]
 # Examples that make up `mine.py`: page, and how the source of each begins.
 MINE = (
-    ("engines/rewards/README.md", ("def score(",)),
-    ("engines/rollout/README.md", ("from fluvial.core.transitions import", "def walk(")),
+    ("engines/scoring/README.md", ("def score(",)),
+    ("engines/sampling/README.md", ("from fluvial.core.transitions import", "def walk(")),
     (
-        "engines/objectives/README.md",
+        "engines/methods/README.md",
         ("from ", "@dataclass(frozen=True)\nclass RewardWeighted", "def recipe("),
     ),
     ("models/README.md", ("from fluvial.core.guidance import", "from fluvial.models import Schedule", "class Dots")),
@@ -51,4 +51,4 @@ def mine() -> str:
 
 def suite() -> str:
     """Return the evaluation suite that the page of evaluations shows, a file `mine.toml`."""
-    return "\n".join(blocks("engines/evaluation/README.md", "toml"))
+    return "\n".join(blocks("engines/run/evaluation/README.md", "toml"))

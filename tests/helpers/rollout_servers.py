@@ -9,17 +9,17 @@ import tiny_jobs as tiny
 import torch
 from torch import nn
 
-from fluvial.engines.rollout.generate import NO_GUIDANCE, Guidance
-from fluvial.engines.serve.batching import Batcher
-from fluvial.engines.serve.rollout.image_routes import image_routes
-from fluvial.engines.serve.rollout.orders import SampleOrder, ServeLimits
-from fluvial.engines.serve.rollout.policy import Policy
-from fluvial.engines.serve.rollout.sampling import batcher as batches_of
-from fluvial.engines.serve.rollout.served_weights import ServedWeights
-from fluvial.engines.serve.rollout.service import RolloutService, application
-from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
-from fluvial.engines.wire.request import RequestLimits
-from fluvial.engines.wire.response import RolloutSample, read_response
+from fluvial.engines.extensions.servers.batching import Batcher
+from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
+from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits
+from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.sampling import batcher as batches_of
+from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
+from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+from fluvial.engines.extensions.wire.request import RequestLimits
+from fluvial.engines.extensions.wire.response import RolloutSample, read_response
+from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 from fluvial.models import DiffusionModel, Prediction
 
 MICRO_BATCH = 3

@@ -7,8 +7,8 @@ import torch
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-from fluvial.engines.checkpoint import checkpoint
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.checkpoint import checkpoint
 
 FINGERPRINT = {"seed": 0, "train": "full"}
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from fluvial.engines.report import charts
-from fluvial.engines.train.monitoring import diagnostics
+from fluvial.engines.extensions.report import charts
+from fluvial.engines.run.monitoring import diagnostics
 
 curves, as_svg = charts.curves, charts.as_svg  # for the tests that look at them
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fluvial.core.rollout import Trajectory
-from fluvial.engines.fsdp.config import OptimizerConfig
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.samplers import Ode, Stochastic
-from fluvial.engines.train.config import (
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
 )
+from fluvial.engines.sampling.samplers import Ode, Stochastic
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())

@@ -12,12 +12,12 @@ from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.fsdp.engine import UpdateInfo
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.train.config import RolloutConfig, TrainConfig
-from fluvial.engines.train.job import Job
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.engine import UpdateInfo
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import LoraConfig, Prediction, Schedule
 
 SHAPE, STEPS = (1, 4, 4), 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
-from fluvial.engines.train.job import Job
+from fluvial.engines.run.job import Job
 from fluvial.models import Prediction, Schedule
 from fluvial.models.handwriting import Handwriting
 

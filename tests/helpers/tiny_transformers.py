@@ -8,7 +8,7 @@ from tiny_models import Info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.fsdp.engine import Engine
+from fluvial.engines.engine.engine import Engine
 
 ITEMS, WIDTH = 4, 8  # items of data; channels of the latents
 

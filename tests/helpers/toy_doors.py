@@ -10,12 +10,12 @@ from torch import Tensor
 from fluvial.core import log_prob
 from fluvial.core.transitions import Transition, dance_sde
 from fluvial.engines import OptimizerConfig, TrainConfig
-from fluvial.engines.objectives.losses import LossConfig
-from fluvial.engines.objectives.protocol import ObjectiveTraits
-from fluvial.engines.rollout.config import RolloutConfig
-from fluvial.engines.rollout.items import RecordedSteps
-from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.rollout.window import RandomWindow
+from fluvial.engines.methods.losses import LossConfig
+from fluvial.engines.methods.protocol import ObjectiveTraits
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.handwriting import BASE, Handwriting
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler, bind
-from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.objectives import LossConfig
-from fluvial.engines.objectives.table import Clipped
-from fluvial.engines.rollout.items import RecordedSteps, recorded_steps
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.methods import LossConfig
+from fluvial.engines.methods.table import Clipped
+from fluvial.engines.sampling.items import RecordedSteps, recorded_steps
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.lora import use_adapter
@@ -85,7 +85,7 @@ def build(
 ) -> Any:
     """Return an engine as verl's worker makes and resets it; the process group must be open."""
     base = real_verl.load()
-    import fluvial.engines.verl.plugin  # noqa: F401  registers the engines
+    import fluvial.engines.extensions.verl.plugin  # noqa: F401  registers the engines
 
     made = base.EngineRegistry.new(
         model_type=kind,

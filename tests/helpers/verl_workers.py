@@ -30,7 +30,7 @@ class Worker:
     """
 
     def __init__(self, kind: str, model: Any, engine: Any, optimizer: Any, loss: Loss | None = None) -> None:
-        import fluvial.engines.verl.plugin  # noqa: F401  as `import verl` does
+        import fluvial.engines.extensions.verl.plugin  # noqa: F401  as `import verl` does
 
         engine.use_remove_padding = engine.use_fused_kernels = False
         self.config, self.loss = engine, loss

@@ -10,12 +10,12 @@ import torch
 from tiny_jobs import Tiny
 from torch import Tensor, nn
 
-from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.serve.rollout.served_weights import ServedWeights
-from fluvial.engines.serve.rollout.weight_routes import WeightRoutes, control_routes
-from fluvial.engines.wire.client import HttpClient
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World
+from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.models.lora import LoraConfig, LowRank, add_lora
 from fluvial.models.lora_layer import Product
 

@@ -17,13 +17,13 @@ from marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from fluvial.engines.engine import export
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.files import LORA, stored
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.export.formats import COMFY_LORA, write
-from fluvial.engines.fsdp import export
-from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.files import LORA, stored
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.train.jobs.weights import converter
+from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora import (
     Dora,
     Form,

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.rollout.generate import Requests, Sampling, generate
+from fluvial.engines.sampling.generate import Requests, Sampling, generate
 from fluvial.models import fixed_adapters
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.handwriting import Handwriting

@@ -11,9 +11,9 @@ from lora_model import LORA, MODEL, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World, init_world
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
     LowRank,

@@ -159,7 +159,7 @@ def test_a_converter_that_leaves_parts_out_is_not_believed(tmp_path: Path, monke
     """As diffusers' pipelines leave out the lengths of a DoRA's rows, or layers that they do not know, with a warning."""
     import diffusers
 
-    from fluvial.engines.train.jobs.weights import converter
+    from fluvial.engines.run.jobs.weights import converter
 
     lengths = {f"double.{name}.dora_scale": torch.ones(4 if name.endswith("0") else 6, 1) for name in LAYERS}
     save_file({f"double.{key}": tensor for key, tensor in _plain().items()} | lengths, tmp_path / "a.safetensors")
@@ -470,7 +470,7 @@ def test_the_original_names_of_wan_are_converted_by_its_pipeline(tmp_path: Path)
     """ComfyUI's layout of Wan, where layers have other names than in diffusers."""
     import tiny_pipelines
 
-    from fluvial.engines.train.jobs.weights import converter
+    from fluvial.engines.run.jobs.weights import converter
 
     module = tiny_pipelines.wan().transformer
     names = {

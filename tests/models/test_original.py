@@ -12,7 +12,7 @@ from diffusers.loaders import single_file_utils as theirs
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fluvial.engines.train.jobs.weights import converter
+from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora_files import read_lora
 from fluvial.models.original.convert import adapter_from_original, adapter_to_original, swap_halves, to_original
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original

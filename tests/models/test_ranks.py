@@ -13,7 +13,7 @@ from marks import long
 from pipeline_ranks import SHORT
 from safetensors.torch import load_file
 
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.engine.world import World, init_world
 
 RUNS = [run if run in SHORT else long(*run) for run in pipeline_ranks.RUNS]
 

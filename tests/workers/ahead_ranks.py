@@ -8,13 +8,13 @@ from typing import Any
 
 import tiny_jobs as tiny
 
-from fluvial.engines.fsdp.config import OptimizerConfig
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.config import AsyncConfig
-from fluvial.engines.rollout.generate import Chunk
-from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.train.config import CorrectionConfig, RolloutConfig, TrainConfig
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import AsyncConfig
+from fluvial.engines.sampling.generate import Chunk
+from fluvial.engines.sampling.samplers import Stochastic
 
 UPDATES = 5
 

@@ -6,9 +6,9 @@ from typing import Any
 import tiny_transformers
 import torch
 
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import World
 
 
 def updates(world: World) -> dict[str, Any]:

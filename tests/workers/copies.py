@@ -11,12 +11,12 @@ from tiny_models import Info, Wide, data
 from torch import Tensor, nn
 
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.engines.checkpoint import checkpoint
-from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.engine import Engine, UpdateInfo
-from fluvial.engines.fsdp.export import write_lora
-from fluvial.engines.fsdp.whole import WholeModule
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine, UpdateInfo
+from fluvial.engines.engine.export import write_lora
+from fluvial.engines.engine.whole import WholeModule
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, use_adapter
 
 ITEMS, MICRO_BATCH = 4, 1

@@ -1,13 +1,13 @@
-"""Evaluates the tiny job on each rank, for tests/engines/evaluation/test_evaluate.py."""
+"""Evaluates the tiny job on each rank, for tests/engines/run/evaluation/test_evaluate.py."""
 
 from typing import Any
 
 import tiny_jobs as tiny
 
 from fluvial.engines.data.records import Prompt, texts
-from fluvial.engines.evaluation.evaluate import evaluate
-from fluvial.engines.evaluation.table import rows
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.evaluation.evaluate import evaluate
+from fluvial.engines.run.evaluation.table import rows
 
 TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.rewards import runner
-from fluvial.engines.rollout.window import RandomWindow
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train import train
-from fluvial.engines.train.config import RolloutConfig, TrainConfig
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run import train
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.sampling.window import RandomWindow
+from fluvial.engines.scoring import runner
 
 
 def raises(count: int) -> Tensor:

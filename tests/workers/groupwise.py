@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rewards.gather import gather_rewards
-from fluvial.engines.rewards.runner import RewardRunners
-from fluvial.engines.rollout.generate import slots
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling.generate import slots
+from fluvial.engines.scoring.gather import gather_rewards
+from fluvial.engines.scoring.runner import RewardRunners
 
 
 def scores(world: World, prompts: int, group: int, micro_batch: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from fluvial.engines.run.heap import keep_freed_memory
+from fluvial.engines.run.process.heap import keep_freed_memory
 
 # The heap grows over the first batches, because tensors are aligned; how many depends on what it held before.
 ROUNDS, COUNTED, BYTES = 40, 8, 48_000_000

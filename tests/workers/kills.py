@@ -20,9 +20,9 @@ import torch
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from fluvial.engines.checkpoint import checkpoint, storage
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.run.checkpoint import checkpoint, storage
 
 FINGERPRINT = {"seed": 0}
 # Audit events of operations that change a disk; opening counts if it is for writing.

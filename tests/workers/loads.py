@@ -10,9 +10,9 @@ from large_layers import tower
 from tiny_models import Net
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.world import World
 
 
 def load(world: World, folder: str) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import tiny_jobs as tiny
 
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.plan import micro_batch
-from fluvial.engines.rollout.samplers import Stochastic
-from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.world import World
+from fluvial.engines.extensions.plan import micro_batch
+from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.samplers import Stochastic
 
 
 def chosen(world: World, folder: str) -> tuple[Any, dict[str, str]]:

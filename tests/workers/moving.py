@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from fluvial.core.transitions import Transition
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.items import RecordedSteps, rebalance
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling.items import RecordedSteps, rebalance
 
 
 def move(world: World) -> list[Any]:

@@ -7,13 +7,13 @@ from typing import Any
 import tiny_jobs as tiny
 import torch
 
-from fluvial.engines.fsdp.config import OptimizerConfig
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.objectives.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
-from fluvial.engines.rollout.noising import ContinuousLevels
-from fluvial.engines.rollout.samplers import Ode, Stochastic
-from fluvial.engines.rollout.window import RandomRecorded
-from fluvial.engines.train.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
+from fluvial.engines.run.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig
+from fluvial.engines.sampling.noising import ContinuousLevels
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import RandomRecorded
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))

@@ -7,9 +7,9 @@ import torch
 from tiny_models import Wide, data, squared
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.fsdp.config import EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.engine import Engine
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World
 
 
 def updates(world: World, name: Any) -> dict[str, Any]:

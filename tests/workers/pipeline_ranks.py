@@ -17,10 +17,10 @@ from torch import Tensor
 from fluvial.core.gaussian import log_prob
 from fluvial.core.transitions import Sampler, ddim, flow_sde
 from fluvial.engines.data.records import as_prompts
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.generate import Guidance, on_device
+from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.protocol import DiffusionModel, Schedule

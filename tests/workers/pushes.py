@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from weight_servers import adapted, base, engine_of, move, moved_base, run, served
 
-import fluvial.engines.fsdp.export as exporting
+import fluvial.engines.engine.export as exporting
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.sources.weight_sync import Method, WeightSync
-from fluvial.engines.wire.weight_buckets import checksum
+from fluvial.engines.extensions.remote.weight_sync import Method, WeightSync
+from fluvial.engines.extensions.wire.weight_buckets import checksum
 
 
 class Noting:
@@ -77,7 +77,7 @@ def pushes(world: World, folder: str) -> dict[str, Any]:
 
 def killed(folder: str, method: str) -> None:
     """Push once, and die in the middle of the second push: when half a file is written."""
-    from fluvial.engines.fsdp.world import init_world
+    from fluvial.engines.engine.world import init_world
 
     with init_world() as world:
         engine = engine_of(adapted(base()) if method == "auto" else moved_base(), world)

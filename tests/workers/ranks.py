@@ -10,10 +10,10 @@ import torch
 from tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
+from fluvial.engines.engine import world
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp import world
-from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import World
 
 ITEMS, MICRO_BATCH = 7, 1
 

@@ -12,7 +12,7 @@ import psutil
 import ray
 
 from fluvial.engines.errors import RunError
-from fluvial.engines.run import on_ray
+from fluvial.engines.run.process import on_ray
 
 SECONDS = 60  # to wait for processes to end
 SMALL = (

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fluvial.engines.checkpoint import checkpoint, storage
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.run.checkpoint import checkpoint, storage
 
 FINGERPRINT = {"seed": 0, "train": "full"}
 

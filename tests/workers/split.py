@@ -9,11 +9,11 @@ import tiny_token_job
 import tiny_transformers
 from handwriting_jobs import config
 
-from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.train.config import KLConfig
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import KLConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.generate import Guidance
 
 
 def updates(world: World, folder: str) -> dict[str, Any]:

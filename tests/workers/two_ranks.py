@@ -6,9 +6,9 @@ import torch
 from tiny_models import Net, data, squared
 
 from fluvial.bench.counting import Collectives
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.fsdp.world import World
 
 
 def updates(world: World) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import torch
 from handwriting_jobs import config, job
 from torch import Tensor
 
-from fluvial.engines.fsdp.world import World
-from fluvial.engines.rollout.window import RandomWindow
-from fluvial.engines.train.config import KLConfig, RolloutConfig
-from fluvial.engines.train.trainer import Trainer
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import KLConfig, RolloutConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.window import RandomWindow
 
 # With this seed the two prompts of the first update are the two codes.
 GROUP, CODES, SEED = 8, ("1111", "2222"), 1

@@ -13,8 +13,8 @@ from fluvial.bench.update.cases import (
     update_engine,
 )
 from fluvial.bench.update.measure import counted, gradient_distance
-from fluvial.engines.fsdp.engine import EngineConfig
-from fluvial.engines.fsdp.world import World
+from fluvial.engines.engine.engine import EngineConfig
+from fluvial.engines.engine.world import World
 
 SAMPLES = 5
 SHARDINGS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Trains tiny pipelines through verl's calls on any number of ranks, for tests/engines/verl/test_ranks.py."""
+"""Trains tiny pipelines through verl's calls on any number of ranks, for tests/engines/extensions/verl/test_ranks.py."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 import verl_runs
 from safetensors.torch import save_file
 
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.fsdp.world import World
 
 # Settings of the engine; the model config besides; and whether ranks share samples.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

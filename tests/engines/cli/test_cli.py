@@ -118,8 +118,8 @@ WRONG: list[tuple[str, str]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompt files, a folder that holds a run, weights of another model and weights cut short."""
-    from fluvial.engines.train import recipes
-    from fluvial.engines.train.record import as_record
+    from fluvial.engines.run import recipes
+    from fluvial.engines.run.record import as_record
     from fluvial.models.handwriting import BASE, codes
 
     tmp = tmp_path_factory.mktemp("wrong")
@@ -227,7 +227,7 @@ def test_a_plan_is_printed_and_checked(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit code 1, and one line that names the kinds."""
-    from fluvial.engines.plan import memory
+    from fluvial.engines.extensions.plan import memory
 
     right = memory.account
 
@@ -247,8 +247,8 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
 ) -> None:
     """Not on top of the recipe: with its two updates a rollout, the three that are asked for would be refused."""
     from fluvial.engines import train as training
-    from fluvial.engines.train import recipes
-    from fluvial.engines.train.record import as_record
+    from fluvial.engines.run import recipes
+    from fluvial.engines.run.record import as_record
 
     out = tmp_path / "run"
     begun = replace(recipes.grpo(), out=out, updates=1, minibatches=1, seed=5)

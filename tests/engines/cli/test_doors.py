@@ -83,7 +83,7 @@ INSTALLED = """
 from dataclasses import dataclass, replace
 import toy_doors
 from toy_doors import bold, walk
-from fluvial.engines.rollout.samplers import Stochastic
+from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models.handwriting import BASE, Handwriting
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ import torch
 import toy_doors
 from fluvial.core.transitions import Transition
 from fluvial.engines import recipes
-from fluvial.engines.objectives.protocol import ObjectiveTraits
+from fluvial.engines.methods.protocol import ObjectiveTraits
 
 number = 3
 

@@ -18,14 +18,14 @@ from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.preferences import PreferencesConfig
 from fluvial.engines.cli.sample import SampleConfig
-from fluvial.engines.plan.plan import PlanConfig
-from fluvial.engines.train.pretrain import (
+from fluvial.engines.extensions.plan.plan import PlanConfig
+from fluvial.engines.run.pretrain import (
     edit_words_pretraining,
     handwriting_pretraining,
     handwriting_unet_pretraining,
     words_pretraining,
 )
-from fluvial.engines.train.recipes import RECIPES
+from fluvial.engines.run.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {
     **{f"train {name}": recipe() for name, recipe in RECIPES.items()},

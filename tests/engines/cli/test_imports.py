@@ -20,7 +20,7 @@ def end(code):
 
 os._exit = end
 if "--out" in sys.argv:
-    from fluvial.engines.train.trainer import Trainer
+    from fluvial.engines.run.trainer import Trainer
     Trainer.update = lambda self: end(0)
 main.main(sys.argv[1:])
 """

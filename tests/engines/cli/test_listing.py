@@ -28,7 +28,7 @@ def install(folder: Path, entries: str) -> None:
 
 def test_recipes_are_listed_as_they_are() -> None:
     """Names, order and first lines, read from the source, are those of the functions."""
-    from fluvial.engines.train.recipes import RECIPES
+    from fluvial.engines.run.recipes import RECIPES
 
     def first_line(recipe: object) -> str:
         return (inspect.getdoc(recipe) or "").partition("\n")[0]

@@ -11,9 +11,9 @@ import launch
 import pytest
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.train import recipes
-from fluvial.engines.train.config import TrainConfig
-from fluvial.engines.train.record import as_record, recorded
+from fluvial.engines.run import recipes
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.record import as_record, recorded
 from fluvial.models import hub
 
 
@@ -114,7 +114,7 @@ def test_settings_that_follow_from_others_are_said(
 def test_weights_that_an_interrupted_run_lacks_are_exported_by_a_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from fluvial.engines.train.jobs.weights import from_run
+    from fluvial.engines.run.jobs.weights import from_run
 
     run = tmp_path / "run"
     begun(run, recipes.grpo())

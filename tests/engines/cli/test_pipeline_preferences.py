@@ -14,13 +14,13 @@ from torch import Tensor
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import read_preferences, write_preferences
 from fluvial.engines.data.records import texts
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.objectives.table import Dpo
-from fluvial.engines.rollout.generate import NO_GUIDANCE
-from fluvial.engines.rollout.samplers import Ode
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import PipelineConfig, RolloutConfig
+from fluvial.engines.methods.table import Dpo
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import PipelineConfig, RolloutConfig
+from fluvial.engines.sampling.generate import NO_GUIDANCE
+from fluvial.engines.sampling.samplers import Ode
 
 ROW = tiny_pipelines.ROWS["sd3"]
 PROMPTS = [f"{number} red foxes" for number in range(12)]

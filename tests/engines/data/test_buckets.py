@@ -23,8 +23,8 @@ from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecor
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_size, shapes_of
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.world import World, init_world
 
 SQUARE, TALL, WIDE = Size(8, 8), Size(12, 8), Size(8, 12)
 SIZES = (SQUARE, TALL, WIDE)

@@ -19,9 +19,9 @@ from fluvial.engines.data.image_cache import MANIFEST, ImageCache
 from fluvial.engines.data.images import read_image, read_images, size_of
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.serve import formats
+from fluvial.engines.extensions.servers import formats
 from fluvial.models import images
 from fluvial.models.replay import kinds
 

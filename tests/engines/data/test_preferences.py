@@ -17,14 +17,14 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import PREFERENCES, Preference, preference_records, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.data.records import texts
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.fsdp.config import OptimizerConfig
-from fluvial.engines.fsdp.world import World, init_world
-from fluvial.engines.objectives.table import Dpo
-from fluvial.engines.rollout.samplers import Ode
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import RolloutConfig
-from fluvial.engines.train.recipes import dpo
+from fluvial.engines.methods.table import Dpo
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.recipes import dpo
+from fluvial.engines.sampling.samplers import Ode
 
 ODE = RolloutConfig(prompts=3, group=2, steps=tiny.STEPS, sampler=Ode())
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.export import folder
-from fluvial.engines.fsdp.world import init_world
 
 
 def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

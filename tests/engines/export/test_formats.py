@@ -8,9 +8,9 @@ import tiny_pipelines
 import torch
 from safetensors.torch import load_file
 
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.export import formats
 from fluvial.engines.export.formats import COMFY_WEIGHTS
-from fluvial.engines.fsdp.world import World, init_world
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.fsdp.world import init_world
+from fluvial.engines.engine.world import init_world
 from fluvial.models.pipelines.wan import EXPERTS
 
 

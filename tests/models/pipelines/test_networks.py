@@ -24,9 +24,9 @@ from tiny_pipelines import (
 )
 
 from fluvial.core.sigmas import shifted
-from fluvial.engines.fsdp.config import EngineConfig
-from fluvial.engines.fsdp.module import ShardedModule
-from fluvial.engines.fsdp.world import World, init_world
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.world import World, init_world
 from fluvial.models import DiffusionModel
 from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.wan import EXPERTS

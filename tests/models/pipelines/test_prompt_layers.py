@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
 from fluvial.models import prompt_layers
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.handwriting.unet import HandwritingUNet

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.rollout.generate import Guidance, Requests, Sampling, generate
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate
 from fluvial.models.step_cache import StepCache
 
 BLOCKS = 4

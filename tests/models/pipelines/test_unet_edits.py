@@ -22,13 +22,13 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.transitions import ddim
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.fsdp.world import init_world
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.train import job as jobs
-from fluvial.engines.train.config import PipelineConfig
-from fluvial.engines.train.jobs.evaluated import encoded_texts
-from fluvial.engines.trial import pipelines
-from fluvial.engines.trial.forked import Forked, wait
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.extensions.trial import pipelines
+from fluvial.engines.extensions.trial.forked import Forked, wait
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.evaluated import encoded_texts
+from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import decoded
 from fluvial.models.pipelines import unet_edits
 from fluvial.models.pipelines.open import open_model

@@ -14,7 +14,7 @@ import wheels
 from numpy_towers import Array
 from torch import Tensor
 
-from fluvial.engines.rewards.signature import signature_of
+from fluvial.engines.scoring.signature import signature_of
 from fluvial.models.rewards.identity import Dino, Perceptual
 
 PROMPTS = ["make it red", "add a hat", "make it red"]

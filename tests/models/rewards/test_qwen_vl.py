@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fluvial.core.random import key, normal
-from fluvial.engines.rewards.signature import signature_of
+from fluvial.engines.scoring.signature import signature_of
 from fluvial.models.rewards import qwen_vl
 from fluvial.models.rewards.qwen_vl import (
     EditReward,

@@ -1,0 +1,487 @@
+"""The engine: a sharded module, its optimizer, and updates on flat sets of weighted items.
+
+It knows modules, parameters, the optimizer, devices and ranks. What an item is (a pair of sample and step, a noised image)
+and what its loss means come in as a pytree and a function.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from optree import PyTree, tree_leaves
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from fluvial.core import ema
+from fluvial.core.checks import trusted_values
+from fluvial.engines.engine import export
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
+from fluvial.engines.engine.flops import FlopCounter
+from fluvial.engines.engine.gradient_sync import LastBackward
+from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
+from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, sharded_like
+from fluvial.engines.engine.whole import WholeModule
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.models.lora import is_adapter
+from fluvial.models.protocol import Weights
+
+# loss_fn(items) -> loss [b], or (loss [b], diagnostics: a NamedTuple of [b] tensors without gradient)
+LossFn = Callable[[PyTree[Tensor]], Tensor | tuple[Tensor, Any]]
+
+
+class UpdateInfo(NamedTuple):
+    """Diagnostics of one update, read back from the device once."""
+
+    loss: float  # weighted sum over the items of all ranks, divided by the count
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: bool
+    mean: dict[str, float]  # of each diagnostic, over the computed items
+    max_abs: dict[str, float]
+    items: int  # computed items of all ranks
+    flops: int  # of this rank's forward and backward passes, without what checkpointing computes again
+    parts: Parts | None = None  # diagnostics by part, where the items are split
+    memory: tuple[float, ...] = ()  # largest `World.peak_memory` of the ranks, in bytes
+
+
+class Engine:
+    """A module sharded with FSDP2, its optimizer, learning-rate schedule and moving average.
+
+    Train any module on any loss over a pytree of items:
+
+    >>> import torch
+    >>> from fluvial.engines import Engine, OptimizerConfig, init_world
+    >>> x = torch.linspace(-1, 1, 64)[:, None]
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    >>> with init_world():
+    ...     engine = Engine(net, config=OptimizerConfig(lr=0.01))
+    ...     for _ in range(300):
+    ...         info = engine.update({"x": x, "y": x**2}, lambda b: (net(b["x"]) - b["y"]).square().mean(1))
+    >>> info.loss < 0.01
+    True
+
+    Memory per parameter: what `ShardedModule` holds, and for trained parameters, with R ranks per replica, 8 / R bytes for
+    AdamW's moments, 4 / R for the moving average if there is one, and during an update 4 / R for the sharded gradient; on
+    the CPU with offload="always". An update also holds unsharded gradients in the dtype of the reduction: all of them with
+    grad_sync="last", else those of a block. `fluvial plan` adds it up, also for other optimizers.
+
+    Args:
+        module: module as `ShardedModule` takes it. Parameters that do not require gradients stay frozen.
+        blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
+        config: optimizer, schedule, clipping and moving average.
+        world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
+        updates: number of updates planned, for the learning-rate schedule. A constant schedule does not need it.
+        sharding: sharding, precision, checkpointing and offload of the module.
+        weights: model folder that parameters on the meta device are read from.
+
+    Raises:
+        UsageError: the configuration does not fit the module or the ranks, or the optimizer's package is missing.
+        ValueError: the module has no parameter to train, or the schedule needs `updates`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[nn.Module] | None = None,
+        config: OptimizerConfig | None = None,
+        world: World | None = None,
+        *,
+        updates: int | None = None,
+        sharding: EngineConfig | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        self.config = config or OptimizerConfig()
+        self.sharded = ShardedModule(module, blocks, world, sharding, weights=weights)
+        self.world, self.sharding = self.sharded.world, self.sharded.config
+        self.module, self.compiles = self.sharded.module, self.sharding.compiles(self.world.device)
+        self.last_backward = LastBackward(self.sharded.units, reshard=self.sharding.comm == "reshard")
+        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if not self.trainable:
+            raise ValueError("Engine: the module has no parameter that requires a gradient")
+        # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
+        self.carried = {name: p for name, p in self.module.named_parameters() if is_adapter(name) and not p.requires_grad}
+        self._row = OPTIMIZERS[self.config.name]
+        self._check_row()
+        self.optimizer = self._row.build(self.trainable.values(), self.config)
+        for parameter in self.trainable.values():
+            self.optimizer.state[parameter] = self._row.start(parameter, self.config)
+        self.lr_factor = lr_factor(self.optimizer, self.config, updates=updates)
+        self.average = ema.init(self._local(torch.float32)) if self.config.ema_decay else {}
+        self.updates = self.skipped = self.skipped_in_a_row = 0
+        self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
+        self.flops: dict[tuple[Any, ...], int] = {}  # of the model, by the shapes of a micro-batch
+        self._squares = list[Tensor]()  # of the gradients whose steps were taken in the backward pass
+        self._numbers = {parameter: number for number, parameter in enumerate(self.trainable.values())}
+        self._warned = False  # of an eps above the gradients
+        self.stepping = False  # whether an optimizer step has begun and not ended, so that the state is of no update
+        self._keeps = False  # whether what inference gathers stays for the next update
+
+    def update(
+        self,
+        items: PyTree[Tensor],
+        loss_fn: LossFn,
+        weight: Tensor | None = None,
+        *,
+        count: float | None = None,
+        micro_batch: int | Sequence[int] | None = None,
+        pad_to: int | None = None,
+        inputs: PyTree[Tensor] = (),
+        parts: Tensor | None = None,
+    ) -> UpdateInfo:
+        """Take one optimizer step on sum(weight * loss_fn(items)) / count, where the sum is over the items of all ranks.
+
+        The result does not depend on how items are split into micro-batches or over ranks. The micro-batch decides the
+        memory.
+
+        Args:
+            items: pytree of tensors `[P, ...]`, this rank's part of the items. P >= 1 may differ between ranks.
+            loss_fn: function of a micro-batch of items, see `LossFn`.
+            weight: weight of each item in the loss, `[P]`; by default 1.
+            count: number that the sum is divided by, the same on all ranks; by default the number of items of all ranks.
+            micro_batch: number of items per forward and backward pass, the same on all ranks; by default `pad_to`. Of
+                several numbers, falling, each is used as often as it is filled, and the last one for what is left.
+            pad_to: largest P over the ranks. Every rank runs as many micro-batches as that takes, filled up with items of
+                weight 0, so that collectives match. If it or `count` is left out with several ranks, one small gather over
+                the ranks finds it.
+            inputs: tensors `[B, ...]` besides the items that `loss_fn` reads rows of, whose shapes decide its FLOPs.
+            parts: parts of the update that an item counts in, bool `[P, S]`; diagnostics are averaged over each as well.
+
+        Raises:
+            ValueError: items, weights or losses have the wrong shape.
+            RunError: the gradient was not finite in `max_skipped` updates in a row.
+        """
+        self._check_onloaded()
+        device = self.world.device
+        sizes: Sequence[int] = (
+            () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
+        )
+        held = check_items(items, weight, sizes=sizes, pad_to=pad_to)
+        if self.world.size > 1 and (count is None or pad_to is None):
+            of_ranks = self.world.gather_data(torch.tensor([held])).tolist()
+            count, pad_to = sum(of_ranks) if count is None else count, max(of_ranks) if pad_to is None else pad_to
+        count, pad_to = held if count is None else count, held if pad_to is None else pad_to
+        sizes = sizes or (pad_to,)
+        passes = split(pad_to, sizes)
+        weight = torch.ones(held, device=device) if weight is None else weight
+        of_row, flops = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs))), 0
+        real = torch.zeros(sum(passes), device=device)
+        real[:held] = 1
+        batches = micro_batches((items, weight), micro_batch=sizes, pad_to=pad_to, device=device)
+        self._begin(len(passes))
+        start, last = 0, len(passes) - 1
+        loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
+        with self.sharded.train(), trusted_values():
+            for i, (size, (batch, factor)) in enumerate(zip(passes, batches, strict=True)):
+                rows, shapes = slice(start, start + size), (size, *of_row)
+                self.set_last(i == last)
+                self.last_backward.begin(i == last)
+                with self._counted(shapes):
+                    result = loss_fn(batch)
+                    loss, info = result if isinstance(result, tuple) else (result, ())
+                    if loss.shape != (size,):
+                        raise ValueError(
+                            f"update: loss_fn returned shape {list(loss.shape)}, expected [{size}], one loss per item"
+                        )
+                    total = (loss * factor * real[rows]).sum() / count
+                    total.backward()
+                loss_sum = loss_sum + total.detach()
+                diagnostics.add(info, rows)
+                start, flops = rows.stop, flops + self.flops[shapes]
+        self.last_backward.end()
+        norm = self._gradient_norm()
+        row = diagnostics.row(loss_sum, self.world.peak_memory())[None]
+        # The one read-back of the update.
+        table = torch.cat([self.world.gather_data(row), norm.to(row).expand(1, row.shape[1])]).tolist()
+        result_info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
+        return result_info._replace(flops=flops)
+
+    def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
+        """Add the gradients of the sum of some losses over all ranks, for a caller with a loop of its own, before `step`.
+
+        Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone. Each loss
+        is a function that makes a forward pass and returns a scalar; there are as many on every rank.
+        """
+        self._check_onloaded()
+        self._begin(len(losses))
+        with self.sharded.train(), trusted_values():
+            for i, loss in enumerate(losses):
+                self.set_last(i == len(losses) - 1)
+                self.last_backward.begin(i == len(losses) - 1)
+                loss().backward()
+        self.last_backward.end()
+
+    def step(self) -> UpdateInfo:
+        """Take an optimizer step with the gradients that `backward` added, and clear them; every rank must take part."""
+        self._check_onloaded()
+        norm = self._gradient_norm()
+        return self._step(Numbers(math.nan, 0, {}, {}, None, ()), grad_norm=float(norm), norm=norm)
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of the gradients over all parameters and ranks."""
+        if self._squares:
+            return torch.stack(self._squares).sum().sqrt()
+        whole = self.sharded.is_whole  # then this rank's parts are all there is
+        gradients = (p.grad for p in self.trainable.values() if p.grad is not None)
+        norm = get_total_norm([local(gradient) if whole else gradient for gradient in gradients])
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    @contextmanager
+    def _counted(self, shapes: tuple[Any, ...]) -> Iterator[None]:
+        """Count the FLOPs of the first micro-batch of each shape; the others have the same.
+
+        A compiled block runs uncompiled for that, and rounds differently. So the counts are saved: after a resumption the
+        same programs run as in a run that was not interrupted.
+        """
+        if shapes in self.flops:
+            yield
+            return
+        # A compiled block is counted as it was written, because no counter sees what the compiler makes of it.
+        with FlopCounter() as counter, torch.compiler.set_stance("force_eager" if self.compiles else "default"):
+            yield
+        self.flops[shapes] = counter.model
+
+    def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
+        """Step the optimizer if the gradient is finite, and return what the update did."""
+        lr, skip, self.stepping = self._lr(), not math.isfinite(grad_norm), True
+        if self._squares:
+            self._squares.clear()
+            if skip:
+                raise RunError(
+                    f"the gradient of update {self.updates + 1} was not finite, and `engine.grad_sync` step took its steps "
+                    "in the backward pass: resume from the last checkpoint with a lower `optimizer.lr`, or set it to last"
+                )
+            self._follow()
+        elif skip:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            problem = None if self._warned else frozen_by_eps(self.config, grad_norm, self.trainable.values(), self.updates)
+            if problem is not None and self.world.is_main:
+                warnings.warn(problem, stacklevel=3)
+            self._warned = self._warned or problem is not None
+            set_lr(self.optimizer, lr)
+            self._row.apply(self.optimizer, norm, max_norm=self.config.max_grad_norm, update=self.updates)
+            self.skipped_in_a_row = 0
+            self._follow()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        self.stepping = False
+        if self.skipped_in_a_row >= self.config.max_skipped:
+            raise RunError(
+                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (up to update {self.updates}): "
+                "lower `optimizer.lr`, or look at the reward and the last samples"
+            )
+        return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
+
+    def _lr(self) -> float:
+        """Return the learning rate of the next step."""
+        return self.config.lr * self.lr_factor(self.updates)
+
+    def _follow(self) -> None:
+        """Update the moving average after a step, if there is one."""
+        if self.average and (self.updates + 1) % self.config.ema_interval == 0:
+            decay = self.config.ema_decay
+            decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
+            with torch.no_grad():
+                self.average = ema.update(self.average, self._local(torch.float32), decay**self.config.ema_repeats)
+
+    def _check_row(self) -> None:
+        """Raise UsageError if the optimizer cannot take its steps as configured."""
+        names = " or ".join(name for name, row in OPTIMIZERS.items() if row.elementwise)
+        if self.sharding.masters != "float32" and not self._row.elementwise:
+            hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
+            raise UsageError("optimizer.name", self.config.name, names, hint)
+        if self.sharding.grad_sync != "step":
+            return
+        if not self._row.elementwise:
+            hint = "`engine.grad_sync` is step, which takes one parameter at a time"
+            raise UsageError("optimizer.name", self.config.name, names, hint)
+        if not self.sharded.is_whole:
+            hint = "parameters are sharded; let each rank hold a whole copy (`engine.replicas` the number of ranks)"
+            raise UsageError("engine.grad_sync", "step", "last or every", hint)
+
+    def _begin(self, passes: int) -> None:
+        """Begin an update of some passes; with grad_sync="step", its only one takes the steps."""
+        if self.sharding.grad_sync != "step":
+            return
+        if passes > 1:
+            hint = f"an update has {passes} passes, whose gradients add up; let it have one (`update_micro_batch`)"
+            raise UsageError("engine.grad_sync", "step", "last", hint)
+        self._squares.clear()
+        self.stepping = True
+        set_lr(self.optimizer, self._lr())
+        assert isinstance(self.module, WholeModule)
+        self.module.set_arrived(self._arrived)
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """Take the step of a parameter whose gradient is there."""
+        assert parameter.grad is not None
+        norm = get_total_norm([local(parameter.grad).float()])
+        self._squares.append(norm.square())
+        self._row.apply_to_one(
+            self.optimizer,
+            parameter,
+            norm,
+            max_norm=self.config.max_grad_norm,
+            update=self.updates,
+            number=self._numbers[parameter],
+        )
+
+    @contextmanager
+    def inference(self, *, average: bool = False) -> Iterator[nn.Module]:
+        """Yield the module for forward passes without gradient; its parameters are gathered once for all of them.
+
+        Args:
+            average: whether to compute with the moving average, if there is one, instead of the weights.
+        """
+        kept: dict[str, Tensor] = {}
+        if average and self.average:
+            self._check_onloaded()
+            self.sharded.reshard()  # the average is written to the shards
+            kept = ema.init(self._local())
+            self._write_local(self.average)
+        try:
+            with self.sharded.inference(keep=self._keeps and not kept) as module:
+                yield module
+        finally:
+            if kept:
+                self._write_local(kept)
+
+    @contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        """Gather the parameters once for the inference passes in the context and the update that follows them.
+
+        With comm="keep" what `inference` gathers stays until the update's last backward pass frees it, or the context ends.
+        Shards must not be written in between. With comm="reshard" nothing stays.
+        """
+        before, self._keeps = self._keeps, self.sharding.comm == "keep"
+        try:
+            yield
+        finally:
+            self._keeps = before
+            self.sharded.reshard()
+
+    @contextmanager
+    def without_zeros(self) -> Iterator[None]:
+        """Compute with noise in place of trained parameters that are all 0, as the second factors of new adapters are.
+
+        Their values are drawn by torch's generator, and they are 0 again when the context ends.
+        """
+        self.sharded.reshard()
+        names = [name for name, shard in self._local().items() if not shard.any()]
+        with torch.no_grad():
+            for name in names:
+                self._local()[name].normal_(std=0.02)
+        try:
+            yield
+        finally:
+            self.sharded.reshard()
+            with torch.no_grad():
+                for name in names:
+                    self._local()[name].zero_()
+
+    def offload(self, *, parameters: bool = True) -> None:
+        """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.
+
+        Without `parameters`, these stay on the device, and the module can still sample.
+        """
+        moments = [tensor for name in self.trainable for tensor in self._moments(name).values()]
+        gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+        self.host.offload(local(tensor) for tensor in [*moments, *gradients, *self.average.values()])
+        if parameters:
+            self.sharded.offload()
+
+    def onload(self) -> None:
+        """Move everything back to the device, to the bit."""
+        self.sharded.onload()
+        self.host.onload()
+
+    def _check_onloaded(self) -> None:
+        self.sharded.host.check_onloaded()
+        self.host.check_onloaded()
+
+    def weights(
+        self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor on the CPU) as `export.weights` does. Every rank must take part.
+
+        With `average` they are those of the moving average, if there is one.
+        """
+        averaged = self.averaged() if average else None
+        return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""
+        self._check_onloaded()
+        return {name: sharded_like(self.trainable[name], shard) for name, shard in self.average.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed run needs, as a flat dict of (sharded) tensors: weights, optimizer state, average.
+
+        The tensors are the engine's own, except that the average may be replaced by the next update.
+        """
+        self._check_onloaded()
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.trainable.items():
+            state[f"weight.{name}"] = parameter.detach()
+            state.update((f"{key}.{name}", tensor) for key, tensor in self._moments(name).items())
+            if name in self.average:
+                state[f"average.{name}"] = sharded_like(parameter, self.average[name])
+        for name, parameter in self.carried.items():
+            state[f"weight.{name}"] = parameter.detach()
+        return state
+
+    def counters(self) -> dict[str, Any]:
+        """Return the numbers that go with `state`, as JSON holds them; with compiled blocks every rank must take part.
+
+        They are the updates, the skipped ones and those skipped since the last step, and each rank's counted FLOPs.
+        """
+        counters = {"updates": self.updates, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return counters | ({"flops": self.world.gather_items([*self.flops.items()])} if self.compiles else {})
+
+    def restore(self, state: dict[str, Tensor], counters: dict[str, Any]) -> None:
+        """Take over a state and its counters as `state` and `counters` returned them, on any number of ranks.
+
+        Values are copied.
+        """
+        self.updates, self.skipped = counters["updates"], counters["skipped"]
+        self.skipped_in_a_row = counters["skipped_in_a_row"]
+        counted = counters.get("flops", [])
+        if self.compiles and len(counted) == self.world.size:
+            self.flops = {(size, *map(tuple, shapes)): flops for (size, *shapes), flops in counted[self.world.rank]}
+        own = self.state()
+        with torch.no_grad():
+            for name, tensor in own.items():
+                local(tensor).copy_(local(state[name]))
+            for parameter in self.trainable.values():
+                if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer
+                    self.optimizer.state[parameter]["step"].fill_(self.updates - self.skipped)
+
+    def _moments(self, name: str) -> dict[str, DTensor]:
+        """Return the tensors of a parameter's optimizer state, without the step count."""
+        parameter = self.trainable[name]
+        return saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
+
+    def set_last(self, last: bool) -> None:
+        """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
+        root = self.module
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
+        root.set_is_last_backward(last)
+        root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
+
+    def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""
+        shards = self.sharded.shards(trainable=True)
+        return shards if dtype is None else {name: shard.to(dtype) for name, shard in shards.items()}
+
+    def _write_local(self, shards: dict[str, Tensor]) -> None:
+        for name, shard in self._local().items():
+            shard.copy_(shards[name])

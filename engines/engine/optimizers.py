@@ -1,0 +1,331 @@
+"""The table of optimizers: how each is built, and how its state is laid out. A new optimizer is one row.
+
+A tensor of the state is sharded as its parameter (by rows) or held on every rank. One in 8 or 4 bits is a torchao tensor of
+codes and of one scale per block of values. Blocks never cross rows, so codes and scales are sharded by rows too and can be
+loaded on another number of ranks.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import SGD, AdamW, Optimizer
+
+from fluvial.engines.engine.config import OptimizerConfig, OptimizerName
+from fluvial.engines.engine.rounding import first_row, rounding_key, step_rounded
+from fluvial.engines.errors import UsageError
+
+Shape = tuple[int, ...]
+Bits = Literal["float32", "signed8", "unsigned8", "signed4", "unsigned4"]
+BLOCKS = {8: 256, 4: 128}  # values that share a scale, by bits; torchao's
+SMALLEST = 4096  # smaller tensors are not quantised, as in bitsandbytes (arXiv 2110.02861)
+TINY = 1e-30  # added to squared gradients by Adafactor, so that a gradient of 0 has a root (arXiv 1804.04235)
+
+
+class Buffer(NamedTuple):
+    """One tensor of a parameter's optimizer state."""
+
+    shape: tuple[int, ...]  # over all ranks
+    sharded: bool = True  # by rows as the parameter, else on every rank
+    bits: Bits = "float32"
+
+    @property
+    def width(self) -> int:
+        """Bits of a code, where it is quantised."""
+        return int(self.bits[-1])
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it is held in codes: a large enough tensor whose rows are whole blocks."""
+        row = math.prod(self.shape[1:])
+        return self.bits != "float32" and self.shape[0] * row >= SMALLEST and row % BLOCKS[self.width] == 0
+
+    def nbytes(self, ranks: int) -> int:
+        """Return the bytes on the first of `ranks` ranks, which has the largest shard."""
+        rows = math.ceil(self.shape[0] / ranks) if self.sharded else self.shape[0]
+        values = rows * math.prod(self.shape[1:])
+        if not self.quantised:
+            return 4 * values
+        return values * self.width // 8 + 4 * values // BLOCKS[self.width] + 4 * 2**self.width  # and a table of the levels
+
+
+def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
+    """Return a tensor of zeros for the state of a sharded parameter."""
+    shard = local(parameter)
+    shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
+    if buffer.quantised and 0 not in shape:
+        signed, block = buffer.bits.startswith("signed"), BLOCKS[buffer.width]
+        if buffer.width == 8:
+            from torchao.optim.subclass_8bit import OptimState8bit as Quantised
+        else:
+            from torchao.optim.subclass_4bit import OptimState4bit as Quantised
+        part = Quantised.zeros(shape, signed, block, shard.device, dtype=torch.float32)
+    else:
+        part = torch.zeros(shape, device=shard.device)
+    return sharded_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
+
+
+def local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded; it shares its storage."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
+
+
+def sharded_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:
+    """Return this rank's part as a tensor that is laid out as `parameter`.
+
+    Args:
+        parameter: sharded parameter whose mesh and placements are used.
+        part: part of this rank.
+        shape: shape over all ranks, by default that of the parameter.
+        replicated: whether each rank holds the whole tensor instead.
+    """
+    spec = parameter._spec
+    if shape is None and not replicated and part.dtype == parameter.dtype:
+        return DTensor(part, spec, requires_grad=False)
+    like = torch.empty(parameter.shape if shape is None else shape, dtype=part.dtype, device="meta")
+    placements = tuple(Replicate() for _ in spec.placements) if replicated else spec.placements
+    # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
+    meta = TensorMeta(like.shape, like.stride(), like.dtype)
+    return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
+def saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, DTensor]:
+    """Return the tensors of a parameter's state that a checkpoint holds, without the step count; they share its storage.
+
+    Args:
+        state: state of the parameter, as the optimizer has it.
+        buffers: layout of its tensors.
+    """
+    tensors: dict[str, DTensor] = {}
+    for key, buffer in buffers.items():
+        tensor = state[key]
+        if not buffer.quantised:
+            tensors[key] = tensor
+            continue
+        part, row = tensor.to_local(), math.prod(buffer.shape[1:])
+        if part.numel():
+            codes, scale = part.codes, part.scale
+        else:  # a rank without rows holds an empty tensor, which has no blocks
+            codes, scale = part.to(torch.uint8), part
+        rows, width = len(part), buffer.width
+        for name, values, columns in (("codes", codes, row * width // 8), ("scale", scale, row // BLOCKS[width])):
+            flat = values.view(rows, columns) if rows else values.new_empty(0, columns)
+            tensors[f"{key}.{name}"] = sharded_like(tensor, flat, (buffer.shape[0], columns))
+    return tensors
+
+
+class Row(NamedTuple):
+    """One optimizer."""
+
+    build: Callable[[Iterable[nn.Parameter], OptimizerConfig], Optimizer]
+    buffers: Callable[[Shape, OptimizerConfig], dict[str, Buffer]]  # state of a parameter of a shape
+    step: Literal["device", "host", "none"]  # where the count of steps lies that is kept per parameter
+    elementwise: bool = False  # whether a value's step depends on its own gradient and state alone
+
+    def start(self, parameter: nn.Parameter, config: OptimizerConfig) -> dict[str, Any]:
+        """Return a parameter's state before the first step."""
+        device = local(parameter).device if self.step == "device" else "cpu"
+        count = {} if self.step == "none" else {"step": torch.zeros((), device=device)}
+        return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
+
+    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int, first: int = 0) -> None:
+        """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step of sharded parameters.
+
+        An elementwise optimizer takes it with this rank's plain tensors. Parameters in bfloat16 are rounded stochastically,
+        with draws of the number of the update and of the parameter, the first of which is `first`.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        rounds = any(p.dtype != torch.float32 for p in parameters)
+        places = [(first + number, first_row(p)) for number, p in enumerate(parameters)] if rounds else []
+        with plain(optimizer) if self.elementwise else nullcontext():
+            clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm, norm)
+            if rounds:
+                step_rounded(optimizer, places, rounding_key(update))
+            else:
+                optimizer.step()
+
+    def apply_to_one(
+        self, optimizer: Optimizer, parameter: nn.Parameter, norm: Tensor, *, max_norm: float, update: int, number: int
+    ) -> None:
+        """Take the step of one of the parameters, whose number among all is `number`; see `apply`."""
+        (group,) = optimizer.param_groups
+        parameters, group["params"] = group["params"], [parameter]
+        try:
+            self.apply(optimizer, norm, max_norm=max_norm, update=update, first=number)
+        finally:
+            group["params"] = parameters
+
+    def nbytes(self, shape: Shape, config: OptimizerConfig, *, ranks: int) -> int:
+        """Return the bytes of a parameter's state on the first of `ranks` ranks."""
+        count = 0 if self.step == "none" else 4
+        return count + sum(buffer.nbytes(ranks) for buffer in self.buffers(shape, config).values())
+
+
+class Adafactor(Optimizer):
+    """Adafactor without a first moment (arXiv 1804.04235), for parameters that are sharded by rows.
+
+    With G the gradient, b = 1 - t^-0.8 and r, c the averages over columns and rows:
+
+        R <- b R + (1 - b) r(G^2 + 1e-30)    C <- b C + (1 - b) c(G^2 + 1e-30)    V = R C / mean(R)
+        U = G / sqrt(V)    W <- W (1 - lr weight_decay) - lr U / max(1, RMS(U))
+
+    R and C are over the last two dimensions; a vector keeps all of V. This is the rule of transformers' Adafactor with
+    relative_step and scale_parameter off. Torch's and transformers' own cannot step sharded parameters. Two all-reduces per
+    step sum over the ranks, and nothing is read on the host.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, *, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            squares = [local(p.grad).square() + TINY for p in held]
+            # Sums over rows are over all ranks where the rows are dimension -2; of other tensors each rank has its own.
+            matrices = [i for i, p in enumerate(held) if p.ndim == 2]
+            columns = dict(zip(matrices, _sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
+            for i, p in enumerate(held):
+                state = self.state[p]
+                state["step"] += 1
+                keep = 1 - float(state["step"]) ** -0.8
+                if p.ndim == 1:
+                    local(state["variance"]).lerp_(squares[i], 1 - keep)
+                    continue
+                local(state["row"]).lerp_(squares[i].mean(-1), 1 - keep)
+                mean = columns[i] / p.shape[0] if i in columns else squares[i].mean(-2)
+                local(state["column"]).lerp_(mean, 1 - keep)
+            del squares
+            # The mean of R over the rows of all ranks, and the RMS of each parameter's step.
+            rows = [local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
+            means = dict(zip(matrices, _sum_over_shards(rows, held), strict=True))
+            scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(held)]
+            norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(held, scales, strict=True)]
+            for p, scale, norm in zip(held, scales, _sum_over_shards(norms, held), strict=True):
+                clip = (norm / p.numel()).sqrt().clamp(min=1)
+                # Computed again rather than kept for all parameters at once.
+                local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
+
+    def _direction(self, parameter: Tensor, row_mean: Tensor | None) -> Tensor:
+        """Return G / sqrt(V) of this rank's rows."""
+        state, gradient = self.state[parameter], local(parameter.grad)
+        if parameter.ndim == 1:
+            return gradient * local(state["variance"]).rsqrt()
+        row, column = local(state["row"]), local(state["column"])
+        mean = row.mean(-1, keepdim=True) if row_mean is None else row_mean
+        return gradient * (row / mean).rsqrt()[..., None] * column.rsqrt()[..., None, :]
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+
+
+def _quantised_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    try:
+        from torchao.optim import AdamW4bit, AdamW8bit
+    except ImportError as error:
+        raise UsageError(
+            f"`optimizer.name` is {config.name}, which needs the package torchao ({error}): pip install 'fluvial[lowbit]'"
+        ) from error
+    made = AdamW8bit if config.name == "adamw8bit" else AdamW4bit
+    return made(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def _adafactor(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return Adafactor(parameters, config.lr, weight_decay=config.weight_decay)
+
+
+def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
+
+
+def _moments(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[str, Buffer]]:
+    bits: tuple[Bits, Bits] = ("signed8", "unsigned8") if width == 8 else ("signed4", "unsigned4")
+    return lambda shape, _: {"exp_avg": Buffer(shape, bits=bits[0]), "exp_avg_sq": Buffer(shape, bits=bits[1])}
+
+
+def _factored(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    if len(shape) == 1:
+        return {"variance": Buffer(shape)}
+    return {"row": Buffer(shape[:-1]), "column": Buffer((*shape[:-2], shape[-1]), sharded=len(shape) > 2)}
+
+
+OPTIMIZERS: dict[OptimizerName, Row] = {
+    "adamw": Row(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
+    "adamw8bit": Row(_quantised_adamw, _moments(8), "host"),
+    "adamw4bit": Row(_quantised_adamw, _moments(4), "host"),
+    "adafactor": Row(_adafactor, _factored, "host"),
+    "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True),
+}
+
+
+@contextmanager
+def plain(optimizer: Optimizer) -> Iterator[None]:
+    """Make an optimizer of sharded parameters hold this rank's parts as plain tensors, which share their storage.
+
+    An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
+    """
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    parts = list[nn.Parameter]()
+    try:
+        for group, parameters in groups:
+            group["params"] = []
+            for sharded in parameters:
+                part = nn.Parameter(local(sharded).detach(), requires_grad=sharded.requires_grad)
+                part.grad = None if sharded.grad is None else local(sharded.grad)
+                optimizer.state[part] = {key: local(value) for key, value in optimizer.state[sharded].items()}
+                group["params"].append(part)
+                parts.append(part)
+        yield
+    finally:
+        for group, parameters in groups:
+            group["params"] = parameters
+        for part in parts:
+            optimizer.state.pop(part, None)
+
+
+def frozen_by_eps(
+    config: OptimizerConfig, grad_norm: float, parameters: Collection[nn.Parameter], updates: int
+) -> str | None:
+    """Return a warning if Adam's eps is above the RMS of the gradient, which freezes training without an error.
+
+    `grad_norm` is that before clipping, and `updates` the number of updates before this one.
+    """
+    eps, norm = config.adam_eps, min(grad_norm, config.max_grad_norm)
+    rms = norm / math.sqrt(sum(p.numel() for p in parameters))
+    if eps is None or not 0 < rms < eps:
+        return None
+    return (
+        f"the gradient has an RMS of {rms:.1e} at update {updates + 1}, below optimizer.eps ({eps:g}), which "
+        f"shrinks every step: set optimizer.eps to {rms / 100:.0e} or less"
+    )
+
+
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, which compiles the step
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+    """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, by one all-reduce."""
+    if not parts:
+        return []
+    flat = torch.cat(parts)
+    first = parameters[0]
+    if isinstance(first, DTensor):
+        shard = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
+        if first.device_mesh.size(shard) > 1:
+            dist.all_reduce(flat, group=first.device_mesh.get_group(shard))
+    return list(flat.split([math.prod(part.shape) for part in parts]))

@@ -1,0 +1,352 @@
+"""Preparation and sharding of a module over the world: one small function per step."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from fluvial.engines.engine.config import DTYPES, EngineConfig
+from fluvial.engines.engine.host_activations import on_host
+from fluvial.engines.engine.whole import keep_whole
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.models.device import is_accelerator
+from fluvial.models.lora import is_adapter
+from fluvial.models.quantised import quantise_linear
+from fluvial.models.routing import Routed
+
+# Results that selective checkpointing keeps: expensive to compute, and few per block. Every second matrix product is kept
+# too: each costs as much memory as it saves.
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_attention_math.default,
+}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a module: those that diffusers or transformers name, else the entries of its lists.
+
+    Diffusers' and transformers' models list the classes of their blocks in `_no_split_modules`. In other modules each entry
+    of an outermost nn.ModuleList is a block. Blocks without parameters are left out. A module may have none: then it is one
+    unit.
+    """
+    classes = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    found: list[nn.Module] = []
+
+    def visit(part: nn.Module, *, entry: bool) -> None:
+        holds = isinstance(part, nn.ModuleList | nn.ModuleDict)  # has no forward of its own
+        if (type(part).__name__ in classes if classes else entry and not holds) and part is not module:
+            if any(True for _ in part.parameters()):
+                found.append(part)
+            return
+        for child in part.children():
+            visit(child, entry=isinstance(part, nn.ModuleList))
+
+    visit(module, entry=False)
+    return list(dict.fromkeys(found))
+
+
+def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
+    """Prepare and shard a module in place, each block as a unit of communication, and return it on its device.
+
+    Parameters on the meta device stay there, sharded, until `loading.load_weights` fills them.
+
+    Raises:
+        UsageError: the configuration does not fit the module or the ranks.
+    """
+    if config.fit is not None:
+        raise UsageError("engine.fit", config.fit, "None", "an engine takes settings, which training runs choose")
+    if config.attention is not None:
+        set_attention(module, config.attention)
+    if config.context_parallel > 1:
+        split_tokens(module, config.context_parallel, world)
+    for field in ("checkpointing", "compile") if not blocks else ():
+        if getattr(config, field) not in ("none", "auto", False):
+            hint = f"{type(module).__name__} has no repeated blocks; leave it out"
+            raise UsageError(f"engine.{field}", getattr(config, field), hint=hint)
+    dtype = config.compute_dtype(world.device)
+    cast_samples(module, dtype)
+    if config.compiles(world.device):
+        compile_blocks(blocks)
+    checkpoint_blocks(blocks, config)
+    quantise_base(module, blocks, config, dtype)
+    _move(module, config, world.device, frozen=dtype)
+    # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
+    for part in module.modules():
+        if isinstance(part, Routed):
+            part.ranks = world.size
+    # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
+    # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
+    policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)
+    if is_whole(module, config, ranks=world.size):
+        keep_whole(module, blocks, mesh, policy)
+        return module
+    offloads = config.offload == "always"
+    for unit in [*blocks, module]:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=config.comm == "reshard",
+            mp_policy=policy,
+            offload_policy=CPUOffloadPolicy(pin_memory=is_accelerator(world.device)) if offloads else OffloadPolicy(),
+        )
+    for unit in [*blocks, module]:
+        assert isinstance(unit, FSDPModule)
+        # The engine divides by one global count; a mean over ranks would weigh uneven ranks equally.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def replicas(module: nn.Module, config: EngineConfig, *, ranks: int) -> int:
+    """Return the number of copies of a module: what the configuration says, or what "auto" makes of it.
+
+    If only adapters are trained, gathering the frozen weights for an update takes as much memory as holding them, and comes
+    on top of the shards. So "auto" lets every rank hold a copy where that needs no FSDP2.
+    """
+    if config.replicas != "auto":
+        return config.replicas
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    adapts = bool(trained) and all(is_adapter(name) for name in trained)
+    gathers = config.comm == "keep" and config.context_parallel == 1 and config.offload != "always"
+    return ranks if adapts and gathers else 1
+
+
+def is_whole(module: nn.Module, config: EngineConfig, *, ranks: int) -> bool:
+    """Return whether each rank holds all parameters on its device, so that nothing needs FSDP2."""
+    return replicas(module, config, ranks=ranks) == ranks and config.offload != "always"
+
+
+def cast_samples(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's floating-point inputs to the dtype of the computation, except numbers per sample.
+
+    The inputs of linear layers that diffusers would keep in float32 are cast, too; a network names the parts that hold them
+    in `_keep_in_fp32_modules`. Some, as Kandinsky 5's embedding of the timestep, make their own input in float32 and leave
+    it so, which fails where the layer computes in the dtype of all others.
+    """
+
+    def cast(value: Any) -> Any:
+        samples = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+        return value.to(dtype) if samples else value
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return optree.tree_map(cast, args), optree.tree_map(cast, kwargs)
+
+    if dtype != torch.float32:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        kept = {name for part in module.modules() for name in getattr(part, "_keep_in_fp32_modules", None) or ()}
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear) and kept & {*name.split(".")}:
+                layer.register_forward_pre_hook(lambda layer, args: tuple(cast(value) for value in args))
+
+
+def quantise_base(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, dtype: torch.dtype) -> None:
+    """Quantise the frozen linear layers of the blocks in place, where `engine.base` names a format.
+
+    What is in no block (embeddings of the input and of the timestep, the last projection) is a small part of a network, and
+    stays in the dtype of the computation.
+
+    Raises:
+        UsageError: there is no frozen linear layer.
+    """
+    if config.base == "auto":
+        return
+    if not sum(quantise_linear(block, config.base, dtype) for block in blocks or [module]):
+        hint = f"no linear layer in the blocks of {type(module).__name__} is frozen; train adapters, or set it to auto"
+        raise UsageError("engine.base", config.base, hint=hint)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block's forward in place; blocks that are alike share one compiled region.
+
+    Sharding and checkpointing of a block stay outside of the region, in eager mode. Programs are kept for later runs in
+    TORCHINDUCTOR_CACHE_DIR, which is a folder of the user's where it is not set: PyTorch's own would not outlast a reboot.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fluvial" / "compiled"
+        with suppress(OSError):  # a home that cannot be written: PyTorch's own folder
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    for block in blocks:
+        block.forward = torch.compile(block.forward)
+
+
+def compiled_programs() -> int:
+    """Return the number of programs that torch.compile has made in this process, recompilations included."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], config: EngineConfig) -> None:
+    """Wrap blocks' forward in place so that only their inputs, or expensive results too, are kept for the backward pass.
+
+    The wrapped forward lies inside the sharding, so computing it again gathers nothing.
+
+    Raises:
+        UsageError: there are fewer blocks than are to be checkpointed.
+    """
+    if config.checkpointing == "none":
+        return
+    if config.checkpointed is not None and config.checkpointed > len(blocks):
+        raise UsageError("engine.checkpointed", config.checkpointed, f"at most the {len(blocks)} blocks of the network")
+    contexts = _selective if config.checkpointing == "selective" else noop_context_fn
+    for block in blocks[: config.checkpointed]:
+        block.forward = partial(_checkpoint, block.forward, contexts)
+        if config.checkpointing == "host":
+            block.forward = partial(on_host, block.forward)
+
+
+def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+    """Call a forward pass, and keep its inputs alone for the backward pass.
+
+    Inputs that need a gradient, by position or keyword and also in lists, are saved tensors, which `on_host` moves. The
+    others, such as rotary embeddings, are shared by the blocks, so that a copy of each would only cost memory.
+    """
+    leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    saved = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    others = [None if i in saved else leaf for i, leaf in enumerate(leaves)]
+    places = tuple(saved)
+
+    def run(*tensors: Tensor) -> Any:
+        given = others.copy()
+        for place, tensor in zip(places, tensors, strict=True):
+            given[place] = tensor
+        positional, named = optree.tree_unflatten(structure, given)
+        return forward(*positional, **named)
+
+    return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
+
+
+def set_attention(module: nn.Module, backend: str) -> None:
+    """Set the module's attention to one of diffusers' backends.
+
+    Raises:
+        UsageError: the backend is not available, or the module does not choose its attention through diffusers.
+    """
+    from diffusers.models.modeling_utils import ModelMixin
+
+    try:
+        if isinstance(module, ModelMixin):
+            module.set_attention_backend(backend)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"`engine.attention` is {backend}, which cannot be used: {error}") from error
+    # Models with older attention ignore the setting, and diffusers does not say so.
+    if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
+        hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out"
+        raise UsageError("engine.attention", backend, hint=hint)
+
+
+def split_tokens(module: nn.Module, degree: int, world: World) -> None:
+    """Split the tokens of each sample over groups of `degree` neighbouring ranks (Ulysses, by diffusers).
+
+    Every rank of a group takes whole samples and returns whole predictions. Its gradient is the part of its tokens, so the
+    sum over all ranks is the gradient of the samples.
+
+    Raises:
+        UsageError: the model has no plan for it, or `degree` does not divide its heads or the ranks.
+    """
+    from diffusers import ContextParallelConfig
+    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models.modeling_utils import ModelMixin
+
+    name = type(module).__name__
+    if not isinstance(module, ModelMixin) or module._cp_plan is None:
+        raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for {name}; set it to 1")
+    heads = module.config.get("num_attention_heads")
+    if heads is not None and heads % degree:
+        raise UsageError("engine.context_parallel", degree, f"a divisor of the {heads} heads of {name}")
+    mesh = world.new_mesh((world.size // degree, 1, degree), ("dp", "ring", "ulysses"))
+    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
+    parallel.setup(world.rank, world.size, world.device, mesh=mesh["ring", "ulysses"])
+    # Diffusers would look up the device modulo the number of accelerators, which is 0 on a CPU.
+    module._resolve_parallel_config = lambda config: config
+    try:
+        module.enable_parallelism(config=parallel)
+    except ValueError as error:  # an attention backend that cannot
+        raise UsageError("engine.context_parallel", degree, hint=f"{name} cannot be split; {error}") from error
+    module._parallel_config = parallel
+    dims = {
+        name: (split.split_dim, split.expected_dims)
+        for place, splits in module._cp_plan.items()
+        if isinstance(splits, dict)
+        for name, split in splits.items()
+        if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
+    }
+    module.forward = partial(_with_whole_tokens, module.forward, dims, degree)
+
+
+def _with_whole_tokens(
+    forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks.
+
+    `dims` has the dimension of the tokens, and the number of dimensions, of each input that is split.
+    """
+    advice = "which it does not divide: choose another resolution or length of prompts, or another degree"
+    for name, (dim, expected) in dims.items():
+        value = kwargs.get(name)
+        # An input with other dimensions, e.g. a video before patching, is not split.
+        if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
+            raise UsageError("engine.context_parallel", degree, hint=f"{name} has {value.shape[dim]} tokens, {advice}")
+    try:
+        return forward(*args, **kwargs)
+    except AssertionError as error:  # diffusers asserts what it splits within the module
+        if "divisible by mesh size" not in str(error):
+            raise
+        raise UsageError("engine.context_parallel", degree, hint=f"a sample has a number of tokens, {advice}") from error
+
+
+def _processors(module: nn.Module) -> list[Any]:
+    """Return the attention processors of a diffusers model."""
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention, MochiAttention
+
+    layers = (Attention, MochiAttention, AttentionModuleMixin)
+    return [layer.processor for layer in module.modules() if isinstance(layer, layers)]
+
+
+def _selective() -> tuple[Any, Any]:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    products = {True: 0, False: 0}  # counted separately in the recomputation, so that both passes keep the same ones
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in ATTENTION:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in PRODUCTS:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, frozen: torch.dtype) -> None:
+    """Move parameters and buffers that have values to the device, unless parameters stay on the CPU.
+
+    Frozen parameters are cast to the dtype `frozen`, trained ones to that of the masters. Adapters keep float32: in bfloat16
+    a slow average would never move.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not is_adapter(name):
+            parameter.data = parameter.data.to(DTYPES[config.masters] if parameter.requires_grad else frozen)
+    stays = config.offload == "always"
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta or (stays and isinstance(tensor, nn.Parameter)) else tensor.to(device)
+
+    module._apply(moved)

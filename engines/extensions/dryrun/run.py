@@ -1,0 +1,208 @@
+"""The phases of a dry run: build, rollout, decode, rewards, update, evaluation and checkpoint of one training run."""
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from optree import tree_leaves
+from torch import Tensor
+
+from fluvial.engines.data.records import texts
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.dryrun.passes import Repeated, ShortUpdates
+from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report
+from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shortened, with_rewards
+from fluvial.engines.extensions.simulate.device import Accelerator
+from fluvial.engines.extensions.simulate.simulation import Simulation, replaced, simulate
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.scoring.runner import RewardRunner
+from fluvial.models import is_recorded
+
+
+def dry_run(
+    config: TrainConfig, job: Job | None = None, *, ranks: int = 1, accelerator: Accelerator | None = None, reserve: int = 0
+) -> Report:
+    """Return what a training run would do on its GPUs, found without them.
+
+    The model is built from its settings alone. One rollout runs, an update, an evaluation, and what a checkpoint holds; all
+    of it on a simulated accelerator, as rank 0 of the ranks. Errors of the run are part of the report.
+
+    Args:
+        config: the run.
+        job: what is trained; by default what `config.model` names.
+        ranks: number of GPUs.
+        accelerator: the GPU.
+        reserve: bytes that must stay free for what is not simulated.
+
+    Raises:
+        UsageError: the run cannot be done as configured.
+    """
+    accelerator = accelerator or Accelerator()
+    with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
+        folder, notes = Path(name), list[str]()
+        changed, more = shortened(_given(config, folder, notes, job), folder, ranks=ranks)
+        if config.micro_batch == "auto":
+            notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
+        if config.update_micro_batch == "auto":
+            notes.append("trials for update_micro_batch auto: as many pairs per pass as samples here")
+        if config.engine.compiles(torch.device("cuda")):
+            notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
+        run = _Run(simulation, changed, more)
+        with warnings.catch_warnings(), replaced(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
+            warnings.simplefilter("ignore")  # of values that are not there
+            error = run.all(job, notes)
+        return Report.of(
+            simulation, config, ranks=ranks, accelerator=accelerator, reserve=reserve, notes=notes, error=error,
+            stored=run.stored, micro_batches=run.micro_batches, layout=run.layout,
+        )  # fmt: skip
+
+
+def _given(config: TrainConfig, folder: Path, notes: list[str], job: Job | None = None) -> TrainConfig:
+    """Return the run with prompts, and a reward, where it names neither, in this process alone."""
+    if config.rollout.is_served:
+        notes.append("servers that make the rollouts: this rank makes them itself here")
+        config = replace(config, rollout=replace(config.rollout, source=""))
+    needs = config.model not in MODELS and not config.prompts and not config.data
+    if needs and config.objective.traits.preferences is None:
+        file = folder / "prompts.txt"
+        file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
+        config = replace(config, prompts=(str(file),))
+        if job is None and not config.rewards and config.scores_samples and config.objective.traits.rewards != "nothing":
+            notes.append("the reward, which is not named: jpeg stands in, and the memory of your own comes on top")
+            config = replace(config, rewards=("jpeg",))
+    return config
+
+
+class _Run:
+    """One dry run under a simulation."""
+
+    def __init__(self, simulation: Simulation, config: TrainConfig, more: float) -> None:
+        self.simulation, self.config, self.more = simulation, config, more
+        self.phase = simulation.phases.of
+        self.stored = self.micro_batches = 0
+        self.layout: CheckpointLayout | None = None
+
+    def all(self, job: Job | None, notes: list[str]) -> str | None:
+        """Run every phase, and return what ended it, if something did."""
+        phase = "build"
+        try:
+            with contextlib.ExitStack() as stack:
+                with self.phase("build"):
+                    trainer = stack.enter_context(self._built(job, notes))
+                updates = self._watched(trainer)
+                phase = "rollout and update"
+                trainer.update()
+                self.micro_batches = round(updates.micro_batches * self.more)
+                phase = "evaluation"
+                with self.phase("evaluation"):
+                    trainer.evaluate()
+                phase = "checkpoint"
+                with self.phase("checkpoint"):
+                    self.layout = _layout(trainer)
+        except UsageError:
+            raise
+        except Exception as error:
+            if "device_ready_queues_" in str(error):  # the simulation explains it
+                raise
+            return f"{phase}: {type(error).__name__}: {' '.join(str(error).split())}"
+        return None
+
+    def _built(self, job: Job | None, notes: list[str]) -> Trainer:
+        """Return the trainer, whose model repeats its passes on paper."""
+        world: World = self.simulation.world
+        job = jobs.of_run(self.config) if job is None else job
+        stand_ins = set(texts(job.prompts)) <= set(PROMPTS)  # some may be held out
+        job, config = with_rewards(job, self.config, partial(self.phase, "rewards"), notes, prompts=stand_ins)
+        model: Any = job.model
+        if is_recorded(model):
+            keep_on_host(model, world.device)
+            notes.append("text encoders and VAE of a pipeline without an adapter, which are on the host here: add them")
+        repeated = Repeated(self.simulation.mode)
+        model.predict = repeated.predict(model.predict)
+        if hasattr(model, "text"):
+            model.text = repeated.text(model.text)
+        model.decode = self._in("decode", model.decode)
+        return Trainer(config, job, world)
+
+    def _watched(self, trainer: Trainer) -> ShortUpdates:
+        """Run the parts of a trainer in their phases."""
+        rollouts, learner, engine = trainer.rollouts, trainer.learner, trainer.engine
+        made = self._in("rollout", rollouts.made)
+
+        def stored(*args: Any, **kwargs: Any) -> Any:
+            batch = made(*args, **kwargs)
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            once = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+            self.stored = int(sum(once.values()) * (self.more - 1))
+            return batch
+
+        updates = ShortUpdates(engine)
+        changes: list[tuple[Any, str, Callable[..., Any]]] = [
+            (rollouts, "made", stored),
+            (learner, "items", self._in("update", learner.items)),
+            (learner, "update", self._in("update", learner.update)),
+            (engine, "update", updates),
+        ]
+        if trainer.ahead is not None:
+            changes.append((trainer.ahead, "next", _one_after_another(trainer.ahead)))
+        for owner, name, function in changes:
+            setattr(owner, name, function)
+        return updates
+
+    def _in(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(phase):
+                return function(*args, **kwargs)
+
+        return run
+
+
+def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
+    """Return `RewardRunner.submit` that waits for the scores: rewards do not interleave with a rollout or an evaluation."""
+
+    def submitted(runner: RewardRunner, *args: Any, **kwargs: Any) -> None:
+        submit(runner, *args, **kwargs)
+        for future, _ in runner.waiting:
+            future.exception()
+
+    return submitted
+
+
+def _one_after_another(ahead: Any) -> Callable[[], Any]:
+    """Return `Ahead.next` that waits for all rollouts under way, so that they do not interleave with the update."""
+    following = ahead.next
+
+    def next_rollout() -> Any:
+        batch = following()
+        for requested in ahead.requested.values():
+            requested.batch.result()
+        return batch
+
+    return next_rollout
+
+
+def _layout(trainer: Trainer) -> CheckpointLayout:
+    """Return what a checkpoint holds, and gather the weights as the export at the end does."""
+    state = trainer.engine.state()
+    whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+    own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
+    exported, largest = 0, 0
+    for _, tensor in _exported(trainer):
+        exported += tensor.numel() * tensor.itemsize
+        largest = max(largest, tensor.numel() * tensor.itemsize)
+    return CheckpointLayout(len(state), own, whole, exported, largest)
+
+
+def _exported(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    yield from trainer.engine.weights(merge=trainer.config.train == "lora")

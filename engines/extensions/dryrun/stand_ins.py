@@ -1,0 +1,141 @@
+"""Stand-ins for what a dry run has no values of: rewards that differ from sample to sample, prompts, and a shorter run."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fluvial.engines.errors import FluvialError
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.scoring.registry import select
+
+PROMPTS = [f'a photo of {number} apples on a table, and a sign that reads "{number} APPLES"' for number in range(1, 65)]
+CHUNKS = 2  # of samples per rank, at least; the memory of further ones is added
+
+
+class SpreadReward:
+    """A reward whose scores differ within every group, so that there is something to learn; the real one is called first.
+
+    Args:
+        reward: the real reward; its memory, host reads and errors are those of the run.
+        phase: context of the call.
+        refused: called with a complaint about what the prompts say, where they are `PROMPTS`; None raises it.
+    """
+
+    def __init__(
+        self, reward: Callable[..., Any], phase: Callable[[], Any], refused: Callable[[Exception], None] | None
+    ) -> None:
+        self.reward, self.phase, self.refused, self._next = reward, phase, refused, count()
+        self.__signature__ = inspect.signature(reward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        samples, found = args[0], None
+        try:
+            with self.phase():
+                found = self.reward(*args, **kwargs)
+        except (ValueError, LookupError) as error:
+            if self.refused is None:
+                raise
+            self.refused(error)
+        if found is not None and isinstance(samples, Tensor) and samples.requires_grad:  # an objective follows the gradient
+            return found
+        return [float(next(self._next) % 7) for _ in range(len(samples))]
+
+
+def with_rewards(
+    job: Job, config: TrainConfig, phase: Callable[[], Any], notes: list[str], *, prompts: bool
+) -> tuple[Job, TrainConfig]:
+    """Return a job whose rewards can be called without values, and its run; what is left out is added to the notes.
+
+    Args:
+        job, config: the job and its run.
+        phase: context of the calls of a reward.
+        notes: what of the run is not simulated.
+        prompts: whether the prompts are `PROMPTS`, which lack what some rewards need.
+    """
+    rewards = dict[str, Any]()
+
+    def spread(name: str, reward: Callable[..., Any]) -> SpreadReward:
+        def refused(error: Exception) -> None:
+            note = f"the reward {name}, which needs other prompts ({error}): its own memory comes on top"
+            if not any(known.startswith(f"the reward {name},") for known in notes):
+                notes.append(note)
+
+        return SpreadReward(reward, phase, refused if prompts else None)
+
+    for name in (config.rewards or tuple(job.rewards)[:1]) if config.scores_samples else ():
+        try:
+            found = select(job.rewards, (name,))
+        except FluvialError as error:
+            notes.append(f"the reward {name}, which cannot be made here ({error}): its own memory comes on top")
+            found = {name.partition(":")[0].partition("=")[0]: (_brightness, 1.0)}
+        rewards.update({key: spread(key, reward) for key, (reward, _) in found.items()})
+    evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
+    return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
+
+
+def keep_on_host(model: Any, device: torch.device) -> None:
+    """Keep a pipeline that is recorded as it runs on the host, with values, while its network computes on a device.
+
+    Its own inputs of the network are moved to the device, where they are in a run, and its images are blank.
+
+    Args:
+        model: `models.replay.any_pipeline.AnyPipeline` on the host.
+        device: device without values.
+    """
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+    known, made = model.known.model, model.decode(torch.zeros(1, *model.known.shape))
+    recipes = [
+        replace(recipe, calls=tuple(call._replace(leaves=optree.tree_map(moved, call.leaves)) for call in recipe.calls))
+        for recipe in known.recipes
+    ]
+    placed = replace(known, sigmas=moved(known.sigmas), recipes=tuple(recipes))
+    model.predict = placed.predict
+    model.decode = lambda latents, prompts=None: latents.new_zeros((len(latents), *made.shape[1:]), dtype=made.dtype)
+
+
+def _brightness(images: Tensor, prompts: Any) -> Tensor:
+    """Return the mean of each image."""
+    return images.flatten(1).mean(1)
+
+
+def shortened(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:
+    """Return a run of one rollout with few chunks per rank, and how many times more samples the real one has.
+
+    Args:
+        config: the run.
+        folder: where it may write.
+        ranks: number of ranks.
+    """
+    size = 1 if config.micro_batch == "auto" else config.samples_per_pass
+    pairs = "rollout" if config.update_micro_batch == "auto" else config.update_micro_batch
+    config = replace(config, micro_batch=size, update_micro_batch=pairs)
+    rollout, data = config.rollout, ranks // config.engine.context_parallel
+    # Every update has two micro-batches at least, as far as the run's own do.
+    samples = max(CHUNKS * size, 2 * config.pass_sizes(config.rollout.batch)[0] * config.minibatches)
+    prompts = min(rollout.prompts, max(1, math.ceil(samples * data / rollout.group)))
+    updates = config.updates_per_rollout * (2 if config.asynchronous.ahead else 1)
+    # What is encoded here has no values, so it must not come into the run's own caches.
+    cache = None if config.pipeline.text_cache is None else folder / "texts"
+    changed = replace(
+        config, out=folder, data_cache=None, micro_batch=size, updates=updates, tracker="none", resume=False,
+        pipeline=replace(config.pipeline, text_cache=cache), rollout=replace(rollout, prompts=prompts), resume_from=None,
+        eval_samples=size * data, checkpoint_async=False, engine=replace(config.engine, compile=False), max_invalid=0.999,
+    )  # fmt: skip
+    return changed, _slots(config.rollout.batch, size, data) / _slots(changed.rollout.batch, size, data)
+
+
+def _slots(batch: int, size: int, ranks: int) -> int:
+    """Return the number of samples of a rank: whole chunks."""
+    return math.ceil(math.ceil(batch / ranks) / size) * size

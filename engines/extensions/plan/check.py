@@ -1,0 +1,198 @@
+"""Check of a plan: its bytes beside those of updates that run here."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fluvial.engines.engine.engine import Engine, LossFn
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.plan.memory import LiveStorages
+from fluvial.engines.extensions.plan.plan import PlanConfig, plan
+from fluvial.engines.extensions.report.progress import table
+from fluvial.models import add_lora
+from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.shapes import MODELS, blocks
+
+# The plan adds up peaks that need not coincide, so it may exceed the measured peak by this fraction.
+EXCESS = 0.2
+
+
+class Compared(NamedTuple):
+    """Bytes of one kind."""
+
+    kind: str
+    planned: int
+    measured: int
+    most: int  # largest plan that agrees
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the plan covers the measured bytes, and not much more."""
+        return self.measured <= self.planned <= self.most
+
+
+class Loss(NamedTuple):
+    """Diagnostics of the check's loss: the loss itself."""
+
+    loss: Tensor
+
+
+def check(name: str, config: PlanConfig, *, console: Console) -> None:
+    """Run updates of a transformer with random weights, and print planned and measured bytes.
+
+    Parameters and optimizer state must agree to the byte. Gradients, and the peak that an update allocates for activations
+    and unsharded tensors, must be within the plan, which may exceed them by a fifth.
+
+    Raises:
+        UsageError: the transformer is not the built-in one, or the number of ranks is not the plan's number of GPUs.
+        RunError: plan and measurement do not agree.
+    """
+    if name != "handwriting" and not is_accelerator(default_device()):
+        raise UsageError(
+            f"`check` is set, which runs the transformer here, and {name} is too large for a CPU: use handwriting or a GPU"
+        )
+    with init_world() as world:
+        if world.size != config.gpus:
+            raise UsageError(
+                f"`check` is set, which runs on {world.size} process(es), but the plan is for {config.gpus} GPUs"
+            )
+        compared = compare(build_case(name, config, world))
+        if world.is_main:
+            rows = {row.kind: (f"{row.planned:,}", f"{row.measured:,}", "yes" if row.agrees else "NO") for row in compared}
+            console.print(table(f"{name}, {config.train}: bytes", ("planned", "measured", "agrees"), rows), highlight=False)
+        if wrong := [row.kind for row in compared if not row.agrees]:
+            raise RunError(f"the plan does not agree with what was measured: {', '.join(wrong)}")
+
+
+class Case(NamedTuple):
+    """A plan, its engine over a network with random weights, and what its updates take."""
+
+    name: str
+    config: PlanConfig
+    engine: Engine
+    items: dict[str, Tensor]
+    loss: LossFn
+    micro_batch: int
+
+
+def build_case(name: str, config: PlanConfig, world: World) -> Case:
+    """Return the engine of a plan with random weights, and random items; frozen weights are drawn in the compute dtype.
+
+    Args:
+        name: name of a network that fits on the device.
+        config: plan.
+        world: process group that runs the updates.
+    """
+    model, device = MODELS[name], world.device
+    kept, lora = torch.get_default_dtype(), config.train == "lora"
+    torch.set_default_dtype(config.engine.compute_dtype(device) if lora else kept)
+    try:
+        with device:
+            module = model.build()
+    finally:
+        torch.set_default_dtype(kept)
+    if lora:
+        add_lora(module, config.lora, model.lora_targets)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=config.engine)
+    micro_batch = config.micro_batch or model.micro_batch
+    count = micro_batch * config.micro_batches
+    whole, larger = (model.inputs(samples, config.resolution or model.resolution or 0) for samples in (count, count + 1))
+    tensors = {key: torch.rand(value.shape, device=device) for key, value in whole.items() if isinstance(value, Tensor)}
+    items = {key: value for key, value in tensors.items() if larger[key].shape != value.shape}
+    shared = {key: value for key, value in tensors.items() if key not in items}
+    lists = {key: value for key, value in whole.items() if key not in tensors}  # an entry per sample, all alike
+
+    def loss_fn(batch: dict[str, Tensor]) -> tuple[Tensor, Loss]:
+        each = {key: value[: len(batch["timestep"])] for key, value in lists.items()}
+        loss = engine.module(**batch, **shared, **each, return_dict=False)[0].float().square().flatten(1).sum(1)
+        return loss, Loss(loss.detach())
+
+    return Case(name, config, engine, items, loss_fn, micro_batch)
+
+
+def compare(case: Case) -> list[Compared]:
+    """Return planned and measured bytes of the updates of a case whose engine has taken none yet, on this rank."""
+    name, config, engine, items, loss_fn, micro_batch = case
+    device, count = engine.world.device, len(items["timestep"])
+    # Devices are not compared, so the plan puts nothing on the host.
+    anywhere = replace(config, engine=replace(config.engine, offload="none"))
+    planned = plan(name, anywhere, device=device).update
+    measured = measure(engine, items, torch.ones(count, device=device), loss_fn, micro_batch=micro_batch)
+    rows = [
+        # Parameters without a gradient, such as the text branch of a last block, are planned with one.
+        Compared(kind, planned._asdict()[kind], size, most=int((1 + EXCESS) * size) if kind == "gradients" else size)
+        for kind, size in measured._asdict().items()
+        if kind != "peak"
+    ]
+    copies = plan(name, config, device=device).update  # these depend on the offload: without it one rank may need none
+    gradients = planned.gradients + planned.unsharded_gradients
+    allocated = copies.gathered + copies.communication + gradients + planned.activations
+    return [*rows, Compared("allocated at the peak", allocated, measured.peak, most=int((1 + EXCESS) * measured.peak))]
+
+
+class Measured(NamedTuple):
+    """Bytes that an engine holds on a rank, and the peak that an update allocates beyond them."""
+
+    parameters: int
+    buffers: int
+    moments: int
+    average: int
+    gradients: int  # before the optimizer's step
+    peak: int
+
+
+def measure(engine: Engine, items: dict[str, Tensor], weight: Tensor, loss_fn: LossFn, *, micro_batch: int) -> Measured:
+    """Take two updates, and return the bytes of the second.
+
+    Args:
+        engine: engine that has taken no update yet.
+        items, weight, loss_fn, micro_batch: as for `Engine.update`, with the same number of items on every rank.
+    """
+    gradients: list[int] = []
+
+    def before_step(*_: Any) -> None:
+        gradients.append(_bytes(p.grad for p in engine.trainable.values() if p.grad is not None))
+
+    def update() -> None:
+        count = weight.shape[0]
+        engine.update(items, loss_fn, weight, count=count, micro_batch=micro_batch, pad_to=count)
+
+    hook = engine.optimizer.register_step_pre_hook(before_step)
+    update()
+    hook.remove()
+    module = engine.module
+    moments = [part for state in engine.optimizer.state.values() for tensor in state.values() for part in _parts(tensor)]
+    held = [*module.parameters(), *module.buffers(), *moments, *engine.average.values(), *items.values(), weight]
+    with LiveStorages(held) as live:
+        update()
+    return Measured(
+        parameters=_bytes(module.parameters()),
+        buffers=_bytes(module.buffers()),
+        moments=_bytes(moments),
+        average=_bytes(engine.average.values()),
+        gradients=max(gradients),
+        peak=live.peak,
+    )
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold this rank's part of a tensor of the optimizer: several if it is quantised."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not is_traceable_wrapper_subclass(local):
+        return [local]
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of this rank's parts of tensors."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)

@@ -1,0 +1,370 @@
+"""Memory of a training phase in bytes: measured from live storages, and computed from shapes alone."""
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fluvial.engines.engine.config import DTYPES, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.optimizers import OPTIMIZERS
+from fluvial.engines.engine.parallelize import cast_samples, checkpoint_blocks, is_whole, quantise_base, replicas
+from fluvial.engines.engine.whole import largest_bucket
+from fluvial.engines.extensions.simulate.attention import attention
+from fluvial.models.lora import is_adapter
+from fluvial.models.quantised import FORMATS, frozen_linear
+
+Phase = Literal["update", "rollout"]
+Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to a tensor that the loss is made of
+
+
+class LiveStorages(TorchDispatchMode):
+    """Track the bytes of every storage that an operation reads or writes while the mode is on, and their largest sum.
+
+    A storage counts once, however many tensors view it, from the first operation that touches it until it is freed. It
+    counts with its size after each operation, because FSDP frees and fills storages by resizing them. The mode works on any
+    device and in the backward pass. It does not see memory that an operation allocates and frees internally (workspaces),
+    nor memory that an allocator holds beyond the requested sizes.
+
+    Args:
+        exclude: tensors whose storages are not counted, e.g. those that existed before.
+        meta: whether only storages on the meta device are counted, as stand-ins for those of a real device. Otherwise they
+            are ignored, because PyTorch makes some to compute shapes.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = (), *, meta: bool = False) -> None:
+        super().__init__()
+        # Kept alive, so that no new storage gets the id of an excluded one.
+        self._excluded = {id(storage): storage for storage in map(_storage, exclude)}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._meta, self._sum = meta, 0
+        self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes of the storages that are alive."""
+        live = (reference() for reference, _ in list(self._live.values()))
+        return sum(storage.nbytes() for storage in live if storage is not None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it returns here as operations on local tensors
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_iter((args, kwargs, out)):
+            if isinstance(leaf, Tensor):
+                self._track(_storage(leaf))
+        # Storages on the meta device are never resized, and summing thousands after each operation takes long.
+        self.peak = max(self.peak, self._sum if self._meta else self.now)
+        return out
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key not in self._excluded and key not in self._live and (storage.device.type == "meta") == self._meta:
+            self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
+            self._sum += size
+
+    def _forget(self, key: int) -> None:
+        self._sum -= self._live.pop(key)[1]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor, or of this rank's part if it is sharded."""
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+class Stretch(NamedTuple):
+    """Bytes of the activations while a unit of communication computes: a block, or what is in no block."""
+
+    unit: int  # number of the block; what is in no block comes after the last one
+    peak: int
+    after: int = 0  # at its end
+    backward: bool = False
+    reduces: bool = False  # the gradients of all its parameters are there at its end
+
+
+class Accounting(NamedTuple):
+    """Bytes by kind at the peak of a phase on one rank's device, and separately those on its host."""
+
+    parameters: (
+        int  # sharded: `engine.masters` for trained ones, float32 for adapters, the dtype of the computation for the rest
+    )
+    buffers: int  # on every rank; of quantised weights their codes and scales
+    moments: int  # state of the optimizer, sharded
+    average: int  # float32, sharded
+    reference: int  # a frozen copy of the parameters, in the dtype of the computation, sharded
+    gradients: int  # in the dtype of the masters, sharded
+    gathered: int  # parameters, unsharded, in the dtype of the computation
+    unsharded_gradients: int  # accumulated gradients beyond `gradients`, in the dtype of the reduction
+    communication: int  # of a unit, as far as it adds to the activations' peak: its gradients, or its parameters as gathered
+    activations: int  # of one micro-batch
+    trajectory: int  # tensors that a rollout stored
+    host: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self) - self.host
+
+
+def account(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    optimizer: OptimizerConfig,
+    engine: EngineConfig,
+    device: torch.device,
+    ranks: int,
+    activations: Sequence[Stretch],
+    trajectory: int = 0,
+    micro_batches: int = 2,
+    reference: bool = False,
+    phase: Phase = "update",
+) -> Accounting:
+    """Return the bytes that the engine holds at the peak of a phase on the first rank, which has the largest shards.
+
+    The peak of an update is in the last micro-batch's backward pass: either within a unit, or where its gradients are
+    reduced and its activations are freed. With P parameters, T of them trained, c bytes per value for the computation, g for
+    the reduction, m for masters, and R ranks per replica:
+
+        parameters (m T + c (P - T)) / R    moments 8 T / R with AdamW    average 4 T / R    gradients m T / R
+        gathered c P with comm="keep", else those of what is in no block, of the block that computes, and what they arrived
+            in; in the backward pass the block that comes next in place of the latter
+        unsharded gradients g T if they are kept for several micro-batches, until they become `gradients`
+
+    Weights that `engine.base` quantises count among the buffers with their codes and scales, and are never gathered.
+
+    A rank that holds all parameters, see `parallelize.is_whole`, gathers none and copies only those of another dtype than
+    that of the computation; several ranks sum their gradients in buckets.
+
+    With offload="always" all sharded tensors are on the host; with "phases" moments, average and reference are there during
+    a rollout.
+
+    Args:
+        module: module to train, with its adapters, on any device and not sharded.
+        blocks: repeated blocks of the module.
+        optimizer, engine: configuration of the engine.
+        device: device of the computation, which decides compute="auto".
+        ranks: number of processes.
+        activations: see `activations`.
+        trajectory: bytes of the tensors that a rollout stored.
+        micro_batches: number of micro-batches per update and rank.
+        reference: whether a frozen copy is kept for a KL term, as in full fine-tuning.
+        phase: "update", or "rollout" for forward passes without gradient.
+
+    Raises:
+        ValueError: `engine.replicas` does not divide the ranks.
+    """
+    copies, update = replicas(module, engine, ranks=ranks), phase == "update"
+    if ranks % copies:
+        raise ValueError(f"account: {ranks} ranks, expected a multiple of the {copies} replicas")
+    shards = ranks // copies
+    compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
+    trained = [p for p in module.parameters() if p.requires_grad]
+    kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
+    codes = _quantised(module, blocks, engine)
+    frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
+    sizes_of = {p: 4 if is_adapter(name) else DTYPES[engine.masters].itemsize for name, p in kept}
+    parameters = sum(size * _sharded([p], shards) for p, size in sizes_of.items()) + compute * _sharded(frozen, shards)
+    row = OPTIMIZERS[optimizer.name]
+    moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
+    average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
+    gradients = sum(sizes_of[p] * _sharded([p], shards) for p in trained) if update else 0
+    steps = engine.grad_sync == "step"
+    if steps and update:  # one gradient at a time
+        gradients = max((sizes_of[p] * p.numel() for p in trained), default=0)
+    held = {
+        "parameters": parameters,
+        "moments": moments,
+        "average": average,
+        "reference": compute * _sharded(module.parameters(), shards) if reference else 0,
+        "gradients": gradients,
+    }
+    in_phases = () if update else ("moments", "average", "reference")
+    away = {"none": (), "phases": in_phases, "always": tuple(held)}[engine.offload]
+    here = {kind: 0 if kind in away else size for kind, size in held.items()}
+    accumulated = 0
+    if update and micro_batches > 1 and engine.grad_sync == "last":
+        accumulated = reduce * sum(p.numel() for p in trained)
+    units, whole = _units(module, blocks), is_whole(module, engine, ranks=ranks)
+    sizes = [sum(parameter.numel() for parameter in unit if parameter not in codes) for unit in units]
+    trainable = [sum(parameter.numel() for parameter in unit if parameter.requires_grad) for unit in units]
+    if whole and any(sizes_of[p] != reduce for p in trained):
+        accumulated = here["gradients"] + reduce * sum(trainable) if update else 0
+    elif whole:
+        accumulated = 0
+    if steps:
+        accumulated = 0
+    reducing = [number for number, stretch in enumerate(activations) if stretch.reduces]
+
+    def gathered(stretch: Stretch) -> int:
+        if whole:
+            return sum(compute * p.numel() for p, size in sizes_of.items() if size != compute)
+        if engine.comm == "keep":
+            return compute * sum(sizes)
+        *inside, rest = sizes
+        own = inside[stretch.unit] if stretch.unit < len(inside) else 0
+        other = own if not stretch.backward else inside[stretch.unit - 1] if 0 < stretch.unit <= len(inside) else 0
+        return compute * (rest + own + (other if shards > 1 else 0))
+
+    def communicated(number: int, stretch: Stretch) -> int:
+        if whole:
+            bucket = largest_bucket([reduce * p.numel() for p in trained]) if update and ranks > 1 else 0
+            return max(0, bucket - stretch.peak)  # after the backward pass
+        if not update:  # what the last unit arrived in
+            return compute * max(sizes) if shards > 1 and engine.comm == "keep" else 0
+        each = reduce * (1 if shards > 1 else 2)  # a single rank makes one more copy, to divide
+        before = next((activations[other].unit for other in reversed(reducing) if other < number), None)
+        more = each * trainable[before] if before is not None and not accumulated else 0
+        # Accumulated gradients are freed as they are reduced, so only the first reduction adds to them.
+        if stretch.reduces and (before is None or not accumulated):
+            computed = 0 if accumulated else compute * trainable[stretch.unit]
+            more = max(more, stretch.after + computed + each * trainable[stretch.unit] - stretch.peak)
+        return max(0, more)
+
+    found = [(gathered(stretch), communicated(number, stretch), stretch.peak) for number, stretch in enumerate(activations)]
+    parts = dict(zip(("gathered", "communication", "activations"), max(found, key=sum), strict=True))
+    return Accounting(
+        **here,
+        **parts,
+        buffers=sum(buffer.nbytes for buffer in module.buffers()) + sum(codes.values()),
+        unsharded_gradients=max(0, accumulated - here["gradients"]),
+        trajectory=trajectory,
+        host=sum(held[kind] for kind in away),
+    )
+
+
+def activations(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    forward: Forward,
+    *,
+    engine: EngineConfig,
+    device: torch.device,
+    grad: bool,
+) -> tuple[Stretch, ...]:
+    """Return the bytes of a forward pass (and, with `grad`, its backward pass) beyond parameters and their gradients.
+
+    The passes run on the meta device, on a copy of the module, with the engine's dtype and checkpointing. Saved and
+    temporary tensors both count while they live. Attention is assumed to run in a fused kernel, which keeps no scores. With
+    context_parallel the result is divided by its degree.
+
+    Args:
+        module: module on the meta device, not sharded.
+        blocks: repeated blocks of the module.
+        forward: forward pass of one micro-batch, whose inputs are on the meta device.
+        engine: configuration of the engine.
+        device: device of the computation, which decides compute="auto".
+        grad: whether a backward pass follows.
+
+    Raises:
+        ValueError: the module is not on the meta device.
+    """
+    if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        raise ValueError("activations: the module has values, expected it on the meta device")
+    module, blocks = copy.deepcopy((module, list(blocks)))
+    dtype = engine.compute_dtype(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for unit in [*blocks, module]:
+        unit.forward = _FusedAttention(unit.forward)
+        cast_samples(unit, dtype)
+    quantise_base(module, blocks, engine, dtype)
+    checkpoint_blocks(blocks, engine)
+    live = LiveStorages([*module.parameters(), *module.buffers()], meta=True)
+    units = _units(module, blocks)
+    stretches = _Stretches(live, units, list(blocks))
+    with live, torch.set_grad_enabled(grad):
+        out = forward(module)
+        if grad:
+            stretches.turn()
+            out.float().square().sum().backward()
+        stretches.end()
+    split = engine.context_parallel
+    return tuple(each._replace(peak=each.peak // split, after=each.after // split) for each in stretches.found)
+
+
+class _Stretches:
+    """The stretches of a pass, found by hooks. Each gradient is dropped as it arrives."""
+
+    def __init__(self, live: LiveStorages, units: list[list[nn.Parameter]], blocks: list[nn.Module]) -> None:
+        self.live, self.found = live, list[Stretch]()
+        self.unit = self.rest = len(blocks)
+        self.backward = False
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._forward, number))
+            block.register_forward_hook(partial(self._forward, self.rest))
+        for number, unit in enumerate(units):
+            missing = {parameter for parameter in unit if parameter.requires_grad}
+            for parameter in missing:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, missing))
+
+    def turn(self) -> None:
+        """Begin the backward pass, in the last block."""
+        self.end()
+        self.unit, self.backward = self.rest - 1 if self.rest else self.rest, True
+
+    def end(self, *, reduces: bool = False) -> None:
+        """End the present stretch."""
+        self.found.append(Stretch(self.unit, self.live.peak, self.live.now, self.backward, reduces))
+        self.live.peak = self.live.now
+
+    def _forward(self, number: int, *_: Any) -> None:
+        if not self.backward:  # not of a block that is computed again
+            self.end()
+            self.unit = number
+
+    def _arrived(self, number: int, missing: set[nn.Parameter], parameter: Any) -> None:
+        parameter.grad = None
+        missing.discard(parameter)
+        if not missing:
+            self.unit = number
+            self.end(reduces=True)
+            self.unit = number - 1 if 0 < number < self.rest else self.rest
+
+
+class _FusedAttention(TorchFunctionMode):
+    """A forward function whose attention runs in a fused kernel on the meta device, where PyTorch would not choose one.
+
+    The mode is entered in the forward itself, because checkpointing runs that again in the backward pass.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return self.forward(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = attention if func is nn.functional.scaled_dot_product_attention else func
+        return run(*args, **(kwargs or {}))
+
+
+def _sharded(parameters: Iterable[Tensor], ranks: int) -> int:
+    """Return the number of values on the first rank, which has the largest part of the first dimension."""
+    return sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in parameters)
+
+
+def _quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: EngineConfig) -> dict[Tensor, int]:
+    """Return the bytes of each weight that `engine.base` quantises, which every rank holds whole."""
+    if engine.base == "auto":
+        return {}
+    layers = [layer for part in blocks or [module] for _, _, layer in frozen_linear(part)]
+    return {layer.weight: FORMATS[engine.base].nbytes(layer.weight.shape) for layer in layers}
+
+
+def _units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """Return the parameters of each unit of communication: the blocks, then what is in no block."""
+    inside = [list(block.parameters()) for block in blocks]
+    taken = {id(parameter) for unit in inside for parameter in unit}
+    return [*inside, [parameter for parameter in module.parameters() if id(parameter) not in taken]]

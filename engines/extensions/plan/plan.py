@@ -1,0 +1,425 @@
+"""The plan of a training run: its memory from the engine's accounting, and the settings that make it fit."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise, product
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from fluvial.core.checks import check_fields
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, parse_bytes
+from fluvial.engines.engine.optimizers import OPTIMIZERS
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.extensions.plan import memory
+from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
+from fluvial.engines.extensions.report.progress import table
+from fluvial.models import LoraConfig, add_lora
+from fluvial.models.pipelines.base import DECODED
+from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape
+
+GIB = 2**30
+GPU = torch.device("cuda")
+Train = Literal["full", "lora"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Compute the memory of training a transformer on each GPU, without running it.
+
+    Args:
+        gpus: Number of GPUs in all.
+        train: Weights that are trained: full (all of them) or lora.
+        resolution: Height and width of the images, in pixels; by default the model's. Memory depends on the number of pixels
+            alone, so for another shape, or the largest of several sizes, it is the side of a square with as many.
+        micro_batch: Number of samples per forward pass; by default the model's.
+        micro_batches: Number of micro-batches per update, on each GPU.
+        reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.
+        guidance: Put both halves of classifier-free guidance through each forward pass.
+        samples: Number of samples per rollout, on each GPU.
+        steps: Number of steps that are stored per sample.
+        fit: Memory of a GPU, e.g. 24GiB, in place of memory_gib: print the settings that fit into it, and what each saves.
+        memory_gib: Memory of a GPU, in GiB.
+        reserve_gib: Memory kept free for what is not counted, in GiB: CUDA and NCCL, gaps in the allocator, text encoders,
+            reward, and in an update the weights of the VAE.
+        table: Print which settings fit on 1, 8 and 64 GPUs instead, for LoRA and for full fine-tuning.
+        trace: Compare the plan with a trace of the program on simulated GPUs; see also fluvial train --dry-run.
+        check: Make an update here and compare its memory with the plan's; only the built-in model has weights for that.
+        lora: Low-rank adapter, where that is what is trained.
+        optimizer: Optimizer, whose state is counted.
+        engine: Sharding, precision, checkpointing and offload.
+    """
+
+    gpus: int = 1
+    train: Train = "lora"
+    resolution: int | None = None
+    micro_batch: int | None = None
+    micro_batches: int = 4
+    reference: bool = False
+    guidance: bool = False
+    samples: int = 16
+    steps: int = 3
+    fit: str | None = None
+    memory_gib: float = 80.0
+    reserve_gib: float = 6.0
+    table: bool = False
+    trace: bool = False
+    check: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        least_1 = (1, math.inf)
+        check_fields(
+            self,
+            "",
+            gpus=least_1,
+            micro_batches=least_1,
+            samples=least_1,
+            steps=least_1,
+            micro_batch=least_1,
+            memory_gib=(0, math.inf),
+            reserve_gib=(0, math.inf),
+        )
+        if self.resolution is not None and (self.resolution < 16 or self.resolution % 16):
+            raise UsageError("resolution", self.resolution, "a multiple of 16")
+        for name, degree in (("replicas", self.engine.replicas), ("context_parallel", self.engine.context_parallel)):
+            if degree != "auto" and self.gpus % degree:
+                raise UsageError(f"engine.{name}", degree, f"a divisor of the {self.gpus} GPUs")
+        if self.fit is not None and self.memory_gib != PlanConfig.memory_gib:
+            raise no_effect("memory_gib", "with `fit`, which is the memory")
+        if self.fit is not None:
+            parse_bytes(self.fit, "fit")
+        if self.engine.fit is not None:
+            raise no_effect("engine.fit", "in a plan, whose own is `fit`")
+        if bool(self.fit) + self.table + self.check + self.trace > 1:
+            asked = [f"`{name}`" for name in ("fit", "table", "trace", "check") if getattr(self, name)]
+            raise UsageError(f"{' and '.join(asked)} are both set: ask one question at a time")
+
+    @property
+    def room(self) -> float:
+        """Bytes that a plan may take on a GPU, beside the reserve."""
+        memory = self.memory_gib * GIB if self.fit is None else parse_bytes(self.fit, "fit")
+        return memory - self.reserve_gib * GIB
+
+    @property
+    def room_in_words(self) -> str:
+        """The memory of a GPU, and what is kept free of it."""
+        return f"{self.fit or f'{self.memory_gib:g} GiB'} with {self.reserve_gib:g} GiB kept free"
+
+
+class Plan(NamedTuple):
+    """The memory of a configuration."""
+
+    config: PlanConfig
+    update: Accounting
+    rollout: Accounting
+    decode: Accounting | None  # of a chunk of the rollout, beside its parameters as they are gathered; None without a VAE
+
+    @property
+    def phases(self) -> dict[str, Accounting]:
+        """The phases by name."""
+        decode = {} if self.decode is None else {"decode": self.decode}
+        return {"update": self.update, "rollout": self.rollout, **decode}
+
+    @property
+    def need(self) -> int:
+        """Bytes of the largest phase, on one GPU."""
+        return max(phase.total for phase in self.phases.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether they fit beside the reserve."""
+        return self.need <= self.config.room
+
+
+Knobs = Mapping[str, Callable[[PlanConfig], PlanConfig]]  # changes of a configuration, by their flags
+
+
+def _engine(**fields: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of settings of the engine."""
+    return lambda config: replace(config, engine=replace(config.engine, **fields))
+
+
+def _base(base: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of the frozen base, where there is one that lies on the device and is not quantised yet."""
+    change = _engine(base=base)
+    return lambda config: (
+        change(config)
+        if config.train == "lora" and config.engine.base == "auto" and config.engine.offload != "always"
+        else config
+    )
+
+
+def _masters(config: PlanConfig) -> PlanConfig:
+    """Return a plan with trained weights in bfloat16, where they are no adapters and the optimizer can."""
+    turns = config.train == "full" and OPTIMIZERS[config.optimizer.name].elementwise
+    return _engine(masters="bfloat16")(config) if turns else config
+
+
+def _on_host(config: PlanConfig) -> PlanConfig:
+    """Return a plan with everything that is sharded on the host, which a quantised base is not."""
+    return _engine(offload="always")(config) if config.engine.base == "auto" else config
+
+
+def _checkpointing(kind: Any) -> Callable[[PlanConfig], PlanConfig]:
+    """Return a change of checkpointing, where there is none of blocks yet."""
+    change = _engine(checkpointing=kind)
+    return lambda config: change(config) if config.engine.checkpointing in ("none", "selective") else config
+
+
+def _one_sample(config: PlanConfig) -> PlanConfig:
+    """Return a plan of passes of one sample."""
+    return config if config.micro_batch is None else replace(config, micro_batch=1)
+
+
+def _adapters(config: PlanConfig) -> PlanConfig:
+    """Return a plan of LoRA, whose adapters are held in float32."""
+    return replace(config, train="lora") if config.engine.masters == "float32" else config
+
+
+# Settings that save memory, cheapest first: a second forward pass, smaller passes, more communication, weights that are
+# rounded, the host's bandwidth, and last the number of trained parameters.
+ENGINE_KNOBS: Knobs = {
+    "--engine.checkpointing block": _checkpointing("block"),
+    "--engine.checkpointing host": _checkpointing("host"),
+    "--micro-batch 1": _one_sample,
+    "--engine.comm reshard": _engine(comm="reshard"),
+    "--engine.grad-sync every": _engine(grad_sync="every"),
+    "--engine.masters bfloat16": _masters,
+    "--engine.base int8": _base("int8"),
+    "--engine.base nf4": _base("nf4"),
+    "--engine.offload always": _on_host,
+}
+KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": _adapters}
+
+
+def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
+    """Return the memory of training a transformer on each device.
+
+    Args:
+        name: name of the transformer in the catalogue.
+        config: plan.
+        device: device of the computation, which decides engine.compute="auto".
+
+    Raises:
+        UsageError: the transformer is not known, it has one resolution only, or its tokens cannot be split.
+    """
+    model = known(name)
+    if config.resolution is not None and model.resolution is None:
+        raise UsageError("resolution", config.resolution, hint=f"{name} has images of one size only; leave it out")
+    module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
+    if config.engine.context_parallel > 1 and getattr(module, "_cp_plan", None) is None:
+        degree = config.engine.context_parallel
+        raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for the tokens of {name}")
+    halves = 2 if config.guidance else 1
+    inputs = model.inputs(1, resolution)
+    latent = inputs["hidden_states"].nbytes
+    conditioning = sum(inputs[key].nbytes for key in CONDITIONING if key in inputs)
+
+    def phase(kind: Phase) -> Accounting:
+        update = kind == "update"
+        return memory.account(
+            module,
+            blocks(model, module),
+            optimizer=config.optimizer,
+            engine=config.engine,
+            device=device,
+            ranks=config.gpus,
+            activations=_activations(
+                name,
+                config.train,
+                config.lora,
+                # No other setting of the engine changes activations.
+                engine=EngineConfig(
+                    checkpointing=config.engine.checkpointing if update else "none",
+                    checkpointed=config.engine.checkpointed if update else None,
+                    compute=config.engine.compute,
+                    base=config.engine.base,
+                    context_parallel=config.engine.context_parallel,
+                ),
+                device=device,
+                samples=(config.micro_batch or model.micro_batch) * halves,
+                resolution=resolution,
+                grad=update,
+            ),
+            # The sample before and after each step, and its conditioning once, in float32.
+            trajectory=config.samples * (2 * config.steps * latent + conditioning * halves),
+            micro_batches=config.micro_batches,
+            reference=config.reference and config.train == "full",
+            phase=kind,
+        )
+
+    rollout, decode = phase("rollout"), None
+    if model.decoder is not None:
+        # As the rollout between two chunks: FSDP2 gathers a unit for a pass alone with comm="reshard".
+        held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
+        images = min(config.micro_batch or model.micro_batch, DECODED)
+        decode = held._replace(activations=_decoder(name, images, resolution, config.engine.compute_dtype(device)))
+    return Plan(config, phase("update"), rollout, decode)
+
+
+def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, Plan]:
+    """Return the flags that make a configuration fit, and its plan with them. If none do, they are those that need least.
+
+    Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
+    """
+    turned, found = turns_to_fit(name, config, knobs)
+    return " ".join(turned), found
+
+
+def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[list[str], Plan]:
+    """Return the flags one by one, and the plan with them; see `first_to_fit`."""
+    left = [flags for flags, turn in knobs.items() if turn(config) != config]
+    least: tuple[list[str], Plan] | None = None
+    for choice in product((False, True), repeat=len(left)):
+        # The product's first factor changes last, and must be the most expensive.
+        turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]
+        candidates = [config]
+        for flags in turned:
+            candidates.append(knobs[flags](candidates[-1]))
+        if any(before == after for before, after in pairwise(candidates)):
+            continue  # a setting that has no effect beside another one
+        found = plan(name, candidates[-1])
+        if found.fits:
+            return turned, found
+        if least is None or found.need <= least[1].need:
+            least = turned, found
+    assert least is not None
+    return least
+
+
+def show(name: str, config: PlanConfig, *, console: Console) -> None:
+    """Print the plan of a configuration, and the flags that make it fit if it does not."""
+    found = plan(name, config)
+    unit = unit_of(found.need)
+    phases = found.phases
+    rows = {
+        kind.replace("_", " "): tuple(map(unit.of, sizes))
+        for kind, *sizes in zip(Accounting._fields, *phases.values(), strict=True)
+        if any(sizes) and kind != "host"
+    }
+    rows["all"] = tuple(unit.of(phase.total) for phase in phases.values())
+    if any(phase.host for phase in phases.values()):
+        rows["on the host instead"] = tuple(unit.of(phase.host) for phase in phases.values())
+    module = _module(name, "full", config.lora)
+    count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    console.print(f"{name}: {_count(count)} parameters, {config.train}, on {_gpus(config.gpus)}", highlight=False)
+    console.print(table(f"{unit.name} on each GPU", tuple(phases), rows), highlight=False)
+    room = config.room_in_words
+    if found.fits:
+        line = f"It fits into {room}."
+    else:
+        flags, mended = first_to_fit(name, config)
+        need = f"{unit.of(mended.need)} {unit.name}"
+        line = f"It does not fit into {room}. "
+        line += f"With {flags} it does: {need}." if mended.fits else f"Nor does it with {flags or 'anything else'}: {need}."
+    console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_table(name: str, config: PlanConfig, *, console: Console) -> None:
+    """Print the cheapest flags that fit for LoRA and full fine-tuning on 1, 8 and 64 GPUs."""
+    trains: tuple[Train, Train] = ("lora", "full")
+    replicas = 1 if config.engine.replicas == "auto" else config.engine.replicas
+    degree = math.lcm(replicas, config.engine.context_parallel)
+    sizes = [gpus for gpus in (1, 8, 64) if gpus % degree == 0]
+    settings = [replace(config, train=train, gpus=gpus) for train, gpus in product(trains, sizes)]
+    found = [first_to_fit(name, setting, ENGINE_KNOBS) for setting in settings]
+    unit = unit_of(max(best.need for _, best in found))
+    rows = {}
+    for flags, best in found:
+        says = (flags or "as it is") if best.fits else f"does not fit, least with {flags or 'what is given'}"
+        phases = best.phases.values()
+        rows[f"{best.config.train}, {_gpus(best.config.gpus)}"] = (
+            says,
+            *(unit.of(phase.total) for phase in phases),
+            unit.of(max(phase.host for phase in phases)),
+        )
+    room = config.room_in_words
+    console.print(f"{name}: flags with which it fits into {room}", highlight=False)
+    console.print(table(f"{unit.name} on each GPU", ("flags", *found[0][1].phases, "host"), rows), highlight=False)
+
+
+class Unit(NamedTuple):
+    """A unit of memory, in bytes."""
+
+    name: str
+    size: int
+
+    def of(self, size: int) -> str:
+        """Return a number of bytes in this unit."""
+        return f"{size / self.size:.2f}" if size else "-"
+
+
+def unit_of(largest: int) -> Unit:
+    """Return the unit that a largest number of bytes is shown in."""
+    return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
+
+
+def known(name: str) -> ModelShape:
+    """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
+    try:
+        found = model_shape(name)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"the memory of {name} cannot be computed: {error}") from error
+    if found is None:
+        raise UsageError(f"there is no transformer {name!r}, expected one of {', '.join(MODELS)}")
+    return found
+
+
+@cache
+def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
+    """Return the transformer on the meta device, with adapters if only they are trained."""
+    with torch.device("meta"):
+        module = known(name).build()
+    if train == "lora":
+        add_lora(module, lora, known(name).lora_targets)
+    return nn.Module.to(module, "meta")
+
+
+@cache
+def _decoder(name: str, images: int, resolution: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
+    decoder = known(name).decoder
+    assert decoder is not None
+    vae, decode = decoder(images, resolution, dtype)
+    held = [*vae.parameters(), *vae.buffers()]
+    with torch.no_grad(), memory.LiveStorages(held, meta=True) as storages:
+        decode()
+    return storages.peak + sum(tensor.nbytes for tensor in held)
+
+
+@cache
+def _activations(
+    name: str,
+    train: Train,
+    lora: LoraConfig,
+    *,
+    engine: EngineConfig,
+    device: torch.device,
+    samples: int,
+    resolution: int,
+    grad: bool,
+) -> tuple[Stretch, ...]:
+    """Return the bytes of the activations. It takes seconds for a large transformer."""
+    model, module = known(name), _module(name, train, lora)
+    inputs = model.inputs(samples, resolution)
+
+    def forward(module: nn.Module) -> Tensor:
+        out: Tensor = module(**inputs, return_dict=False)[0]
+        return out
+
+    return memory.activations(module, blocks(model, module), forward, engine=engine, device=device, grad=grad)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
+
+
+def _gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"

@@ -1,0 +1,293 @@
+"""Rollouts ahead of a trainer, as a model of discrete events: how many servers, and how far ahead, keep the trainer busy.
+
+Servers make rollout j with the weights of version max(0, j - K), where a version counts the rollouts that were learnt from.
+They make one rollout after the other, each spread over all of them. The trainer takes the rollouts in their order. So four
+kinds of events follow from each other:
+
+    weights of version v are ready   when the updates on rollout v - 1 end
+    servers begin rollout j          when rollout j - 1 is made and version j - K is ready; new weights are pushed first
+    rollout j is made                its seconds later
+    updates on rollout j end         their seconds after both rollout j and the updates on rollout j - 1
+
+Time is in seconds. Neither failures nor the communication that more GPUs need are part of the model.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from rich.console import Console
+
+from fluvial.core.checks import check_fields
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.report.progress import table
+
+ROLLOUTS = 200  # length of a simulated run
+
+
+@dataclass(frozen=True)
+class AheadConfig:
+    """Find how many servers, and how many updates ahead, keep a trainer busy.
+
+    Args:
+        rollout_seconds: Seconds that one server takes for the samples of a rollout, with their rewards.
+        update_seconds: Seconds that the trainer takes for the updates on a rollout, on `gpus` GPUs.
+        push_seconds: Seconds that the servers take to load the weights of an update.
+        samples: Number of samples per rollout. A server, and a GPU of the trainer, has whole samples.
+        gpus: Number of GPUs of the trainer.
+        servers: Number of servers; by default as many as keep the trainer busy.
+        server_gpus: Number of GPUs per server.
+        ahead: Largest number of updates that a rollout may be ahead.
+        spread: Standard deviation of the seconds of rollouts and updates, as a share of their mean.
+        idle: Share of its time that the trainer may wait for rollouts.
+        most_gpus: Number of GPUs that the second table ends at.
+        seed: Seed of the seconds, where they have a spread.
+    """
+
+    rollout_seconds: float = 0.0
+    update_seconds: float = 0.0
+    push_seconds: float = 0.0
+    samples: int = 1024
+    gpus: int = 1
+    servers: int | None = None
+    server_gpus: int = 1
+    ahead: int = 4
+    spread: float = 0.0
+    idle: float = 0.05
+    most_gpus: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        seconds, count = (0, 1e9), (1, 2**20)
+        check_fields(
+            self,
+            "",
+            rollout_seconds=seconds,
+            update_seconds=seconds,
+            push_seconds=seconds,
+            samples=count,
+            gpus=count,
+            servers=count,
+            server_gpus=count,
+            ahead=(0, 64),
+            spread=(0, 10),
+            idle=(0, 0.99),
+            most_gpus=(2, 2**20),
+        )
+
+
+def checked(config: AheadConfig) -> AheadConfig:
+    """Return a configuration whose seconds are known.
+
+    Raises:
+        UsageError: seconds of rollouts or of updates are missing, or no two machines can be divided.
+    """
+    for name in ("rollout_seconds", "update_seconds"):
+        if not getattr(config, name):
+            raise UsageError(name, 0.0, "the seconds of a measured run")
+    if config.most_gpus <= config.server_gpus:
+        raise UsageError(
+            "most_gpus",
+            config.most_gpus,
+            f"more than the {config.server_gpus} GPUs of a server",
+            "a trainer needs one as well",
+        )
+    return config
+
+
+class Timeline(NamedTuple):
+    """When the events of a run happened, in seconds from its start."""
+
+    begun: list[float]  # when the servers began each rollout; its weights are pushed first
+    made: list[float]  # when each rollout was complete
+    learnt: list[float]  # when the updates on each rollout ended
+    versions: list[int]  # version of the weights that made each rollout
+    waited: float  # seconds that the trainer waited for rollouts
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole run."""
+        return self.learnt[-1]
+
+    @property
+    def idle(self) -> float:
+        """Share of the run that the trainer waited for rollouts."""
+        return self.waited / self.seconds
+
+    @property
+    def seconds_per_rollout(self) -> float:
+        """Mean seconds from the end of one rollout's updates to the end of the next's."""
+        return self.seconds / len(self.learnt)
+
+
+def simulate(rollouts: Sequence[float], updates: Sequence[float], *, push: float = 0.0, ahead: int = 0) -> Timeline:
+    """Return the events of a run, see the head of this file.
+
+    Args:
+        rollouts: seconds that the servers take for each rollout.
+        updates: seconds that the trainer takes for the updates on each.
+        push: seconds that the servers take to load the weights of a version.
+        ahead: number K of updates that a rollout is ahead.
+    """
+    begun, made, learnt, versions, waited = list[float](), list[float](), list[float](), list[int](), 0.0
+    for number, (rollout, update) in enumerate(zip(rollouts, updates, strict=True)):
+        version = max(0, number - ahead)
+        ready = learnt[version - 1] if version else 0.0
+        begun.append(max(made[-1] if made else 0.0, ready))
+        loads = push if not versions or version != versions[-1] else 0.0
+        versions.append(version)
+        made.append(begun[-1] + loads + rollout)
+        free = learnt[-1] if learnt else 0.0
+        waited += max(made[-1] - free, 0.0)
+        learnt.append(max(made[-1], free) + update)
+    return Timeline(begun, made, learnt, versions, waited)
+
+
+def steady(rollout: float, update: float, *, push: float = 0.0, ahead: int = 0) -> float:
+    """Return the seconds per rollout of a long run in which all rollouts, and all updates, take equally long.
+
+    They are max(update, push + rollout, (push + rollout + update) / (K + 1)): the trainer's, the servers', and those of the
+    circle of K + 1 rollouts from the weights to the weights.
+    """
+    return max(update, push + rollout, (push + rollout + update) / (ahead + 1))
+
+
+def shared(seconds: float, samples: int, parts: int) -> float:
+    """Return the seconds of a share of `samples` samples, dealt to `parts` parts as whole samples."""
+    return seconds * math.ceil(samples / parts) / samples
+
+
+def times(mean: float, spread: float, stream: Random, count: int) -> list[float]:
+    """Return log-normal times with this mean, and a standard deviation of `spread` times the mean."""
+    width = math.sqrt(math.log1p(spread * spread))
+    return [mean * math.exp(width * stream.gauss(0.0, 1.0) - width * width / 2) for _ in range(count)]
+
+
+def run_of(config: AheadConfig, *, servers: int, ahead: int, gpus: int | None = None) -> Timeline:
+    """Return a simulated run of a configuration.
+
+    Args:
+        config: seconds of rollouts and updates, and their spread.
+        servers: number of servers.
+        ahead: number of updates that a rollout is ahead.
+        gpus: number of GPUs of the trainer, by default those that its seconds were measured on.
+    """
+    rollout = shared(config.rollout_seconds, config.samples, servers)
+    update = _update_seconds(config, config.gpus if gpus is None else gpus)
+    streams = Random(f"rollouts {config.seed}"), Random(f"updates {config.seed}")
+    made, learnt = (
+        times(mean, config.spread, stream, ROLLOUTS) for mean, stream in zip((rollout, update), streams, strict=True)
+    )
+    return simulate(made, learnt, push=config.push_seconds, ahead=ahead)
+
+
+def least(config: AheadConfig) -> tuple[int, int] | None:
+    """Return the least number of servers that keep the trainer busy, and the least K with which they do; None if none do."""
+    if config.servers is not None:
+        return _least_ahead(config, config.servers)
+    low, high = 1, 1
+    while _least_ahead(config, high) is None:
+        if high >= config.samples:  # more servers would have no sample each
+            return None
+        low, high = high + 1, min(2 * high, config.samples)
+    while low < high:  # more servers are never slower
+        middle = (low + high) // 2
+        low, high = (low, middle) if _least_ahead(config, middle) is not None else (middle + 1, high)
+    return _least_ahead(config, high)
+
+
+def _least_ahead(config: AheadConfig, servers: int) -> tuple[int, int] | None:
+    """Return the servers with the least K with which they keep the trainer busy."""
+    for ahead in range(config.ahead + 1):
+        if run_of(config, servers=servers, ahead=ahead).idle <= config.idle:
+            return servers, ahead
+    return None
+
+
+class Split(NamedTuple):
+    """GPUs divided between a trainer and servers."""
+
+    gpus: int  # of the trainer
+    servers: int
+    ahead: int
+    run: Timeline
+    in_turn: float  # seconds per rollout if all GPUs sample, and then all learn
+
+
+def best_split(config: AheadConfig, total: int) -> Split:
+    """Return how a number of GPUs makes most rollouts per second, with the least K that does not slow it by over 1 %."""
+    most = (total - 1) // config.server_gpus
+
+    def seconds(servers: int) -> float:
+        rollout = shared(config.rollout_seconds, config.samples, servers)
+        update = _update_seconds(config, total - servers * config.server_gpus)
+        return steady(rollout, update, push=config.push_seconds, ahead=config.ahead)
+
+    servers = min(range(1, most + 1), key=seconds)
+    gpus = total - servers * config.server_gpus
+    runs = [run_of(config, servers=servers, ahead=ahead, gpus=gpus) for ahead in range(config.ahead + 1)]
+    ahead = next(k for k, run in enumerate(runs) if run.seconds <= 1.01 * runs[-1].seconds)
+    everyone = total // config.server_gpus
+    in_turn = shared(config.rollout_seconds, config.samples, everyone) + _update_seconds(config, total) + config.push_seconds
+    return Split(gpus, servers, ahead, runs[ahead], in_turn)
+
+
+def show(config: AheadConfig, *, console: Console) -> None:
+    """Print which K and how many servers keep the trainer busy, and the best division of up to `most_gpus` GPUs."""
+    found = least(config)
+    counts = [config.servers] if config.servers else _counts(found[0] if found else config.samples)
+    rows = {
+        _servers(count): tuple(f"{run_of(config, servers=count, ahead=ahead).idle:.1%}" for ahead in range(config.ahead + 1))
+        for count in counts
+    }
+    heads = tuple(f"K = {ahead}" for ahead in range(config.ahead + 1))
+    gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
+    console.print(table(f"time that a trainer on {gpus} waits, by updates ahead", heads, rows), highlight=False)
+    if found is None:
+        who = _servers(config.servers) if config.servers else "no number of servers"
+        verb = "do not keep" if config.servers and config.servers > 1 else "does not keep" if config.servers else "keeps"
+        line = f"With K up to {config.ahead}, {who} {verb} the trainer busy ({config.idle:.0%} idle at most)."
+    else:
+        run = run_of(config, servers=found[0], ahead=found[1])
+        line = (
+            f"{_servers(found[0])} and K = {found[1]} keep the trainer busy: it waits {run.idle:.1%} of the time, and a "
+            f"rollout takes {run.seconds_per_rollout:.3g} s."
+        )
+    console.print(line, highlight=False, soft_wrap=True)
+    splits = {total: best_split(config, total) for total in _totals(config)}
+    rows = {
+        f"{total} GPUs": (
+            str(split.gpus),
+            str(split.servers),
+            str(split.ahead),
+            f"{split.run.idle:.1%}",
+            f"{config.samples / split.run.seconds_per_rollout:.3g}",
+            f"{config.samples / split.in_turn:.3g}",
+        )
+        for total, split in splits.items()
+    }
+    heads = ("trainer", "servers", "K", "waits", "samples/s", "in turn")
+    console.print(table("the fastest division of the GPUs", heads, rows), highlight=False)
+    console.print("in turn: samples/s if all GPUs sample, and then all learn.", highlight=False, soft_wrap=True)
+
+
+def _update_seconds(config: AheadConfig, gpus: int) -> float:
+    """Return the seconds of the updates on a number of GPUs, each of which has whole samples."""
+    alone = config.update_seconds / math.ceil(config.samples / config.gpus)  # per sample of a GPU
+    return alone * math.ceil(config.samples / gpus)
+
+
+def _counts(most: int) -> list[int]:
+    """Return 1, 2, 4, ... below a number of servers, and the number."""
+    return [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
+
+
+def _totals(config: AheadConfig) -> list[int]:
+    """Return the numbers of GPUs of the second table: powers of two."""
+    return [2**power for power in range(1, config.most_gpus.bit_length()) if config.server_gpus < 2**power]
+
+
+def _servers(count: int) -> str:
+    return "1 server" if count == 1 else f"{count} servers"

@@ -1,0 +1,123 @@
+"""The folder in which a trainer leaves weights for servers: complete or not there, and removed with its trainer."""
+
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fluvial.engines.engine.files import LORA, shared_folder
+from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
+
+PREFIX, LOCK = "push-", ".lock"
+
+
+class Pushed(NamedTuple):
+    """A push that lies in a folder, so that it can be sent again."""
+
+    version: int
+    folder: Path
+    networks: tuple[str, ...]
+    scaling: float | None  # of the adapter; None where the folder holds all weights
+    plain: Mapping[str, torch.dtype] = {}  # dtype of the networks whose files hold parameters of one dtype alone
+
+
+class PushFolder:
+    """A folder of one trainer below one that servers see.
+
+    The trainer holds a lock on it, which the system takes back when the trainer dies. The next trainer removes folders that
+    nobody holds: in shared memory they would take memory until the machine restarts.
+
+    Args:
+        parent: folder that servers see; by default `shared_folder()`.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        own = shared_folder() if parent is None else parent.absolute()
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            for other in own.glob(f"{PREFIX}*"):
+                _remove_if_left(other)
+            name = uuid.uuid4().hex[:16]
+            made = own / f".{name}"  # gets its name when it is locked, so that nobody takes it for one that was left
+            made.mkdir()
+            self._lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = made.rename(own / f"{PREFIX}{name}")
+        except OSError as error:
+            raise RunError(
+                f"`rollout.servers.weights_folder` is {own}, which cannot be written: {error.strerror}"
+            ) from error
+
+    def finish(self, name: str) -> Path:
+        """Give the folder `.name` the name `name`, and return it. What had the name before is removed.
+
+        Raises:
+            RunError: that is not possible.
+        """
+        final = self.path / name
+        try:
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(self.path / f".{name}", final)
+        except OSError as error:
+            raise RunError(f"weights cannot be written to {final}: {error.strerror}") from error
+        return final
+
+    def keep(self, name: str = "") -> None:
+        """Remove all folders but one; without a name, all."""
+        for path in self.path.iterdir():
+            if path.name not in (name, LOCK):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            os.close(self._lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a trainer's folder if the trainer is no more."""
+    with suppress(OSError):
+        lock = os.open(folder / LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def factors_in(folder: Path) -> dict[str, Tensor]:
+    """Return the factors of an adapter's folder by the names of their layers."""
+    return {name.partition(".")[2]: tensor for name, tensor in load_file(folder / LORA).items()}
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of the files of a folder."""
+    return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
+
+
+def bucket_request(bucket: SharedBucket, flat: Tensor, *, version: int) -> dict[str, Any]:
+    """Write a bucket, uint8 `[bytes]`, to its file, and return the request that names it."""
+    try:
+        Path(bucket.file).write_bytes(flat.cpu().numpy().data)
+    except OSError as error:
+        raise RunError(f"weights cannot be written to {bucket.file}: {error.strerror}") from error
+    return {
+        "load_format": SHARED_FILES,
+        "serialized_named_tensors": [json.dumps(bucket.as_json())],
+        "target_modules": [bucket.module],
+        "weight_version": str(version),
+    }

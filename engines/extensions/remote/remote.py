@@ -1,0 +1,250 @@
+"""Samples made by servers: `fluvial serve`, or sglang's diffusion server."""
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.extensions.remote.replies import Expected, Sample, read_samples
+from fluvial.engines.extensions.remote.requests import Asking, PromptOrder, check_sglang
+from fluvial.engines.extensions.remote.servers import Server, ServerPool
+from fluvial.engines.extensions.remote.weight_sync import WeightSync
+from fluvial.engines.extensions.wire.client import START, UnreachableError
+from fluvial.engines.extensions.wire.decode import WireError, convert
+from fluvial.engines.extensions.wire.request import written
+from fluvial.engines.extensions.wire.response import Kind, ServerInfo
+from fluvial.engines.extensions.wire.threads import in_threads
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
+from fluvial.engines.sampling.handshake import Handshake, compare
+from fluvial.engines.sampling.source import Behaviour, Holder, RolloutSource
+from fluvial.models import DiffusionModel
+from fluvial.models.replay.media import arguments_of
+
+GENERATE, INFO = "/rollout/generate", "/v1/model_info"
+REMEMBERED = 2  # rollouts whose samples are not taken a second time
+
+
+class Remote(RolloutSource):
+    """Source of samples that servers make.
+
+    Args:
+        model: adapter of the architecture, which encodes the prompts.
+        behaviour: opens the trainer's own copy of the network that makes the rollouts.
+        adapter: function of a number of updates that returns the name of the adapter that makes the rollouts.
+        world: process group; each rank asks for its own samples.
+        sizes: size in pixels and number of frames by the shape of a sample, where the servers know several.
+
+    Raises:
+        UsageError: the servers cannot make such samples, or one is no rollout server.
+        RunError: none answers.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        model: DiffusionModel,
+        *,
+        behaviour: Behaviour,
+        adapter: Callable[[int], str],
+        world: World,
+        sizes: Mapping[tuple[int, ...], tuple[Size, int]],
+        sync: WeightSync,
+    ) -> None:
+        self.rollout, self.model, self.behaviour, self.adapter = rollout, model, behaviour, adapter
+        self.world, self.sync, self.version = world, sync, -1
+        self.pool = ServerPool(rollout.source.split(","), rollout.servers, revive=self._revive)
+        self._weights = threading.Lock()  # held while weights are given
+        self._seen: dict[Key, set[bytes]] = {}  # last latents of the samples of the latest rollouts
+        try:
+            self.kind = self._kind()
+            if self.kind == "sglang":
+                check_sglang(rollout, model.prediction)
+        except BaseException:
+            self.pool.close()
+            raise
+        self.asking = Asking(self.kind, rollout.sampler.kind, rollout.sampler.eta, model.prediction, sizes)
+
+    def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
+        """Yield the requested samples, see `RolloutSource`; a chunk is yielded as soon as the servers have made it."""
+        guided = sampling.guidance.is_guided(self.model)
+        orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
+        expected = Expected(self.kind, self.model, sampling, max(self.version, 0), self.rollout.servers.most_mb)
+        steps = {own: row for order in orders for own, row in zip(order.ids, order.recorded, strict=True)}
+        self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
+        self._seen[requests.key] = set()
+
+        def asked(order: PromptOrder) -> dict[int, Sample]:
+            request = self.asking.request(order, requests.key, sampling, version=expected.version)
+            body = json.dumps(written(request)).encode()
+            samples = self.pool.ask(GENERATE, body, lambda reply, server: read_samples(reply, order, expected, server))
+            return dict(zip(order.ids, samples, strict=True))
+
+        threads = self.rollout.servers.in_flight * len(self.pool.servers)
+        with in_threads(asked, orders, at_once=threads) as results:
+            known: dict[int, Sample] = {}
+            for start in range(0, len(requests.ids), micro_batch):
+                part = slice(start, start + micro_batch)
+                while not known.keys() >= {*requests.ids[part]}:
+                    _, made = next(results)
+                    if isinstance(made, FluvialError):
+                        raise made
+                    if isinstance(made, BaseException):  # a fault of the program
+                        raise RunError(f"a reply could not be read: {type(made).__name__}: {made}") from made
+                    self._check_new(made, requests.key)
+                    known |= made
+                ids, prompts = requests.ids[part], requests.prompts[part]
+                yield self._chunk([known[own] for own in ids], [steps[own] for own in ids], prompts, sampling)
+
+    def push(self, engine: Holder, version: int) -> None:
+        """Give the current weights to the servers that answer, see `RolloutSource`.
+
+        A copy is whole on each rank. Then rank 0 gives the weights, and the other ranks only note the version.
+        """
+        if version == self.version:
+            return
+        world = engine.world
+        if world.size < self.world.size and not self.world.is_main:
+            self.version = version
+            return
+        failed_at: float | None = None
+        while self.version != version:
+            with world.agreed():
+                if self.world.is_main:
+                    self.pool.wait(failed_at or time.monotonic())
+            try:
+                self._push(engine, version)
+            except UnreachableError:  # the servers may be back while there is patience
+                failed_at = failed_at or time.monotonic()
+
+    def _push(self, engine: Holder, version: int) -> None:
+        """Give weights to the servers that can be given any, once; raise UnreachableError if all of them are away."""
+        with self._weights:
+            peers = [server.control for server in self.pool.ready] if self.world.is_main else []
+            addresses = engine.world.gather_items([peer.address for peer in peers])[0]
+            try:
+                failed = self.sync.push(engine, version, peers, adapter=self.adapter(version))
+            except UnreachableError as error:
+                self.pool.keep((), dict.fromkeys(addresses, str(error)))
+                raise
+            self.version = version
+            self.pool.keep({address for address in addresses if address not in failed}, failed)
+
+    def compare_with_servers(self, requests: Requests, sampling: Sampling) -> Handshake:
+        """Return how far the servers' numbers for some samples are from the trainer's; every rank must take part."""
+        with self.world.agreed():
+            (chunk,) = self.generate(requests, sampling, micro_batch=len(requests.ids))
+        with self.behaviour() as module:
+            servers = [server.address for server in self.pool.servers]
+            return compare(self.model, module, chunk, sampling, kind=self.kind, servers=servers)
+
+    def leave_out(self, addresses: Collection[str]) -> bool:
+        """Ask servers for nothing more, see `RolloutSource`."""
+        return self.pool.remove(addresses)
+
+    def hurry(self) -> None:
+        """Wait a few seconds at most for servers that do not answer, see `RolloutSource`."""
+        self.pool.patience = min(self.pool.patience, START)
+
+    def close(self) -> None:
+        """End the threads, and remove the folder that weights travel in."""
+        self.pool.close()
+        self.sync.close()
+
+    def _chunk(
+        self, samples: Sequence[Sample], recorded: Sequence[tuple[int, ...]], prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Chunk:
+        """Return samples as a chunk, on the device and as `generate` makes it."""
+        device = sampling.schedule.timesteps.device
+        if len({sample.image.shape for sample in samples}) > 1:
+            raise RunError("servers sent images of different sizes for one rollout: serve the same model on all of them")
+
+        def stacked(*tensors: Tensor) -> Tensor:
+            return torch.stack(tensors).to(device)
+
+        velocity = [sample.velocity for sample in samples if sample.velocity is not None]
+        trajectory = Trajectory(
+            x=stacked(*(sample.x for sample in samples)),
+            x_next=stacked(*(sample.x_next for sample in samples)),
+            steps=torch.tensor([list(row) for row in recorded], dtype=torch.int64, device=device),
+            log_prob=stacked(*(sample.log_prob for sample in samples)),
+            velocity=stacked(*velocity) if velocity else None,
+            final=stacked(*(sample.final for sample in samples)),
+            debug=None,
+        )
+        images = stacked(*(sample.image for sample in samples))
+        version = min(sample.version for sample in samples)
+        return Chunk(
+            prompts, sampling.encode(self.model, prompts), trajectory, images, version, [sample.server for sample in samples]
+        )
+
+    def _check_new(self, made: Mapping[int, Sample], key: Key) -> None:
+        """Raise RunError if a sample has come before, of this rollout or of one of the latest: no sample is used twice."""
+        for own, sample in made.items():
+            last = sample.x_next[-1] if len(sample.x_next) else sample.final
+            name = last.contiguous().numpy().tobytes()[-4096:]
+            if any(name in seen for seen in self._seen.values()):
+                raise RunError(
+                    f"a server sent the same sample twice, the second time as sample {own}: its noise does not depend on "
+                    "what was asked for"
+                )
+            self._seen[key].add(name)
+
+    def _kind(self) -> Kind:
+        """Return what the servers are; raise UsageError if they differ, or predict something else than the model."""
+        found: dict[str, ServerInfo] = {}
+        for server in self.pool.servers:
+            try:
+                found[server.address] = convert(server.control.get(INFO), ServerInfo)
+            except (RunError, WireError) as error:
+                self.pool.drop(server, str(error))
+        if not found:
+            raise RunError(f"rollout.source: {'; '.join(server.problem for server in self.pool.servers)}")
+        kinds = {address: info.kind for address, info in found.items()}
+        if len(set(kinds.values())) > 1:
+            raise UsageError(f"`rollout.source` names servers of different programs: {kinds}")
+        for address, info in found.items():
+            if info.prediction not in (None, self.model.prediction):
+                raise UsageError(
+                    f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "
+                    f"{self.model.prediction}: serve the model of the run"
+                )
+            expected = {*arguments_of(self.model)}
+            # sglang takes the image, or the list of images, of an edit or a video, and says so only when it is asked.
+            if expected != {*info.media} and (info.kind, expected) != ("sglang", {"image"}):
+                images = [", ".join(names) or "no images" for names in (info.media, sorted(expected))]
+                raise UsageError(
+                    f"{address} takes {images[0]} with a prompt, and the run's prompts have {images[1]}: use fluvial serve, "
+                    "with --prompts set to the run's file"
+                )
+            most = self.rollout.servers.in_flight * self.rollout.group * self.world.size
+            if info.micro_batch is not None and info.micro_batch > most:
+                warnings.warn(
+                    f"{address} fills its batches up to {info.micro_batch} samples, and is asked for at most {most} at a "
+                    f"time: it computes {info.micro_batch / most:.3g} times as many; serve with --micro-batch {most} or "
+                    "less",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return next(iter(kinds.values()))
+
+    def _revive(self, server: Server) -> str | None:
+        """Give a server that has come back the current weights; return why that is not possible."""
+        if self.version < 0:
+            return None
+        with self._weights:
+            if not self.world.is_main:
+                if convert(server.probe.get(INFO), ServerInfo).weight_version == self.version:
+                    return None
+                return f"{server.address} has other weights than those of update {self.version}, which rank 0 gives it"
+            return self.sync.repeat(server.control)

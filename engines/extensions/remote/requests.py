@@ -1,0 +1,222 @@
+"""Builds the HTTP requests of a rollout, one per prompt."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from fluvial.core.random import Key, bits, fold_in
+from fluvial.core.table import Mask, Record, plan
+from fluvial.engines.data.records import Prompt, negatives
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
+from fluvial.engines.extensions.wire.response import Kind
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.generate import Requests, Sampling
+from fluvial.engines.sampling.solvers import deterministic_step
+from fluvial.engines.sampling.tail import Tail
+from fluvial.models import Prediction
+from fluvial.models.replay.kinds import File
+from fluvial.models.replay.media import Source
+
+OUTPUTS: Literal["rollout_model_outputs"] = "rollout_model_outputs"  # debug tensor of the predictions
+
+
+class PromptOrder(NamedTuple):
+    """Samples of one prompt, which one request asks for."""
+
+    prompt: str
+    negative: str | None  # where there is guidance
+    ids: tuple[int, ...]
+    initial_ids: tuple[int, ...] | None
+    windows: tuple[tuple[int, ...], ...]  # stochastic steps of each sample
+    recorded: tuple[tuple[int, ...], ...]  # recorded steps of each sample
+    media: Mapping[str, Source] = MappingProxyType({})  # images of each argument of the pipeline's call
+
+    @property
+    def files(self) -> list[tuple[str, File]]:
+        """Each image with its argument, of which those of a list have the same."""
+        return [
+            (name, file)
+            for name, source in self.media.items()
+            for file in (source if isinstance(source, tuple) else (source,))
+        ]
+
+    def boundaries(self, last: set[int]) -> tuple[int, ...]:
+        """Return the boundaries of the recorded steps of all samples, and the last one where its latents are needed."""
+        return tuple(sorted({boundary for row in self.recorded for step in row for boundary in (step, step + 1)} | last))
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How samples are asked for, the same in all rollouts of a run.
+
+    Args:
+        kind: what the servers are.
+        eta: scale of the sampler's noise.
+        sizes: size in pixels, and number of frames, by the shape of a sample; none where the server knows one shape alone.
+    """
+
+    kind: Kind
+    sampler: str
+    eta: float
+    prediction: Prediction
+    sizes: Mapping[tuple[int, ...], tuple[Size, int]]
+
+    def orders(self, requests: Requests, sampling: Sampling, *, micro_batch: int, guided: bool) -> list[PromptOrder]:
+        """Return the orders of a rollout: consecutive samples of one prompt and one chunk; a repeated sample is left out.
+
+        Args:
+            guided: whether they are given a negative prompt.
+        """
+        found, known = list[PromptOrder](), set[int]()
+        for start in range(0, len(requests.ids), micro_batch):
+            part = slice(start, start + micro_batch)
+            prompts, ids = requests.prompts[part], requests.ids[part]
+            opposed: Sequence[str | None] = negatives(prompts, sampling.guidance.negative) if guided else [None] * len(ids)
+            # sglang 0.5.23 makes one sample of a prompt with images (configs/pipeline_configs/qwen_image.py asserts it).
+            apart = [row if self.kind == "sglang" and prompt.media else 0 for row, prompt in enumerate(prompts)]
+            inputs = [(prompt.model_input, *rest) for prompt, *rest in zip(prompts, opposed, apart, strict=True)]
+            windows, recorded = self.steps(sampling, ids)
+            new = [row for row, own in enumerate(ids) if own not in known and own not in ids[:row]]
+            known.update(ids)
+            for (_, negative, _), same in groupby(new, key=lambda row, inputs=inputs: inputs[row]):  # type: ignore[misc]
+                rows = list(same)
+                prompt = prompts[rows[0]]
+                first = None if requests.initial_ids is None else tuple(requests.initial_ids[start + row] for row in rows)
+                steps = (tuple(windows[row] for row in rows), tuple(recorded[row] for row in rows))
+                own_ids = tuple(ids[row] for row in rows)
+                found.append(PromptOrder(prompt.text, negative, own_ids, first, *steps, prompt.media))
+        return found
+
+    def steps(self, sampling: Sampling, ids: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Return the stochastic and the recorded steps of each sample of a chunk."""
+        stochastic, levels = sampling.stochastic, sampling.schedule.levels
+        if stochastic is None:
+            return [()] * len(ids), [()] * len(ids)
+        window, still = stochastic.steps_of(ids), deterministic_step(self.prediction)
+        record = Record(steps=None if len(window) and stochastic.record else (), form=stochastic.form)
+        table = plan(levels, stochastic.transition, batch=len(ids), window=window, deterministic=still, record=record)
+
+        def steps_of(mask: Mask) -> list[tuple[int, ...]]:
+            rows = [tuple(np.flatnonzero(column).tolist()) for column in mask.T]
+            return rows if len(rows) == len(ids) else rows * len(ids)
+
+        return steps_of(table.stochastic), steps_of(table.recorded)
+
+    def request(self, order: PromptOrder, key: Key, sampling: Sampling, *, version: int) -> RolloutRequest:
+        """Return the request of an order.
+
+        Args:
+            version: version of the weights that must make them.
+        """
+        stochastic, guidance, steps = sampling.stochastic, sampling.guidance, len(sampling.schedule.timesteps)
+        size, frames = self.sizes.get(sampling.shape, (None, None))
+        keeps = stochastic is not None and stochastic.record and stochastic.keep_velocity
+        form = stochastic.form if stochastic is not None and stochastic.record else "unscaled"
+        extra = NO_EXTRA
+        windows = order.windows[0] if len(set(order.windows)) == 1 else None
+        if self.kind == "fluvial":
+            own = FluvialOptions(
+                key=(int(key.low), int(key.high)),
+                ids=order.ids,
+                initial_ids=order.initial_ids,
+                sampler=None if stochastic is None else self.sampler,
+                solver=sampling.solver,
+                windows=order.windows if windows is None else None,
+                recorded_only=True,
+                final=sampling.final,
+                form=form,
+                reduction="mean" if stochastic is None else stochastic.reduction,
+                forwards=guidance.forwards,
+                text_tokens=sampling.text_tokens,
+                autocast=sampling.autocast,
+                reuse=sampling.reuse,
+                after=sampling.after,
+                prefix=None if sampling.prefix is None else (sampling.prefix.steps, sampling.prefix.group),
+                debug=(OUTPUTS,) if keeps else (),
+                version=version,
+                media=tuple(name for name, _ in order.files) or None,
+            )
+            extra = ExtraParams(own)
+        return RolloutRequest(
+            prompt=order.prompt,
+            negative_prompt=order.negative,
+            seed=None if self.kind == "fluvial" else seed_of(key, order),
+            width=None if size is None else size.width,
+            height=None if size is None else size.height,
+            num_inference_steps=steps,
+            num_outputs_per_prompt=len(order.ids),
+            guidance_scale=guidance.scale,
+            true_cfg_scale=None if self.kind == "fluvial" else guidance.scale,
+            image_path=tuple(_data_url(file) for _, file in order.files) or None,
+            num_frames=frames if frames is not None and frames > 1 else None,
+            # fluvial's server takes the sampler's own name
+            rollout_sde_type=SDE_TYPES.get("ode" if stochastic is None else self.sampler, "sde"),
+            rollout_noise_level=sampling.eta if stochastic is None else self.eta,
+            rollout_log_prob_no_const=form == "unscaled",
+            rollout_debug_mode=keeps,
+            rollout_return_dit_trajectory=True,
+            rollout_sde_step_indices=windows if stochastic is not None and windows else None,
+            rollout_return_step_indices=None if self.kind == "fluvial" else order.boundaries(last_boundary(sampling)),
+            suppress_logs=True,
+            extra_sampling_params=extra,
+        )
+
+
+def check_media(prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError if a prompt has a folder of frames: a request has files."""
+    for prompt in prompts:
+        for argument, source in prompt.media.items():
+            if isinstance(source, Path) and source.is_dir():
+                raise UsageError(
+                    f"prompt {prompt.text[:40]!r} has {source}, a folder of frames, in {argument}, which no server is sent: "
+                    "use one file, or make rollouts in the run itself"
+                )
+
+
+def _data_url(file: File) -> str:
+    """Return a file as a data URL; servers look at its bytes, not at the type."""
+    read = file if isinstance(file, bytes) else file.read_bytes()
+    return f"data:image/png;base64,{base64.b64encode(read).decode('ascii')}"
+
+
+def last_boundary(sampling: Sampling) -> set[int]:
+    """Return the boundary of the final latents, where they are needed."""
+    return {len(sampling.schedule.timesteps)} if sampling.final else set()
+
+
+def seed_of(key: Key, order: PromptOrder) -> int:
+    """Return the seed of an order for a server that draws noise from seeds: of sample i it uses seed + i."""
+    low, high = bits(fold_in(key, order.ids[0]), (2,)).tolist()
+    return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator takes
+
+
+def check_sglang(rollout: RolloutConfig, prediction: Prediction) -> None:
+    """Raise UsageError for samples that sglang does not make, and fluvial's own server does."""
+    window = rollout.window
+    unchanged = {
+        "shared_noise": (rollout.shared_noise, False),
+        "window.share_prefix": (window.share_prefix, False),
+        "window.tail": (window.tail, Tail()),
+        "window.draw": (window.draw, "rollout"),
+        "reduction": (rollout.reduction, "mean"),
+        "autocast": (rollout.autocast, False),
+    }
+    problem = next((f"rollout.{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
+    if window.kind == "branches":
+        problem = "rollout.window is branches"
+    if rollout.sampler.kind not in SDE_TYPES:
+        problem = f"rollout.sampler is {rollout.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
+    if rollout.form == "no_const":
+        problem = "rollout.form is no_const, the density without constants, which rollout_log_prob_no_const is not"
+    if prediction != "velocity":
+        problem = f"the model predicts {prediction}"
+    if problem is not None:
+        raise UsageError(f"{problem}; sglang cannot do this: leave it, or let fluvial serve make the samples")

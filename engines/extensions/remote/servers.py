@@ -1,0 +1,235 @@
+"""Several servers: which one a request goes to, and what becomes of it when one fails."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.extensions.wire.client import START, HttpClient, Reply, is_success, retry_after
+from fluvial.engines.extensions.wire.decode import WireError
+from fluvial.engines.sampling.config import ServersConfig
+
+T = TypeVar("T")
+
+READY = "/health_generate"
+FIRST_PROBE, LAST_PROBE = 0.5, 15.0  # seconds until a server that failed is asked whether it is back; each is twice the last
+PROBE_TIMEOUT = 10.0  # seconds
+TRIES = 4  # servers that may fail at one request before the request is given up
+BUSY = 0.5  # seconds that a server is left alone which has too much to do and does not say for how long
+ELSEWHERE = (408, 409, 429)  # statuses below 500 of a server that others may do better than
+
+
+class Server:
+    """A server, and what is known of it."""
+
+    def __init__(self, url: str, config: ServersConfig) -> None:
+        admin = config.admin_env or config.key_env
+        self.client = HttpClient(
+            url,
+            timeout=config.timeout,
+            patience=0.0,
+            key_env=config.key_env,
+            in_flight=config.in_flight,
+            most_mb=config.most_mb,
+        )
+        self.control = HttpClient(url, timeout=config.timeout, patience=min(START, config.patience), key_env=admin)
+        self.probe = HttpClient(url, timeout=min(PROBE_TIMEOUT, config.timeout), patience=0.0, key_env=config.key_env)
+        self.in_flight = 0
+        self.problem = ""  # why no requests go to it; empty where they do
+        self.is_ready = True  # whether it can be given weights: it said so when it was asked last
+        self.busy_until, self.probe_at, self.probe_delay = 0.0, 0.0, FIRST_PROBE
+
+    @property
+    def address(self) -> str:
+        """Address of the server."""
+        return self.client.address
+
+
+class ServerPool:
+    """Servers with the same capabilities. A request goes to the one with the fewest, and to another one if that fails.
+
+    A server that does not answer leaves, and comes back when it says that it is ready and `revive` has nothing against it.
+
+    Args:
+        revive: function that makes a server which has come back as the others are; it returns why that is not possible.
+
+    Raises:
+        UsageError: an address is not one, or is there twice.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], config: ServersConfig, *, revive: Callable[[Server], str | None] = lambda server: None
+    ) -> None:
+        self.servers = [Server(url, config) for url in urls]
+        if len({server.address for server in self.servers}) < len(self.servers):
+            raise UsageError(f"`rollout.source` names a server twice: {', '.join(urls)}")
+        self.in_flight, self.patience, self.revive = config.in_flight, config.patience, revive
+        self._news, self._closed = threading.Condition(), False
+        self._last_good = 0.0
+        self._watch: threading.Thread | None = None
+        self._pushes = 0  # times that weights were given
+
+    @property
+    def live(self) -> list[Server]:
+        """The servers that requests go to."""
+        with self._news:
+            return [server for server in self.servers if not server.problem]
+
+    @property
+    def ready(self) -> list[Server]:
+        """The servers that weights can be given to: those that requests go to, and those that are back without weights."""
+        with self._news:
+            return [server for server in self.servers if server.is_ready]
+
+    def ask(self, path: str, body: bytes, read: Callable[[Reply, str], T]) -> T:
+        """Return what `read` makes of the first reply that can be used; from any number of threads.
+
+        Args:
+            read: function of a reply and the server's address that raises WireError for a reply that cannot be used.
+
+        Raises:
+            RunError: the request is wrong, `TRIES` servers failed at it, or no server answers for `patience` seconds.
+        """
+        failures, since, avoid = 0, None, None
+        while True:
+            server = self._take(avoid)
+            if server is None:
+                since = time.monotonic() if since is None else since
+                self._check_patience(since)
+                continue
+            reply, problem = None, ""
+            try:
+                reply, problem = server.client.attempt(path, body)
+                if reply is not None and is_success(reply):
+                    found = read(reply, server.address)
+                    with self._news:
+                        self._last_good, server.probe_delay = time.monotonic(), FIRST_PROBE
+                    return found
+            except WireError as error:
+                problem = f"{server.address}{path} sent a reply that cannot be used: {error}"
+            except RunError as error:  # too large
+                problem = str(error)
+            finally:
+                with self._news:
+                    server.in_flight -= 1
+                    self._news.notify_all()
+            status = 0 if reply is None else reply.status
+            if 300 <= status < 500 and status not in ELSEWHERE:
+                raise RunError(problem)
+            failures += status != 429
+            if failures >= TRIES:
+                raise RunError(f"{problem}; {failures} tries failed")
+            with self._news:  # it is left alone for a while, or until it is back
+                if status == 429:
+                    server.busy_until = time.monotonic() + max(retry_after(reply), BUSY)
+                else:
+                    self._leave(server, problem)
+            since, avoid = time.monotonic() if since is None else since, server
+            self._check_patience(since)
+
+    def wait(self, since: float) -> None:
+        """Wait until a server can be given weights.
+
+        Args:
+            since: time of the monotonic clock when waiting began.
+
+        Raises:
+            RunError: none could for `patience` seconds.
+        """
+        self._check_patience(since)
+        while not self.ready:
+            self._check_patience(since)
+            with self._news:
+                self._news.wait(0.05)
+
+    def keep(self, addresses: Collection[str], reasons: dict[str, str] | None = None) -> None:
+        """Send requests to the servers with these addresses alone, which have the current weights."""
+        with self._news:
+            self._pushes += 1
+            for server in self.servers:
+                if server.address in addresses:
+                    server.problem, server.is_ready, server.probe_delay = "", True, FIRST_PROBE
+                else:
+                    reason = (reasons or {}).get(server.address, server.problem)
+                    self._leave(server, reason or f"{server.address} was not given the current weights")
+            self._news.notify_all()
+
+    def drop(self, server: Server, problem: str) -> None:
+        """Send no requests to a server until it is back."""
+        with self._news:
+            self._leave(server, problem)
+
+    def remove(self, addresses: Collection[str]) -> bool:
+        """Send no requests to servers any more; return whether one is left."""
+        with self._news:
+            self.servers = [server for server in self.servers if server.address not in addresses]
+            return bool(self.servers)
+
+    def close(self) -> None:
+        """End the thread that asks whether servers are back."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def _take(self, avoid: Server | None) -> Server | None:
+        """Return a server and count a request to it; None after a moment in which there was none."""
+        with self._news:
+            now = time.monotonic()
+            ready = [server for server in self.servers if not server.problem and server.busy_until <= now]
+            free = [server for server in ready if server.in_flight < self.in_flight]
+            if not free:
+                self._news.wait(0.05)
+                return None
+            server = min(free, key=lambda each: (each is avoid, each.in_flight))
+            server.in_flight += 1
+            return server
+
+    def _leave(self, server: Server, problem: str) -> None:
+        """Send no requests to a server until a probe succeeds; with the lock."""
+        server.is_ready = False
+        if not server.problem:
+            server.probe_at = time.monotonic() + server.probe_delay
+        server.problem = problem
+        if self._watch is None and not self._closed:
+            self._watch = threading.Thread(target=self._probe_for_ever, name="fluvial probes of servers", daemon=True)
+            self._watch.start()
+
+    def _check_patience(self, since: float) -> None:
+        """Raise RunError if no server has answered for too long, except where requests are in flight."""
+        with self._news:
+            last = max(since, self._last_good)
+            if time.monotonic() - last <= self.patience or any(server.in_flight for server in self.servers):
+                return
+            problems = {server.problem or f"{server.address} is busy" for server in self.servers}
+            raise RunError(f"no server has answered for {time.monotonic() - last:.0f} s: {'; '.join(sorted(problems))}")
+
+    def _probe_for_ever(self) -> None:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._closed, timeout=0.05)
+                if self._closed:
+                    return
+                now, pushes = time.monotonic(), self._pushes
+                due = [server for server in self.servers if server.problem and server.probe_at <= now]
+            for server in due:
+                problem = self._probed(server)
+                with self._news:
+                    if self._pushes != pushes:  # what was found is of the weights before
+                        break
+                    if problem is None:
+                        server.problem, server.busy_until, server.is_ready = "", 0.0, True
+                        self._news.notify_all()
+                    else:
+                        server.problem = problem
+                        server.probe_delay = min(2 * server.probe_delay, LAST_PROBE)
+                        server.probe_at = time.monotonic() + server.probe_delay
+
+    def _probed(self, server: Server) -> str | None:
+        """Return why a server is not back, None if it is."""
+        try:
+            reply, problem = server.probe.attempt(READY)
+            server.is_ready = is_success(reply)
+            return self.revive(server) if server.is_ready else problem
+        except (FluvialError, WireError) as error:
+            return str(error)

@@ -1,0 +1,469 @@
+"""Weight sync: after an update, the servers that make rollouts are given the trainer's weights.
+
+    method         trains      what is sent
+    auto           an adapter  its file, by POST /v1/set_lora; first the base weights, once, to a server that has others
+    auto           all         all weights in a folder, by POST /update_weights_from_disk
+    disk           an adapter  the merged weights, in the same way
+    shared_memory  either      all weights in buckets, in files that fluvial's own server on the same machine reads
+
+A folder gets its name when all of its files are complete, so a trainer that is killed leaves nothing that a server takes.
+The adapter of another run is taken off a server when it is met, and an adapter takes the place of the one before, so that a
+server's memory does not grow. After each push the server's checksums are compared with the trainer's: those of the base and
+of the adapter, or of its absence. In sglang, layers with an adapter have other names and may be merged, so their checksum
+differs: there the list of adapters is compared.
+"""
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from fluvial.engines.engine import export
+from fluvial.engines.engine.files import LORA, stored
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
+from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
+from fluvial.engines.extensions.wire.weight_buckets import (
+    FACTORS,
+    PRECISIONS,
+    UNKNOWN,
+    Checksum,
+    Place,
+    SharedBucket,
+    adapter_checksum,
+    buckets,
+    checksum,
+    flattened,
+    policy_checksums,
+)
+from fluvial.engines.sampling.source import Holder
+from fluvial.models.lora import lora_layers
+from fluvial.models.lora_layer import Product
+
+T = TypeVar("T")
+Dtype = torch.dtype | None  # of a server's weights; None where it does not say, and then the trainer's own
+Failed = dict[str, FluvialError]  # why a server did not take a push, by its address
+Sums = dict[str, str]  # checksum by name of a network
+Method = Literal["auto", "disk", "shared_memory"]
+METHODS: tuple[Method, ...] = get_args(Method)
+MERGE_MODES: dict[Product, str] = {"auto": "dynamic", "factors": "dynamic", "merged": "merge"}  # on the wire
+
+
+class _Push(NamedTuple):
+    """A push to servers."""
+
+    module: nn.Module
+    version: int
+    peers: list[HttpClient]  # on the main rank
+    failed: Failed
+    adapter: str | None  # adapter that makes the rollouts; None where the module has none
+
+
+class WeightSync:
+    """Gives servers the weights of an engine.
+
+    Args:
+        world: process group of the engine. Its main rank talks to the servers.
+        folder: folder that trainer and servers see; by default one in the machine's shared memory.
+        method: how weights travel, see the module.
+        verify: compare checksums. A server that fuses or renames layers has others, and needs False.
+        product: how adapted layers multiply their input.
+        bucket_bytes: bytes per bucket.
+
+    Raises:
+        RunError: the folder cannot be written.
+        UsageError: the method is unknown.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        folder: Path | None = None,
+        method: Method = "auto",
+        verify: bool = True,
+        product: Product = "auto",
+        bucket_bytes: int = 512_000_000,
+    ) -> None:
+        if method not in METHODS:
+            raise UsageError("rollout.servers.weights", method, f"one of {', '.join(METHODS)}")
+        self.world, self.method, self.verify, self.product = world, method, verify, product
+        self.bucket_bytes = bucket_bytes
+        self.sent_bytes = 0  # of the last push, on the main rank
+        self.last: Pushed | None = None
+        self._folder: PushFolder | None = None
+        with world.agreed():
+            if world.is_main:
+                self._folder = PushFolder(folder)
+        self.path = Path(world.gather_items(str(self._folder.path) if self._folder else "")[0])
+        self._dtypes: dict[str, Dtype] = {}  # by address
+        self._based: set[str] = set()  # addresses of the servers that have the trainer's base weights
+        self._base: dict[Dtype, Sums] = {}  # checksums of the trainer's base weights
+        self._parameters: dict[str, set[str]] = {}  # names of the parameters of each network, which checksums are of
+        self._lock = threading.Lock()  # of what servers are known to have
+        self._turn = threading.Lock()  # a push, or a server that comes back
+        self._sums: dict[tuple[Path, Dtype | str], str] = {}  # of the last push, by folder and what of it
+        self._summing = threading.Lock()
+
+    def push(self, engine: Holder, version: int, peers: Sequence[HttpClient], *, adapter: str = "default") -> dict[str, str]:
+        """Give servers the current weights; every rank must take part.
+
+        Args:
+            version: number of updates that made them.
+            peers: the servers; those of the main rank count.
+            adapter: adapter that makes the rollouts.
+
+        Returns:
+            Why a server did not take them, by its address, the same on all ranks. Such a server has to be left out until a
+            push succeeds, because it may have any weights.
+
+        Raises:
+            UnreachableError: no server took them, and one that is away may do so later.
+            RunError: no server took them, or they cannot be written.
+        """
+        module, failed = engine.module, Failed()
+        trained = adapter if lora_layers(module) else None
+        push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained)
+        with self._turn:
+            self._push(push)
+        count, failed = self._shared((len(push.peers), failed))
+        for address in failed:
+            self.forget(address)
+        reasons = {address: str(error) for address, error in failed.items()}
+        if len(failed) >= count:
+            away = any(isinstance(error, UnreachableError) for error in failed.values())
+            why = next(iter(reasons.values()), "there is none")
+            raise (UnreachableError if away else RunError)(f"no server took the weights of update {version}: {why}")
+        return reasons
+
+    def _push(self, push: _Push) -> None:
+        self.sent_bytes = 0
+        self._parameters = {
+            name: set(export.base_tensors(net, parameters=True)) for name, net in export.components(push.module).items()
+        }
+        self._each(push.peers, push.failed, self._learn)
+        if push.adapter is not None and self.method == "auto":
+            self._push_base(push)
+            self._push_adapter(push, push.adapter)
+        elif self.method in ("auto", "disk"):
+            self._push_folder(push)
+        else:
+            self._push_buckets(push)
+
+    def repeat(self, peer: HttpClient) -> str | None:
+        """Give a server that has come back the weights of the last push; on the main rank alone.
+
+        Returns:
+            Why that is not possible now, None if it has them. The next `push` gives them in any case.
+        """
+        with self._turn:  # after a push that is under way
+            last, failed = self.last, Failed()
+            if last is None:
+                return "the last push was in buckets, which are not kept"
+            self.forget(peer.address)
+
+            def send(peer: HttpClient) -> None:
+                self._learn(peer)
+                if last.scaling is not None:
+                    self._check_base(peer)
+                self._send(peer, last)
+
+            self._each([peer], failed, send)
+            return None if not failed else str(failed[peer.address])
+
+    def forget(self, address: str) -> None:
+        """Note that a server may have started again: what it has is compared at the next push."""
+        with self._lock:
+            self._based.discard(address)
+            self._dtypes.pop(address, None)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._folder is not None:
+            self._folder.close()
+
+    # Adapters
+
+    def _push_base(self, push: _Push) -> None:
+        """Give the base weights to the servers that have others."""
+        networks = export.components(push.module)
+        new = [peer for peer in push.peers if peer.address not in {*self._based, *push.failed}]
+        dtypes = self._shared({self._dtypes[peer.address] for peer in new} if self.verify else set())
+        for dtype in sorted(dtypes - set(self._base), key=str):
+            self._base[dtype] = {}
+            for name, network in networks.items():
+                tensors = export.base_tensors(network, parameters=True)
+                named = ((key, export.gathered(tensors[key])) for key in sorted(tensors))
+                self._base[dtype][name] = checksum(named, dtype=dtype)
+        others = Failed()
+        self._each(new, others, self._check_base)
+        if not self._shared(len(others)):
+            return
+        folder = f"base-{push.version}"
+        with self._writing(folder) as out:
+            for name, network in networks.items():
+                tensors = export.base_tensors(network)
+                like = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in tensors.items()}
+                named = ((key, export.gathered(tensor).cpu()) for key, tensor in tensors.items())
+                export.write_model(named, out / name, like=like, config=None, world=self.world)
+        if not self.world.is_main:
+            return
+        pushed = Pushed(push.version, self.path / folder, tuple(self._parameters), None)
+
+        def send(peer: HttpClient) -> None:
+            self._send_folder(peer, pushed)
+            self._check_base(peer)
+
+        self._each([peer for peer in new if peer.address in others], push.failed, send)
+        self.sent_bytes += bytes_in(pushed.folder)
+
+    def _check_base(self, peer: HttpClient) -> None:
+        """Raise RunError unless a server has the trainer's base weights."""
+        expected = self._base.get(self._dtypes[peer.address], {})
+        found = _checksums(peer, expected) if self.verify else expected
+        if (self.verify and not expected) or found != expected:
+            raise RunError(f"{peer.address} has other base weights than the trainer")
+        with self._lock:
+            self._based.add(peer.address)
+
+    def _push_adapter(self, push: _Push, adapter: str) -> None:
+        name = f"lora-{push.version}"
+        with self._writing(name) as out:
+            export.write_lora(push.module, out, adapter=adapter, world=self.world)
+        scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), scaling))
+
+    def _send_adapter(self, peer: HttpClient, pushed: Pushed, scaling: float) -> None:
+        """Send an adapter to a server, and compare what it has then."""
+        adapters, paths, dtype = Sums(), list[str](), self._dtypes[peer.address]
+        for name in pushed.networks:
+            folder = pushed.folder if (pushed.folder / LORA).is_file() else pushed.folder / name
+            value = {
+                "lora_nickname": f"fluvial-{name}",  # always the same: an adapter takes the place of the one before
+                "lora_path": str(folder),
+                "target": name,
+                "strength": 1.0,
+                "merge_mode": MERGE_MODES[self.product],
+                "product": self.product,  # which fluvial's server reads
+                "weight_version": str(pushed.version),
+            }
+            _accepted(peer, "/v1/set_lora", value)
+            paths.append(str(folder))
+            if self.verify:
+                adapters[name] = self._sum_of_adapter(folder, scaling, dtype)
+        if not self.verify:
+            return
+        problem = f"{peer.address} accepted the adapter of update {pushed.version}, and"
+        expected = policy_checksums(self._base[dtype], adapters)
+        found = _checksums(peer, expected)
+        if all(found[name + FACTORS] == UNKNOWN for name in adapters):  # of sglang, whose adapted layers have other names
+            listed = json.dumps(peer.get("/v1/list_loras"))
+            if not all(json.dumps(path) in listed for path in paths):
+                raise RunError(f"{problem} does not list it")
+        elif found != expected:
+            raise RunError(f"{problem} has another checksum")
+
+    # All weights
+
+    def _push_folder(self, push: _Push) -> None:
+        name, options, plain = f"weights-{push.version}", self._options(push), dict[str, torch.dtype]()
+        with self._writing(name) as out:
+            for part, network in export.components(push.module).items():
+                like, tensors = export.layout(network, **options), export.weights(network, **options)
+                export.write_model(tensors, out / part, like=like, config=None, world=self.world)
+                dtypes = {tensor.dtype for tensor in like.values()}
+                if like.keys() == self._parameters[part] and len(dtypes) == 1:
+                    plain[part] = dtypes.pop()
+        self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), None, plain))
+
+    def _send_folder(self, peer: HttpClient, pushed: Pushed) -> None:
+        """Send all weights of a folder to a server."""
+        value = {
+            "model_path": str(pushed.folder),
+            "flush_cache": True,
+            "target_modules": [*pushed.networks],
+            "weight_version": str(pushed.version),
+            "sha256": {name: self._sum_of_files(pushed.folder / name) for name in pushed.networks},
+        }
+        _accepted(peer, "/update_weights_from_disk", value)
+
+    def _check_sums(self, peer: HttpClient, version: int, base: Sums) -> None:
+        """Raise RunError unless a server has these weights, and no adapter."""
+        expected = policy_checksums(base)
+        if _checksums(peer, expected) != expected:
+            raise RunError(
+                f"{peer.address} accepted the weights of update {version}, and has another checksum: a server that "
+                "fuses or renames layers needs `rollout.servers.weights_verify` false"
+            )
+
+    # Buckets
+
+    def _push_buckets(self, push: _Push) -> None:
+        self.last = None
+        options, peers, failed = self._options(push), push.peers, push.failed
+        plans = list[tuple[str, nn.Module, list[Place]]]()
+        for part, network in export.components(push.module).items():
+            like = export.layout(network, **options)
+            laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)
+            plans += [(part, network, places) for places in laid]
+        name = uuid.uuid4().hex if self.world.is_main else ""
+        dtypes = {self._dtypes[peer.address] for peer in peers if peer.address not in failed}
+        sums = {dtype: {part: Checksum(dtype) for part in self._parameters} for dtype in dtypes}
+        for index, (part, network, places) in enumerate(plans):
+            named = export.weights(network, **options, names=[place.name for place in places])
+            tensors = [tensor for _, tensor in named]
+            for place, tensor in zip(places, tensors, strict=True):
+                for each in sums.values():
+                    if place.name in self._parameters[part]:
+                        each[part].add(place.name, tensor)
+            flat = flattened(places, tensors)
+            del tensors
+            with self.world.agreed():
+                if self.world.is_main:
+                    file = self.path / f"bucket-{index}"
+                    bucket = SharedBucket(name, index, len(plans), part, str(file), places)
+                    request = bucket_request(bucket, flat, version=push.version)
+                    self.sent_bytes += flat.numel()
+                    self._each(peers, failed, partial(_accepted, path="/update_weights_from_tensor", value=request))
+                    file.unlink(missing_ok=True)
+            if self._shared(len(failed) == len(peers)):
+                break
+        if self.verify:
+            found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
+            self._each(peers, failed, lambda peer: self._check_sums(peer, push.version, found[self._dtypes[peer.address]]))
+
+    # What all of them share
+
+    def _deliver(self, push: _Push, pushed: Pushed) -> None:
+        """Send a folder to the servers, on the main rank, and keep it for those that come back."""
+        if self._folder is None:
+            return
+        self._sums.clear()
+        self._each(push.peers, push.failed, lambda peer: self._send(peer, pushed))
+        self.sent_bytes += bytes_in(pushed.folder)
+        self._folder.keep(pushed.folder.name)
+        self.last = pushed
+
+    def _send(self, peer: HttpClient, pushed: Pushed) -> None:
+        """Send a folder to a server, and compare what it has then."""
+        if pushed.scaling is not None:
+            self._send_adapter(peer, pushed, pushed.scaling)
+            return
+        self._send_folder(peer, pushed)
+        if self.verify:
+            dtype = self._dtypes[peer.address]
+            sums = {name: self._sum_of_parameters(pushed, name, dtype) for name in self._parameters}
+            self._check_sums(peer, pushed.version, sums)
+
+    def _sum_of_adapter(self, folder: Path, scaling: float, dtype: Dtype) -> str:
+        """Return the checksum of the adapter in a folder, as a server of a dtype has it."""
+        return self._sum(folder, dtype, lambda: adapter_checksum(factors_in(folder), scaling, dtype=dtype))
+
+    def _sum_of_files(self, folder: Path) -> str:
+        """Return the checksum of all tensors in the files of a network."""
+        return self._sum(folder, "files", lambda: checksum(stored(folder)))
+
+    def _sum_of_parameters(self, pushed: Pushed, name: str, dtype: Dtype) -> str:
+        """Return the checksum of the parameters in the files of a network, as a server of a dtype has them."""
+        folder, own = pushed.folder / name, self._parameters[name]
+        if name in pushed.plain and dtype in (None, pushed.plain[name]):
+            return self._sum_of_files(folder)
+        return self._sum(folder, dtype, lambda: checksum((pair for pair in stored(folder) if pair[0] in own), dtype=dtype))
+
+    def _sum(self, folder: Path, kind: Dtype | str, summed: Callable[[], str]) -> str:
+        """Return a checksum of a pushed folder, which is computed for the first server that needs it."""
+        with self._summing:
+            if self._sums.get((folder, kind)) is None:
+                self._sums[folder, kind] = summed()
+            return self._sums[folder, kind]
+
+    def _learn(self, peer: HttpClient) -> None:
+        """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""
+        if peer.address not in self._dtypes:
+            dtype = _precision(peer)
+            try:
+                if _found(peer.get("/v1/list_loras"), "active"):
+                    peer.post("/v1/unmerge_lora_weights", {"target": "all"})
+            except UnreachableError:
+                raise
+            except RunError:  # it knows no adapters
+                pass
+            with self._lock:
+                self._dtypes[peer.address] = dtype
+
+    def _options(self, push: _Push) -> dict[str, Any]:
+        """Return which weights are exported, those that the adapter is merged into, and their dtype, on all ranks alike.
+
+        It is the dtype of all servers. Buffers keep theirs on a server, so a module with floating-point buffers is not
+        rounded on the way.
+        """
+        dtypes, names = set(self._dtypes.values()), set(dict(push.module.named_parameters()))
+        exact = any(t.is_floating_point() for name, t in push.module.state_dict().items() if name not in names)
+        dtype = self._shared(dtypes.pop() if len(dtypes) == 1 and not exact else None)
+        return {"adapter": push.adapter, "merge": push.adapter is not None, "dtype": dtype}
+
+    def _each(self, peers: Sequence[HttpClient], failed: Failed, action: Callable[[HttpClient], None]) -> None:
+        """Act on each server that has not failed, all at the same time, and note why one fails."""
+        left = [peer for peer in peers if peer.address not in failed]
+
+        def guarded(peer: HttpClient) -> tuple[str, FluvialError] | None:
+            try:
+                action(peer)
+            except FluvialError as error:
+                return peer.address, error
+            return None
+
+        if left:
+            with ThreadPoolExecutor(len(left)) as pool:
+                failed.update(filter(None, pool.map(guarded, left)))
+
+    def _shared(self, item: T) -> T:
+        """Return the main rank's item."""
+        return self.world.gather_items(item)[0]
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        """Yield a folder that gets its name when everything is written."""
+        yield self.path / f".{name}"
+        with self.world.agreed():
+            if self._folder is not None:
+                self._folder.finish(name)
+
+
+def _accepted(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
+    """Post a change of the weights; raise RunError if the server refuses."""
+    answer = peer.post(path, value)
+    if isinstance(answer, Mapping) and answer.get("success") is False:
+        raise RunError(f"{peer.address}{path} refused: {str(answer.get('message'))[:160]}")
+
+
+def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
+    """Return the checksums that a server reports; "not_found" for what it does not know."""
+    answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
+    found = {name: _found(answer, name) for name in names}
+    return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
+
+
+def _precision(peer: HttpClient) -> Dtype:
+    """Return the dtype of a server's weights."""
+    return PRECISIONS.get(str(_found(peer.get("/v1/models"), "dit_precision")))
+
+
+def _found(value: Any, key: str) -> Any:
+    """Return the value of a key anywhere in JSON, because servers nest their answers differently; None if it is nowhere."""
+    if isinstance(value, Mapping):
+        if key in value:
+            return value[key]
+        value = list(value.values())
+    if isinstance(value, list):
+        return next((found for each in value if (found := _found(each, key)) is not None), None)
+    return None

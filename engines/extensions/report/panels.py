@@ -1,0 +1,118 @@
+"""Which curves of a run are drawn, out of its records."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fluvial.engines.extensions.report.charts import LineChart, bar_chart, line_chart
+
+Record = Mapping[str, Any]
+MOST_LINES = 8
+BY_STEP = {"abs_log_ratio": "|log ratio|", "kl_old": "KL to the old policy", "kl_ref": "KL to the reference"}
+
+
+def charts(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the figures of a run's records as HTML; what was not recorded has none."""
+    yield from map(line_chart, [*overview(records), *details(records)])
+    updates = [record for record in records if "grad_norm" in record]
+    yield bar_chart("Advantages", histograms(updates), xlabel="lower edge of the advantage")
+
+
+def overview(records: Sequence[Record]) -> list[LineChart]:
+    """Return the charts that say how a run goes: rewards, scores, signal, diversity, drift and gradient."""
+    updates = [record for record in records if "grad_norm" in record]
+    evaluations = [record for record in records if "exact" in record]
+    exact = any(number for record in evaluations for number in record["exact"].values())
+    held_out = lines(evaluations, "exact" if exact else "score")
+    mean, parts = points(updates, "reward", "mean"), lines(updates, "rewards")
+    return [
+        LineChart("Reward while training", {"mean": mean, **parts} if parts else {"": mean}, "mean over the samples"),
+        LineChart("Held-out prompts exactly right", held_out, "share of the samples", y="share")
+        if exact
+        else LineChart("Score on held-out prompts", held_out, "mean over the samples"),
+        LineChart(
+            "Shares",
+            {
+                "groups without signal": points(updates, "groups", "without_signal"),
+                "advantages of 0": points(updates, "advantage", "zero"),
+                "clipped": points(updates, "objective", "clipped"),
+                "padding of prompts": points(updates, "text", "padding_waste"),
+            },
+            "of groups, samples, pairs, tokens",
+            y="share",
+        ),
+        LineChart(
+            "Distance within groups", {"": points(updates, "diversity")}, "root mean square between samples", y="from_zero"
+        ),
+        LineChart(
+            "Drift from the start", {"": points(evaluations, "drift")}, "relative change of the velocity", y="from_zero"
+        ),
+        LineChart("Gradient norm", {"": points(updates, "grad_norm")}, "before clipping", y="from_zero"),
+    ]
+
+
+def details(records: Sequence[Record]) -> Iterator[LineChart]:
+    """Yield the other charts of a run."""
+    updates = [record for record in records if "grad_norm" in record]
+    for kind in ("sources", "tags"):
+        label = kind.removesuffix("s")
+        yield LineChart(f"Reward by {label}", lines(updates, kind, inner="reward"), "mean over the samples")
+    yield LineChart(
+        "Spread of the reward within groups",
+        {"": points(updates, "groups", "reward_std")},
+        "standard deviation",
+        y="from_zero",
+    )
+    kl = {"to the reference": points(updates, "objective", "kl_ref"), "to the old": points(updates, "objective", "kl_old")}
+    yield LineChart("KL", moving(kl), "nats", y="from_zero")
+    for name, what in BY_STEP.items():
+        yield LineChart(f"{what} by step", moving(by_step(updates, name)), "nats", xlabel="step", y="from_zero")
+    yield LineChart("Loss", {"": points(updates, "loss")})
+    yield LineChart("Time per phase", lines(updates, "seconds"), "seconds per update", y="from_zero")
+    yield LineChart("Speed", {"": points(updates, "speed", "samples_per_second")}, "samples per second", y="from_zero")
+    yield LineChart(
+        "Model FLOPs utilisation of updates", {"": points(updates, "speed", "mfu")}, "share of the peak", y="share"
+    )
+    yield LineChart("Peak memory", lines(updates, "memory"), "GiB", y="from_zero")
+
+
+def points(records: Sequence[Record], *path: str) -> list[tuple[float, float]]:
+    """Return the numbers at a path in the records, over updates; records without one are left out."""
+    found = []
+    for record in records:
+        value: Any = record
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, int | float):
+            found.append((float(record["update"]), float(value)))
+    return found
+
+
+def lines(records: Sequence[Record], name: str, inner: str | None = None) -> dict[str, list[tuple[float, float]]]:
+    """Return a line of each number in a dict of the records; those that are not shown are counted in no line."""
+    labels = dict.fromkeys(label for record in records for label in record.get(name) or {})
+    path = () if inner is None else (inner,)
+    return {label: points(records, name, label, *path) for label in list(labels)[:MOST_LINES]}
+
+
+def by_step(updates: Sequence[Record], name: str) -> dict[str, list[tuple[float, float]]]:
+    """Return a number by step, or by level, at the first, a middle and the last update."""
+    held = [record for record in updates if name in (record.get("by_step") or {})]
+    chosen = {record["update"]: record for record in (held[:1] + held[len(held) // 2 :][:1] + held[-1:])}
+    return {
+        f"update {update}": sorted(
+            (float(step), float(value)) for step, value in record["by_step"][name].items() if value is not None
+        )
+        for update, record in chosen.items()
+    }
+
+
+def moving(found: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Sequence[tuple[float, float]]]:
+    """Return the lines that are not 0 throughout, as a KL is that a run does not have."""
+    return {label: line for label, line in found.items() if any(y for _, y in line)}
+
+
+def histograms(updates: Sequence[Record]) -> dict[str, dict[str, float]]:
+    """Return the shares of the samples by advantage, at the first and the last update."""
+    held = [record for record in updates if "advantage" in record]
+    chosen = {record["update"]: record["advantage"]["histogram"] for record in held[:1] + held[-1:]}
+    return {f"update {update}": dict(shares) for update, shares in chosen.items()}

@@ -1,0 +1,312 @@
+"""Parts that all servers of fluvial share: limits, the API key, errors in one line, an end on a signal."""
+
+import asyncio
+import contextlib
+import hmac
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from ipaddress import ip_address
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.servers.connections import Connection, ConnectionLimits
+from fluvial.engines.extensions.wire.decode import WireError, decode
+
+Result = TypeVar("Result")
+KEY_ENV = "FLUVIAL_SERVE_KEY"  # environment variable of the API key that requests must send
+ADMIN_KEY_ENV = "FLUVIAL_SERVE_ADMIN_KEY"  # of the key that requests to control endpoints must send
+OPEN = ("/health", "/health_generate", "/liveness")  # paths that need no key, for probes of a cluster
+LIMITS = ConnectionLimits()
+SMALL = 65536  # bytes of a body that is decoded at once: a thread takes longer
+MOST_VALUES = 250_000  # of a body: each becomes an object, whatever its bytes
+GONE = 499  # status of a request whose client has hung up; nobody receives it
+
+
+class RequestError(Exception):
+    """Error of a request, for the client: a status and one line."""
+
+    def __init__(self, status: int, problem: str, *, retry_after: int | None = None) -> None:
+        super().__init__(problem)
+        self.status, self.problem, self.retry_after = status, " ".join(problem.split()), retry_after
+
+
+class Guard:
+    """Application that lets through what may be answered: requests with the API key, within the limits, of no web page.
+
+    A page in a browser on this machine can send requests to a server that other machines do not reach. Its browser names the
+    page as the Origin, asks before it sends JSON, and names the page's own host where that was bound to this address.
+
+    Args:
+        key: key that must be sent as a bearer token; empty lets every request through whose Host is this machine.
+        admin: key of the control endpoints, which also opens the others; empty leaves them to the API key.
+        page: path of a page of the server's own, whose requests are let through as well. The page itself needs no key, all
+            else does, so that no page elsewhere can ask anything.
+        limits: largest numbers of requests at work; `OPEN` is answered beyond them.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str,
+        *,
+        admin: str = "",
+        control: Collection[str] = (),
+        page: str = "",
+        limits: ConnectionLimits,
+    ) -> None:
+        assert key or not page
+        self.app, self.control, self.page, self.limits = app, frozenset(control), page, limits
+        self.expected, self.admin = _token(key), _token(admin)
+        self.at_work = Counter[str]()  # requests by address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that is not let through, without reading its body."""
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        address = (scope.get("client") or ("",))[0]
+        problem = self._problem(scope["method"], scope["path"], Headers(scope=scope)) or self._overload(address)
+        if problem is not None:
+            await refused(problem)(scope, receive, send)
+            return
+        self.at_work[address] += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.at_work -= Counter([address])
+
+    def _problem(self, method: str, path: str, headers: Headers) -> RequestError | None:
+        host = headers.get("host", "")
+        if not self.expected and not _is_loopback(_hostname(host)):
+            return RequestError(421, f"the host is {host[:60]!r}, expected this machine's loopback address: set {KEY_ENV}")
+        if self.page and method == "GET" and path == self.page:
+            return None
+        if "origin" in headers and not (self.page and headers["origin"].partition("://")[2] == host):
+            return RequestError(403, "the request is of a web page (Origin), and this server answers none")
+        controls = bool(self.admin) and path in self.control
+        wanted = [self.admin] if controls else [token for token in (self.expected, self.admin) if token]
+        asks = controls or bool(self.expected)
+        sent = headers.get("authorization", "").encode("latin-1")
+        if asks and not any(hmac.compare_digest(sent, token) for token in wanted):
+            name = "the admin key" if controls else "an API key"
+            return RequestError(401, f"this server asks for {name}, sent as a bearer token")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            return RequestError(415, f"the content type is {kind[:60]!r}, expected application/json")
+        return None
+
+    def _overload(self, address: str) -> RequestError | None:
+        if self.at_work[address] < self.limits.per_address and self.at_work.total() < self.limits.requests:
+            return None
+        return RequestError(503, "too many requests are at work: try again later", retry_after=1)
+
+
+def _token(key: str) -> bytes:
+    return f"Bearer {key}".encode() if key else b""
+
+
+async def json_of(request: Request, kind: type[Result], *, most_bytes: int, lenient: bool = False) -> Result:
+    """Return the JSON of a request's body as an object of a type.
+
+    The body is read piece by piece, never beyond `most_bytes`, and is decoded off the event loop if it is large. Its values
+    are counted before that, by the commas: while a body of 60 MB became millions of objects, nothing else was answered.
+
+    Args:
+        lenient: see `convert`.
+
+    Raises:
+        RequestError: it is too large.
+        WireError: it is not JSON, or does not fit the type.
+    """
+    problem = RequestError(413, f"the request has more than {most_bytes // 1_000_000} MB: send less at once")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:18]) > most_bytes:
+        raise problem
+    body, size, values = bytearray(), 0, 1
+    try:
+        async for piece in request.stream():
+            size, values = size + len(piece), values + piece.count(b",")
+            if size > most_bytes:
+                raise problem
+            if values <= MOST_VALUES:  # the rest is read all the same, for a client that sends it before it reads the answer
+                body += piece
+    except ClientDisconnect:
+        raise RequestError(GONE, "the client has hung up") from None
+    if values > MOST_VALUES:
+        raise RequestError(413, f"the request has more than {MOST_VALUES} values: send less at once")
+    if len(body) <= SMALL:
+        return decode(body, kind, lenient=lenient)
+    return await asyncio.to_thread(decode, body, kind, lenient=lenient)
+
+
+async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """Return the result of work, which is cancelled when the client hangs up.
+
+    The request's body must have been read.
+
+    Raises:
+        RequestError: the client has hung up.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RequestError(GONE, "the client has hung up")
+        return task.result()
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def refused(error: RequestError) -> JSONResponse:
+    """Return the response to a request that is wrong: `{"detail": one line}`."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse({"detail": error.problem, "error": error.problem}, error.status, headers)
+
+
+def application(
+    routes: Sequence[Route],
+    *,
+    close: Callable[[], None],
+    key: str = "",
+    admin: str = "",
+    control: Collection[str] = (),
+    page: str = "",
+    limits: ConnectionLimits = LIMITS,
+) -> ASGIApp:
+    """Return an ASGI application whose errors are one line: a RunError, a failure of its own work, has the status 500.
+
+    Args:
+        key, admin, control, page, limits: see `Guard`.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        close()
+
+    handlers: dict[Any, Any] = {
+        RequestError: lambda request, error: refused(error),
+        WireError: lambda request, error: refused(RequestError(400, str(error))),
+        RunError: lambda request, error: refused(RequestError(500, str(error))),
+    }
+    app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
+    return Guard(app, key, admin=admin, control=control, page=page, limits=limits)
+
+
+def key_of(host: str) -> str:
+    """Return the API key of the environment; empty if there is none.
+
+    Raises:
+        UsageError: other machines reach the host, and there is no key.
+    """
+    key = os.environ.get(KEY_ENV, "").strip()
+    if not key and not _is_loopback(host):
+        raise UsageError(
+            f"`host` is {host}, which other machines reach, and there is no API key: export one in {KEY_ENV}, "
+            "which clients then send (key_env), or serve on 127.0.0.1"
+        )
+    return key
+
+
+def admin_key() -> str:
+    """Return the key of the control endpoints from the environment; empty if there is none."""
+    return os.environ.get(ADMIN_KEY_ENV, "").strip()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise UsageError if an address cannot be listened on."""
+    _listening(host, port).close()
+
+
+def serve(app: ASGIApp, *, host: str, port: int, ready: Callable[[str], None], limits: ConnectionLimits = LIMITS) -> None:
+    """Serve an application until SIGINT or SIGTERM, which let the requests at work finish for five seconds.
+
+    Args:
+        port: port; 0 takes a free one.
+        ready: function that is called with the server's address as soon as it takes connections.
+        limits: see `Connection`.
+
+    Raises:
+        UsageError: the address cannot be listened on.
+    """
+    listening = _listening(host, port)
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, limits=limits),  # type: ignore[arg-type]
+        proxy_headers=False,  # a client could name another address
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    # uvicorn would raise the signal again at the end, so that a server that was asked to stop would seem to have failed.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+    with listening, _stopped_by_signals(server):
+        address = f"[{host}]" if ":" in host else host
+        ready(f"http://{address}:{listening.getsockname()[1]}")
+        server.run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: Any) -> Iterator[None]:
+    """End a server on SIGINT and SIGTERM; a second SIGINT ends it at once."""
+
+    def stop(number: int, frame: object) -> None:
+        server.force_exit = server.should_exit and number == signal.SIGINT
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        made = socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"`host` is {host} and `port` is {port}, which cannot be listened on: {error}") from error
+    made.set_inheritable(True)
+    return made
+
+
+def _hostname(host: str) -> str:
+    """Return the name in a Host header, without its port; empty if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

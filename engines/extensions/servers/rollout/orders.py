@@ -1,0 +1,233 @@
+"""Requests as orders of single samples, and what samples must have in common to be made in one batch."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace as replace_fields
+
+from fluvial.core.gaussian import Form
+from fluvial.core.random import Key, key
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.servers.rollout.prompts import prompt_of
+from fluvial.engines.extensions.wire.request import FluvialOptions, RequestLimits, RolloutRequest, check_steps, guidance_of
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.tail import Tail
+from fluvial.models.padding import trims_padding
+from fluvial.models.replay.media import TextPrompt
+
+
+@dataclass(frozen=True)
+class ServeLimits:
+    """Largest requests and responses.
+
+    Args:
+        body: bytes of a request's body.
+        response: bytes of the tensors of a response, counted before they are made.
+    """
+
+    request: RequestLimits
+    body: int = 16_000_000
+    response: int = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the samples of one batch are made; samples with different recipes are made in different batches.
+
+    Args:
+        options: fluvial's own fields of the request that are the same for all samples.
+        sampler: name of the sampler of the stochastic steps; None takes none.
+        eta: scale of the noise.
+        window: the stochastic steps; None where each sample has a window of its own.
+        window_size: number of steps of such a window.
+        shared: prompt and key of the samples that share the first steps.
+    """
+
+    shape: tuple[int, ...]
+    steps: int
+    guidance: Guidance
+    form: Form
+    options: FluvialOptions
+    sampler: str | None = None
+    eta: float = 0.0
+    window: tuple[int, ...] | None = ()
+    window_size: int = 0
+    record: bool = False
+    shared: tuple[TextPrompt, Key] | None = None
+
+
+class SampleOrder(NamedTuple):
+    """One sample to make."""
+
+    recipe: Recipe
+    prompt: Prompt
+    request: RolloutRequest
+    key: Key
+    id: int
+    initial_id: int
+    window: tuple[int, ...]  # its stochastic steps
+    boundaries: tuple[int, ...]  # boundaries of steps whose latents are returned
+
+
+def orders_of(request: RolloutRequest, policy: Policy, limits: ServeLimits) -> tuple[int | None, list[SampleOrder]]:
+    """Return the seed of a request, None where its noise comes from a key, and its orders.
+
+    Raises:
+        RequestError: the model cannot make these samples, or they are too large.
+        WireError: the request names steps that its schedule does not have.
+    """
+    own, guidance = request.fluvial, guidance_of(request, policy.guidance)
+    _check_texts(request, guidance, policy)
+    prompt = prompt_of(request, policy, most_bytes=limits.body, most_pixels=limits.request.pixels)
+    policy.check_guidance(guidance)
+    shape = policy.latent_shape(request.height, request.width, request.num_frames)
+    steps = request.num_inference_steps or policy.steps
+    check_steps(request, steps)
+    try:
+        schedule = policy.schedule(steps, shape)
+    except ValueError as error:
+        raise RequestError(400, str(error)) from None
+    # Without what names single samples, and what the recipe holds in another way.
+    options = replace_fields(
+        own, **dict.fromkeys(("key", "ids", "initial_ids", "windows", "sampler", "form", "version", "media"))
+    )
+    recipe = Recipe(shape, steps, guidance, request.form, replace_fields(options, debug=(), recorded_only=False, final=True))
+    first = 0 if own.prefix is None else own.prefix[0]
+    if request.rollout and request.sampler != "ode":
+        sampler = policy.sampler(request.sampler, request.rollout_noise_level, schedule)
+        positive = (sampler(schedule.levels[:-1], schedule.levels[1:]).std > 0).expand(steps).tolist()
+        noisy = {step for step in range(steps) if request.form == "unscaled" or positive[step]}
+        windows = _windows(request, steps, first)
+        size = len(windows[0])
+        if own.windows is not None and (size == 0 or not noisy.issuperset(step for row in windows for step in row)):
+            raise RequestError(
+                400, "windows are empty, or hold a step that takes no noise: expected stochastic steps for each sample"
+            )
+        if size:
+            recipe = replace(
+                recipe,
+                sampler=request.sampler,
+                eta=request.rollout_noise_level,
+                window=windows[0] if own.windows is None else None,
+                window_size=size,
+                record=not noisy.isdisjoint(windows[0]),
+            )
+    else:
+        windows = [()] * request.outputs
+        if own.solver == "sa_solver":
+            recipe = replace(recipe, eta=request.rollout_noise_level)
+    _check_parts(request, recipe, windows, policy)
+    keys, ids, seed = _noise(request)
+    if own.prefix is not None:
+        recipe = replace(recipe, shared=(prompt.model_input, keys[0]))
+    initial = ids if own.initial_ids is None else own.initial_ids
+    traced = request.rollout and request.rollout_return_dit_trajectory
+    orders = [
+        SampleOrder(
+            recipe,
+            prompt,
+            request,
+            keys[row],
+            ids[row],
+            initial[row],
+            windows[row],
+            _boundaries(request, recipe, windows[row]) if traced else (),
+        )
+        for row in range(request.outputs)
+    ]
+    _check_size(orders, limits)
+    return seed, orders
+
+
+def _check_texts(request: RolloutRequest, guidance: Guidance, policy: Policy) -> None:
+    """Raise RequestError for prompts that the model cannot encode, and for what it has no input for."""
+    named = {"prompt": request.prompt}
+    if guidance.negative and guidance.is_guided(policy.model):
+        named["negative_prompt"] = guidance.negative
+    for field, text in named.items():
+        try:
+            policy.model.check_prompt(text)
+        except ValueError as error:
+            raise RequestError(400, f"{field}: {error}") from None
+    tokens, own = request.fluvial.text_tokens, getattr(policy.model, "text_tokens", 0)
+    if tokens is not None and (not trims_padding(policy.model) or tokens > own):
+        raise RequestError(
+            400, f"text_tokens is {tokens}, expected at most {own}, or null for a model that keeps its padding"
+        )
+
+
+def _windows(request: RolloutRequest, steps: int, first: int) -> list[tuple[int, ...]]:
+    """Return the stochastic steps of each sample."""
+    if request.fluvial.windows is not None:
+        return list(request.fluvial.windows)
+    shared = request.rollout_sde_step_indices
+    return [tuple(range(first, steps)) if shared is None else shared] * request.outputs
+
+
+def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tuple[int, ...]], policy: Policy) -> None:
+    """Raise RequestError for steps that do not fit together."""
+    own, taken = request.fluvial, [step for row in windows for step in row]
+    if own.prefix is not None and (not taken or min(taken) < own.prefix[0]):
+        raise RequestError(400, f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
+    if own.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
+        raise RequestError(400, "after is set, expected one window for all samples, and a model that predicts a velocity")
+    if request.debug and len(_observed(recipe)) < recipe.steps + 1:
+        raise RequestError(400, "prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
+
+
+def _observed(recipe: Recipe) -> list[int]:
+    """Return the boundaries of steps at which the latents of a batch are known."""
+    first = 0 if recipe.options.prefix is None else recipe.options.prefix[0]
+    if recipe.options.after == Tail() or recipe.window is None:
+        return list(range(first, recipe.steps + 1))
+    return [*range(first, min(max(recipe.window) + 2, recipe.steps)), recipe.steps]
+
+
+def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the boundaries whose latents are returned; raise RequestError if one of them is not known."""
+    if request.fluvial.recorded_only:
+        last = {recipe.steps} if request.fluvial.final else set[int]()
+        return tuple(sorted({*window, *(step + 1 for step in window)} | last))
+    asked = request.rollout_return_step_indices
+    wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
+    if missing := sorted(set(wanted) - set(_observed(recipe))):
+        raise RequestError(
+            400,
+            f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "
+            "set rollout_return_step_indices, or recorded_only",
+        )
+    return wanted
+
+
+def _noise(request: RolloutRequest) -> tuple[list[Key], tuple[int, ...], int | None]:
+    """Return key and id of each sample's noise, and the seed; without a seed one is drawn."""
+    own = request.fluvial
+    if own.key is not None and own.ids is not None:
+        return [Key(*own.key)] * request.outputs, own.ids, request.seed
+    seed = secrets.randbelow(2**31) if request.seed is None else request.seed
+    return [key(seed + row) for row in range(request.outputs)], (0,) * request.outputs, seed
+
+
+def _check_size(orders: Sequence[SampleOrder], limits: ServeLimits) -> None:
+    """Raise RequestError if the tensors of the response, images aside, take too many bytes."""
+    recipe, debug = orders[0].recipe, len(orders[0].request.debug)
+    numbers = sum(len(order.boundaries) + debug * recipe.steps for order in orders)
+    size = 4 * math.prod(recipe.shape) * numbers
+    if size > limits.response:
+        raise RequestError(
+            413,
+            f"the response would have {size / 1e6:.0f} MB, expected at most {limits.response / 1e6:.0f}: ask for fewer "
+            "samples, set rollout_return_step_indices, or rollout_debug_mode false",
+        )
+
+
+def words(keys: Sequence[Key], device: torch.device) -> Key:
+    """Return keys as one key per sample."""
+    low, high = zip(*keys, strict=True)
+    return Key(torch.tensor(low, device=device), torch.tensor(high, device=device))

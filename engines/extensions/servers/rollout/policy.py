@@ -1,0 +1,153 @@
+"""The policy that is served: model, network, and turns between batches and changes of the weights."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fluvial.core.transitions import Sampler
+from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.samplers import SAMPLERS
+from fluvial.engines.sampling.solvers import deterministic_step
+from fluvial.models import DiffusionModel, Schedule, is_recorded
+
+Result = TypeVar("Result")
+
+
+class Policy:
+    """A model whose samples are served. One batch at a time is sampled, and weights change between two batches only.
+
+    Args:
+        name: what the user calls the model.
+        shape: shape of a sample where a request names no size.
+        steps: steps of the schedule where a request names none.
+        guidance: guidance where a request names none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: DiffusionModel,
+        weights: ServedWeights,
+        *,
+        shape: tuple[int, ...],
+        steps: int,
+        guidance: Guidance,
+        device: torch.device,
+    ) -> None:
+        self.name, self.model, self.weights, self.device = name, model, weights, device
+        self.shape, self.steps, self.guidance = shape, steps, guidance
+        self._turn, self._busy, self._changes = threading.Condition(), False, 0
+        self._schedule = lru_cache(maxsize=64)(model.schedule)
+
+    @property
+    def version(self) -> int:
+        """Number of updates that made the weights."""
+        return self.weights.version
+
+    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Return the model's schedule for samples of a shape, its timesteps on the device.
+
+        Raises:
+            ValueError: the model has no such schedule.
+        """
+        return on_device(self._schedule(steps, shape), self.device)
+
+    def sampler(self, name: str, eta: float, schedule: Schedule) -> Sampler:
+        """Return a built-in sampler bound to a schedule.
+
+        Raises:
+            RequestError: it samples from models that predict something else.
+        """
+        if name == "ode":
+            return deterministic_step(self.model.prediction)
+        rule = SAMPLERS[name]
+        if rule.prediction not in (None, self.model.prediction):
+            raise RequestError(
+                400,
+                f"sampler is {name}, which samples from models that predict {rule.prediction}, and this one predicts "
+                f"{self.model.prediction}",
+            )
+        return rule.bind(eta, schedule.levels)
+
+    def latent_shape(self, height: int | None, width: int | None, frames: int | None) -> tuple[int, ...]:
+        """Return the shape of a sample; None in place of a size takes the server's.
+
+        Raises:
+            RequestError: the model does not support the size, or only one of width and height is given.
+        """
+        if height is None and width is None and frames is None:
+            return self.shape
+        if height is None or width is None:
+            raise RequestError(400, "width, height and num_frames go together, and one of width and height is missing")
+        try:
+            return tuple(self.model.latent_shape(height, width, 1 if frames is None else frames))
+        except ValueError as error:
+            raise RequestError(400, str(error)) from None
+
+    def check_guidance(self, guidance: Guidance) -> None:
+        """Raise RequestError for guidance other than the one that a recorded pipeline was opened with."""
+        own = self.guidance
+        if is_recorded(self.model) and (guidance.scale, guidance.negative) != (own.scale, own.negative):
+            raise RequestError(
+                400,
+                f"guidance is {guidance.scale:g} with negative prompt {guidance.negative!r}, and this pipeline has no "
+                f"adapter: expected {own.scale:g} with {own.negative!r}, as it was opened",
+            )
+
+    def check_resumed(self) -> None:
+        """Raise RequestError if the weights are released."""
+        if self.weights.released:
+            raise RequestError(503, "the weights are released: POST /resume_memory_occupation", retry_after=1)
+
+    def check_version(self, wanted: int | None) -> None:
+        """Raise RequestError if a request is for other weights than the present ones; weights do not go back."""
+        if wanted not in (None, self.version):
+            raise RequestError(
+                409, f"the weights have version {self.version}, and the request asks for {wanted}: push these weights first"
+            )
+
+    @contextmanager
+    def sampling(self) -> Iterator[nn.Module]:
+        """Yield the network, whose weights stay as they are in this block. Changes that wait go first.
+
+        Raises:
+            RequestError: the weights are released.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: not self._busy and not self._changes)
+            self.check_resumed()
+            self._busy = True
+        try:
+            yield self.weights.module
+        finally:
+            self._end()
+
+    async def between(self, function: Callable[[], Result]) -> Result:
+        """Run a function while no batch is sampled, before the next one, and return its result."""
+        return await asyncio.to_thread(self._alone, function)
+
+    def _alone(self, function: Callable[[], Result]) -> Result:
+        with self._turn:
+            self._changes += 1
+            try:
+                self._turn.wait_for(lambda: not self._busy)
+                self._busy = True
+            finally:
+                self._changes -= 1
+        try:
+            return function()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._turn:
+            self._busy = False
+            self._turn.notify_all()

@@ -1,0 +1,206 @@
+"""A batch of orders as samples, by `engines.sampling.generate`: there is no second sampler."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core import gaussian
+from fluvial.core.checks import per_sample
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.rollout import Step
+from fluvial.core.table import Plan, plan
+from fluvial.core.transitions import Sampler
+from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.batching import Batcher
+from fluvial.engines.extensions.servers.rollout.forms import Form
+from fluvial.engines.extensions.servers.rollout.orders import Recipe, SampleOrder, words
+from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.wire.response import RolloutSample
+from fluvial.engines.sampling.generate import (
+    Chunk,
+    Requests,
+    Sampling,
+    SharedPrefix,
+    StochasticSteps,
+    generate,
+)
+from fluvial.engines.sampling.solvers import deterministic_step
+from fluvial.engines.scoring.scores import one_line
+from fluvial.engines.streams import Stream
+from fluvial.models import Schedule
+
+
+class _Steps:
+    """The samples and the predictions of every step of a batch."""
+
+    def __init__(self) -> None:
+        self.x: dict[int, Tensor] = {}
+        self.v: dict[int, Tensor] = {}
+
+    def __call__(self, step: Step) -> None:
+        self.x[step.t], self.v[step.t] = step.x, step.v
+
+
+def batcher(policy: Policy, *, micro_batch: int, linger: float, most_waiting: int) -> Batcher[SampleOrder, RolloutSample]:
+    """Return what makes the samples of a policy; see `made` and `Batcher`."""
+    make = partial(made, policy, micro_batch=micro_batch)
+    return Batcher(make, alike=lambda order: order.recipe, size=micro_batch, linger=linger, most_waiting=most_waiting)
+
+
+def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
+    """Return the samples of at most `micro_batch` orders with one recipe.
+
+    The batch is filled up with repeats of the first order. So the network computes the same number of rows whatever there is
+    to make, and the bits of a sample do not depend on what else is asked for.
+
+    Args:
+        micro_batch: rows of a batch.
+
+    Raises:
+        RequestError: the orders are wrong, or of other weights.
+        RunError: the samples cannot be made.
+    """
+    try:
+        with policy.sampling() as module:
+            for order in orders:
+                policy.check_version(order.request.fluvial.version)
+            return _made(policy, module, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
+    except RequestError:
+        raise
+    except Exception as error:
+        said = one_line(error) or type(error).__name__
+        if isinstance(error, ValueError):
+            raise RequestError(400, said) from None
+        raise RunError(f"the samples cannot be made: {said}") from None
+
+
+def _made(
+    policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]
+) -> list[RolloutSample]:
+    start, recipe = time.perf_counter(), filled[0].recipe
+    schedule, steps = policy.schedule(recipe.steps, recipe.shape), _Steps()
+    sampler = None if recipe.sampler is None else policy.sampler(recipe.sampler, recipe.eta, schedule)
+    names = {name for order in orders for name in order.request.debug}
+    needed = names or any(order.boundaries for order in orders)
+    own = recipe.window
+    window: tuple[int, ...] | Tensor = torch.tensor([order.window for order in filled]) if own is None else own
+    sampling = _sampling(recipe, window, schedule, sampler, observe=steps if needed else None)
+    keys = words([order.key for order in filled], policy.device)
+    requests = Requests(
+        [order.prompt for order in filled],
+        [order.id for order in filled],
+        keys if recipe.shared is None else recipe.shared[1],
+        [order.initial_id for order in filled],
+    )
+    (chunk,) = generate(policy.model, module, requests, sampling, micro_batch=len(filled))
+    log_probs, images = _log_probs(chunk, recipe), chunk.images.float().cpu()
+    debug: dict[str, Tensor] = {}
+    if names:
+        deterministic = deterministic_step(policy.model.prediction)
+        table = plan(
+            schedule.levels,
+            deterministic if sampler is None else sampler,
+            batch=len(filled),
+            window=window,
+            deterministic=deterministic,
+            record=(),
+            device=policy.device,
+        )
+        debug = _debug(names, steps, fold_in(keys, torch.tensor(requests.ids, device=policy.device)), table)
+    latents = _latents(steps, chunk, recipe)
+    seconds = time.perf_counter() - start
+    samples = []
+    for row, order in enumerate(orders):
+        asked = order.request
+        form = Form(asked, policy.model, recipe.shape)
+        traced, env = asked.rollout_return_dit_trajectory, asked.rollout_return_denoising_env
+        samples.append(
+            RolloutSample(
+                request_id="",
+                prompt=asked.prompt,
+                seed=asked.seed,
+                generated_output=form.image(images[row]),
+                rollout_log_probs=log_probs[row].clone() if asked.rollout else None,
+                rollout_debug_tensors=form.debug({name: debug[name][row] for name in asked.debug}) or None,
+                denoising_env=form.conditioning(chunk.cond, row) if asked.rollout and env else None,
+                dit_trajectory=form.trajectory(_chosen(order, row, latents), order.boundaries, schedule)
+                if asked.rollout and traced
+                else None,
+                inference_time_s=seconds,
+                weight_version=policy.version,
+            )
+        )
+    return samples
+
+
+def _sampling(
+    recipe: Recipe,
+    window: tuple[int, ...] | Tensor,
+    schedule: Schedule,
+    sampler: Sampler | None,
+    *,
+    observe: _Steps | None,
+) -> Sampling:
+    """Return how a batch is made."""
+    options, stochastic = recipe.options, None
+    if sampler is not None:
+        own = (lambda ids: window) if isinstance(window, Tensor) else window
+        stochastic = StochasticSteps(sampler, own, record=recipe.record, form=recipe.form, reduction=options.reduction)
+    return Sampling(
+        recipe.shape,
+        schedule,
+        recipe.guidance,
+        options.solver,
+        recipe.eta if sampler is None else 0.0,
+        stochastic,
+        autocast=options.autocast,
+        prefix=None if options.prefix is None else SharedPrefix(*options.prefix),
+        text_tokens=options.text_tokens,
+        after=options.after,
+        reuse=options.reuse,
+        observe=observe,
+    )
+
+
+def _log_probs(chunk: Chunk, recipe: Recipe) -> Tensor:
+    """Return the log-probability of every step, `[B, T]` float32, 0 at steps without noise."""
+    recorded = chunk.trajectory.log_prob.float().cpu()
+    found = torch.zeros(len(recorded), recipe.steps)
+    return found.scatter_(1, chunk.trajectory.steps.cpu(), recorded)
+
+
+def _latents(steps: _Steps, chunk: Chunk, recipe: Recipe) -> dict[int, Tensor]:
+    """Return the samples at the boundaries of steps, as far as they are known."""
+    found, trajectory = dict(steps.x), chunk.trajectory
+    if recipe.window is not None:  # with `after` the step behind the window is not observed
+        found.update({step + 1: trajectory.x_next[:, place] for place, step in enumerate(trajectory.steps[0].tolist())})
+    found[recipe.steps] = trajectory.final
+    return found
+
+
+def _chosen(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tensor:
+    """Return the latents of a sample at the boundaries that it is asked for, `[K, *event]`."""
+    chosen = [latents[boundary][row] for boundary in order.boundaries]
+    return torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()
+
+
+def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dict[str, Tensor]:
+    """Return what each step was computed from, `[B, T, ...]`; the noise is drawn again from the key of each sample."""
+    noise_keys, stochastic = fold_in(keys, Stream.STEPS), torch.from_numpy(table.stochastic)
+
+    def noise(step: int) -> Tensor:
+        x, holds = steps.x[step], stochastic[step].to(steps.x[step].device)
+        drawn = normal(fold_in(noise_keys, step), tuple(x.shape)) if holds.any() else torch.zeros_like(x)
+        return drawn * per_sample(holds, x)
+
+    tensors: dict[str, Callable[[int], Tensor]] = {
+        "rollout_model_outputs": lambda step: steps.v[step],
+        "rollout_prev_sample_means": lambda step: gaussian.mean(table.transition(step), steps.x[step], steps.v[step]),
+        "rollout_noise_std_devs": lambda step: table.transition(step).std[:, None],
+        "rollout_variance_noises": noise,
+    }
+    return {name: torch.stack([tensors[name](step) for step in table.steps], dim=1).cpu() for name in names}

@@ -1,0 +1,402 @@
+"""The weights of a served network: how they are read, checked and exchanged between two batches.
+
+What a client names is read and checked completely before anything changes, and a change that fails is undone. Only
+safetensors are read, from folders that the server was started with; nothing is unpickled.
+"""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fluvial.engines.engine.export import base_tensors, components
+from fluvial.engines.engine.files import weight_files
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
+from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
+from fluvial.models.device import is_accelerator
+from fluvial.models.digests import digest_tensor
+from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers
+from fluvial.models.lora_files import FILES, load_lora, read_lora
+from fluvial.models.lora_layer import Product
+
+Staged = dict[str, dict[str, Tensor]]  # tensors to exchange, by network and name
+
+
+class ServedWeights:
+    """The weights of a served network.
+
+    `exchange`, `adapt`, `release` and `resume` change the network. Their caller has to see that nothing computes with it
+    meanwhile. The other methods only read.
+
+    Args:
+        module: network, or an nn.ModuleDict of networks, with its base weights and no adapters.
+        roots: folders that clients may name files in.
+        version: number of updates that made the weights.
+
+    Raises:
+        ValueError: the module has adapters.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, roots: Sequence[Path], device: torch.device | None = None, version: int = 0
+    ) -> None:
+        if lora_layers(module):
+            raise ValueError("the served module has adapters: serve the base, and set the adapter with `adapt`")
+        self.module, self.version = module, version
+        self.roots = [root.resolve() for root in roots]
+        self.networks = components(module)
+        self.adapters: dict[str, Applied] = {}
+        self.last: dict[str, Applied] = {}  # those that were set last, which may be off
+        self.loaded: dict[tuple[str, str], Adapter] = {}  # the last ones, by nickname and network
+        self._sums: dict[str, str] = {}  # checksums since the last change, by the names of `checksums`
+        self.released = False
+        self._staging: tuple[str, int, Staged] = ("", 0, {})  # push, buckets of it so far, their tensors
+        # A frozen weight is multiplied in other operations than a trained one, and so with other bits.
+        self._requires_grad = {id(p): p.requires_grad for p in module.parameters()}
+        self.device = device or torch.device("cpu")
+
+    # Files that clients name
+
+    def inside(self, name: str) -> Path:
+        """Return the real path of a file or folder within the roots.
+
+        Raises:
+            RequestError: it is elsewhere, a link that leads elsewhere, part of an unfinished export, or not there.
+        """
+        if not os.path.isabs(name):
+            raise RequestError(400, f"{name!r} is no absolute path")
+        try:
+            path = Path(name).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "no such path"
+            raise RequestError(400, f"{name!r} cannot be read: {reason}") from None
+        for root in self.roots:
+            if path.is_relative_to(root):
+                if any(part.startswith(".") for part in path.relative_to(root).parts):
+                    raise RequestError(400, f"{name!r} is hidden, as the files of an unfinished export are")
+                return path
+        shown = ", ".join(map(str, self.roots)) or "there are none"
+        raise RequestError(400, f"{name!r} is outside the folders that files are read from ({shown}): see --weights-root")
+
+    def _regular(self, path: Path, most_bytes: int) -> Path:
+        """Return the real path of a safetensors file of at most `most_bytes` within the roots."""
+        real = self.inside(str(path))
+        if real.suffix != ".safetensors" or not S_ISREG(real.stat().st_mode):
+            raise RequestError(400, f"{str(path)!r} is no safetensors file")
+        if real.stat().st_size > most_bytes:
+            raise RequestError(400, f"{str(path)!r} has {real.stat().st_size} bytes, expected at most {most_bytes}")
+        return real
+
+    # All weights of networks
+
+    def read_folder(self, path: str, targets: Collection[str] | None, sha256: Mapping[str, str]) -> Staged:
+        """Return the weights of `<path>/<network>/*.safetensors`, which are those of the networks to the last name.
+
+        Memory: the tensors of the networks on the host, and the bytes of one file.
+
+        Args:
+            targets: names of the networks, by default all.
+            sha256: checksum of each network's files, of all their tensors; compared where it is there.
+
+        Raises:
+            RequestError: anything is wrong with them.
+        """
+        folder, staged = self.inside(path), Staged()
+        for name in self._targets(targets):
+            where = folder / name
+            if not where.is_dir():
+                raise RequestError(400, f"{path!r} holds no folder {name}")
+            try:
+                staged[name] = self._read_network(name, where)
+            except (UsageError, SafetensorError, OSError) as error:
+                raise RequestError(400, f"{str(where)!r} cannot be read: {error}") from None
+            found = checksum(sorted(staged[name].items())) if name in sha256 else None
+            if found != sha256.get(name):
+                raise RequestError(400, f"{str(where)!r} is damaged: its checksum is {found}, expected {sha256[name]}")
+        return staged
+
+    def _read_network(self, name: str, folder: Path) -> dict[str, Tensor]:
+        own = self.tensors(name)
+        most = 8 * sum(tensor.numel() for tensor in own.values()) + 100_000_000  # bytes of numbers, and of a header
+        # Read, rather than mapped: a file that shrinks under a mapping would end the process.
+        tensors = dict[str, Tensor]()
+        for file in [self._regular(file, most) for file in weight_files(folder)]:
+            for key, tensor in load(file.read_bytes()).items():
+                if key in tensors:
+                    raise RequestError(400, f"{str(folder)!r} holds {key} twice")
+                _check_tensor(key, tensor.shape, tensor.dtype, own, where=str(folder))
+                tensors[key] = tensor
+        _check_complete(tensors, own, where=str(folder))
+        return tensors
+
+    def stage(self, bucket: SharedBucket) -> Staged | None:
+        """Read a bucket from a file, and return all tensors of the push with its last bucket.
+
+        The buckets of a push come in order. Another push, or a bucket that is wrong, drops those that were staged.
+
+        Raises:
+            RequestError: anything is wrong with it.
+        """
+        push, done, staged = self._staging
+        self._staging = ("", 0, {})
+        if bucket.index == 0:
+            push, done, staged = bucket.push, 0, Staged()
+        if (push, done) != (bucket.push, bucket.index):
+            raise RequestError(400, f"bucket {bucket.index} of push {bucket.push!r} is out of order: send it from its first")
+        (name,) = self._targets([bucket.module])
+        own, held = self.tensors(name), staged.setdefault(name, {})
+        for place in bucket.places:
+            if place.name in held:
+                raise RequestError(400, f"{place.name} comes twice")
+            _check_tensor(place.name, place.shape, place.dtype, own, where="the bucket")
+        path, size = self.inside(bucket.file), bucket.places[-1].end_idx
+        try:
+            if not S_ISREG(path.stat().st_mode) or path.stat().st_size != size:
+                raise RequestError(400, f"{bucket.file!r} is no file of the {size} bytes that its tensors take")
+            data = bytearray(path.read_bytes())
+        except OSError as error:
+            raise RequestError(400, f"{bucket.file!r} cannot be read: {error.strerror}") from None
+        if len(data) != size:
+            raise RequestError(400, f"{bucket.file!r} has changed while it was read")
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        for place in bucket.places:
+            raw = flat[place.start_idx : place.end_idx].clone()  # aligned
+            held[place.name] = raw.view(place.dtype).reshape(place.shape)
+        if bucket.index + 1 < bucket.count:
+            self._staging = (push, done + 1, staged)
+            return None
+        for name, tensors in staged.items():
+            _check_complete(tensors, self.tensors(name), where=f"push {push!r}")
+        return staged
+
+    def exchange(self, staged: Staged) -> None:
+        """Exchange the values of networks with those of `staged`, in place, and take their adapters off.
+
+        So a network has exactly the weights of the push. What fails leaves all as it was.
+        """
+        adapters = {name: self.adapters.get(name) for name in staged}
+        done: list[tuple[Tensor, Tensor]] = []
+        self.adapt(dict.fromkeys(staged))
+        for name in staged:
+            self._sums.pop(name, None)
+        try:
+            with torch.no_grad():
+                for network, tensors in staged.items():
+                    own = self.tensors(network)
+                    for name, tensor in tensors.items():
+                        before = own[name].to("cpu", copy=True)
+                        done.append((own[name], before))
+                        own[name].copy_(tensor)
+                        tensors[name] = before
+        except BaseException:
+            with torch.no_grad():
+                for tensor, before in reversed(done):
+                    tensor.copy_(before)
+            self.adapt(adapters)
+            raise
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers of a network without adapters, by name; they share its storage."""
+        return base_tensors(self.networks[name])
+
+    # Adapters
+
+    def read_adapter(self, path: str, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
+        """Return the adapter of a file, or of a folder with one, for a network.
+
+        Args:
+            strength: factor of the adapter's output.
+            alpha: replaces the file's alpha.
+
+        Raises:
+            RequestError: anything is wrong with it.
+        """
+        given, network = self.inside(path), self.networks[target]
+        files = [given / name for name in FILES if (given / name).exists()] if given.is_dir() else [given]
+        if not files:
+            raise RequestError(400, f"{path!r} holds neither {FILES[0]} nor {FILES[1]}")
+        most = 16 * sum(parameter.numel() for parameter in network.parameters()) + 100_000_000
+        try:
+            file = read_lora(self._regular(files[0], most), network)
+        except (ValueError, OSError) as error:
+            raise RequestError(400, str(error)) from None
+        if not isinstance(file.form, LowRank):
+            raise RequestError(400, f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
+        return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
+
+    def loaded_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
+        """Return an adapter of a network that was read before; see `read_adapter`.
+
+        Raises:
+            RequestError: there is none.
+        """
+        known = self.loaded.get((nickname, target))
+        if known is None:
+            raise RequestError(400, f"adapter {nickname} of {target} is not loaded: send its lora_path")
+        return known._replace(strength=strength, file=known.file if alpha is None else known.file._replace(alpha=alpha))
+
+    def set_last(self, target: str, *, strength: float, product: Product) -> Applied:
+        """Return the adapters of a network that were set last, of another strength.
+
+        Raises:
+            RequestError: there are none.
+        """
+        if target not in self.last:
+            raise RequestError(400, f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
+        again = applied([each._replace(strength=strength) for each in self.last[target].adapters], product)
+        assert again is not None
+        return again
+
+    def adapt(self, wanted: Mapping[str, Applied | None]) -> None:
+        """Give networks other adapters, or none. What fails leaves all as it was."""
+        before = {name: self.adapters.get(name) for name in wanted}
+        try:
+            for name, each in wanted.items():
+                self._set(name, each)
+        except BaseException:
+            for name, each in before.items():
+                self._set(name, each)
+            raise
+        for name, each in wanted.items():
+            if each is None:
+                continue
+            self.last[name] = each
+            for adapter in each.adapters:
+                self.loaded.pop((adapter.nickname, name), None)
+                self.loaded[adapter.nickname, name] = adapter
+        for key in list(self.loaded)[:-MOST_LOADED]:
+            del self.loaded[key]
+
+    def without(self, nickname: str) -> dict[str, Applied | None]:
+        """Return what is left on the networks that an adapter acts on, once it is off.
+
+        Raises:
+            RequestError: no adapter of this name is loaded.
+        """
+        if not any(nickname == known for known, _ in self.loaded):
+            raise RequestError(400, f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
+        return {
+            name: applied([adapter for adapter in each.adapters if adapter.nickname != nickname], each.product)
+            for name, each in self.adapters.items()
+            if nickname in [adapter.nickname for adapter in each.adapters]
+        }
+
+    def forget(self, nickname: str) -> None:
+        """Free the factors of an adapter that acts on no network."""
+        self.loaded = {key: each for key, each in self.loaded.items() if key[0] != nickname}
+        self.last = {
+            name: each for name, each in self.last.items() if nickname not in [adapter.nickname for adapter in each.adapters]
+        }
+
+    def _set(self, name: str, wanted: Applied | None) -> None:
+        network, held = self.networks[name], self.adapters.pop(name, None)
+        self._sums.pop(name + FACTORS, None)
+        if held is None or wanted is None or not _alike(held, wanted):
+            self._strip(network)
+            if wanted is None:
+                return
+            form = LowRank(product=wanted.product)
+            config = LoraConfig(rank=wanted.file.rank, alpha=abs(wanted.scaling) * wanted.file.rank, form=form)
+            add_lora(network, config, wanted.file.layers)
+            network.train(network.training)
+        for layer in lora_layers(network).values():
+            layer.scaling["default"] = wanted.scaling
+        load_lora(network, wanted.file.tensors, "default")
+        self.adapters[name] = wanted
+
+    def _strip(self, network: Any) -> None:
+        """Take the adapters off, so that the network is as it was without."""
+        layers = lora_layers(network)
+        for name, layer in layers.items():
+            parent, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(parent), attribute, layer.get_base_layer())
+        if hasattr(network, "peft_config"):
+            del network.peft_config
+        for parameter in network.parameters():
+            parameter.requires_grad_(self._requires_grad[id(parameter)])
+
+    # Checksums and memory
+
+    def checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """Return the checksum of the parameters of each network, and of its adapters as `<network>.lora`.
+
+        Adapters are never merged, so the checksum of a network is that of its base weights. It is computed once per change,
+        whoever asks for it how often.
+
+        Args:
+            names: what to return, by default all; the checksum of another name is "not_found".
+        """
+        known = [*self.networks, *(name + FACTORS for name in self.adapters)]
+        return {name: self._checksum(name) if name in known else UNKNOWN for name in (known if names is None else names)}
+
+    def _checksum(self, name: str) -> str:
+        if name not in self._sums:
+            network = self.networks[name.removesuffix(FACTORS)]
+            if name in self.networks:
+                self._sums[name] = checksum(sorted(base_tensors(network, parameters=True).items()))
+            else:
+                scaling = self.adapters[name.removesuffix(FACTORS)].scaling
+                self._sums[name] = adapter_checksum(adapter_parameters(network, "default"), scaling)
+        return self._sums[name]
+
+    def check_tensors(self, target: str, expected: Mapping[str, str]) -> None:
+        """Compare tensors of a network with SHA-256 sums of dtype, shape and bytes, as sglang's checker computes them.
+
+        Raises:
+            RequestError: a tensor is missing, or has another sum.
+        """
+        (name,) = self._targets([target])
+        own = self.tensors(name)
+        missing = sorted(set(expected) - set(own))
+        wrong = missing or [key for key in sorted(expected) if digest_tensor(own[key]) != expected[key]]
+        if wrong:
+            what = "are missing" if missing else "have another checksum"
+            raise RequestError(400, f"{len(wrong)} tensors of {name} {what}: {', '.join(wrong[:5])}")
+
+    def release(self) -> None:
+        """Move the weights to the host and free the device's memory, until `resume`. On a CPU that saves nothing."""
+        self.module.to("cpu")
+        if is_accelerator(self.device):
+            torch.get_device_module(self.device).empty_cache()
+        self.released = True
+
+    def resume(self) -> None:
+        """Move the weights back, to the bit."""
+        self.module.to(self.device)
+        self.released = False
+
+    def _targets(self, names: Collection[str] | None) -> list[str]:
+        for name in names or ():
+            if name not in self.networks:
+                raise RequestError(400, f"there is no network {name!r}, expected {' or '.join(self.networks)}")
+        return list(self.networks) if names is None else list(dict.fromkeys(names))
+
+
+def _alike(left: Applied, right: Applied) -> bool:
+    """Return whether two adapters differ in their numbers alone."""
+    return (left.product, left.file.rank, left.file.layers) == (right.product, right.file.rank, right.file.layers)
+
+
+def _check_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, own: Mapping[str, Tensor], *, where: str) -> None:
+    """Raise RequestError unless a tensor can be copied to the network's own."""
+    if name not in own:
+        raise RequestError(400, f"{where!r} holds {name}, which the network does not have")
+    if list(shape) != list(own[name].shape):
+        raise RequestError(
+            400, f"{where!r} holds {name} of shape {list(shape)}, and the network has {list(own[name].shape)}"
+        )
+    if dtype != own[name].dtype and not (dtype.is_floating_point and own[name].dtype.is_floating_point):
+        raise RequestError(400, f"{where!r} holds {name} of {dtype}, and the network has {own[name].dtype}")
+
+
+def _check_complete(held: Collection[str], own: Collection[str], *, where: str) -> None:
+    if missing := sorted(set(own) - set(held)):
+        raise RequestError(400, f"{where!r} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")

@@ -1,0 +1,211 @@
+"""The rollout server, with the endpoints of sglang-diffusion that a trainer calls.
+
+POST /rollout/generate            samples of a prompt with their log-probabilities, as msgpack (`engines.extensions.wire`)
+GET  /health, /health_generate    200 once samples can be made
+GET  /v1/models, /v1/model_info   the model, and the version of its weights
+GET  /model_info, /server_info    the same for gateways; /liveness is 200 while the server runs
+and the endpoints of `image_routes`, and of `weight_routes`, which change the weights
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from fluvial.engines.extensions.servers import asgi
+from fluvial.engines.extensions.servers.asgi import RequestError, json_of, until_gone
+from fluvial.engines.extensions.servers.batching import Batcher
+from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, ServeLimits, orders_of
+from fluvial.engines.extensions.servers.rollout.policy import Policy
+from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
+from fluvial.engines.extensions.wire.response import MSGPACK, RolloutSample, write_response
+from fluvial.models.device import is_accelerator
+from fluvial.models.replay.media import arguments_of
+
+GENERATE = "/rollout/generate"
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # sglang's names
+
+
+class RolloutService:
+    """The handlers of the rollout server."""
+
+    def __init__(
+        self, policy: Policy, batcher: Batcher[SampleOrder, RolloutSample], *, limits: ServeLimits, deadline: float
+    ) -> None:
+        self.policy, self.batcher, self.limits, self.deadline = policy, batcher, limits, deadline
+        self.started = int(time.time())
+
+    async def generate(self, request: Request) -> Response:
+        """Return the samples of a request.
+
+        Raises:
+            RequestError: the request is wrong or too large, too many samples wait, or it took too long.
+            RunError: the samples cannot be made.
+        """
+        value = await json_of(request, dict[str, Any], most_bytes=self.limits.body)
+        asked = await asyncio.to_thread(read_request, value, self.limits.request)
+        samples = await self.made(request, [asked])
+        return Response(await asyncio.to_thread(write_response, samples), media_type=MSGPACK)
+
+    async def made(self, request: Request, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:
+        """Return the samples of rollout requests, one after the other, made for an HTTP request whose body has been read.
+
+        Raises:
+            RequestError: a request is wrong or too large, too many samples wait, or it took too long.
+            RunError: the samples cannot be made.
+        """
+        name, seeds, orders = secrets.token_hex(16), list[int | None](), list[SampleOrder]()
+        for asked in wanted:
+            seed, own = await asyncio.to_thread(orders_of, asked, self.policy, self.limits)
+            self.policy.check_version(asked.fluvial.version)
+            seeds += [seed] * len(own)
+            orders += own
+        self.policy.check_resumed()
+        work = asyncio.wait_for(asyncio.wrap_future(self.batcher.submit(orders)), self.deadline)
+        try:
+            samples = await until_gone(request, work)
+        except TimeoutError:
+            raise RequestError(
+                504, f"the samples took more than {self.deadline:g} s: ask for fewer, or serve with a longer deadline"
+            ) from None
+        peak = None
+        if is_accelerator(self.policy.device) and not wanted[0].suppress_logs:
+            peak = torch.get_device_module(self.policy.device).max_memory_allocated(self.policy.device) / 2**20
+        return [
+            replace(sample, request_id=name, seed=seed, peak_memory_mb=peak)
+            for sample, seed in zip(samples, seeds, strict=True)
+        ]
+
+    async def health(self, request: Request) -> JSONResponse:
+        """Return that the server runs, and what it has made."""
+        batcher = self.batcher
+        found = {
+            "status": "ok",
+            "weight_version": self.policy.version,
+            "released": self.policy.weights.released,
+            "waiting": batcher.waiting,
+            "batches": batcher.batches,
+            "samples": batcher.rows,
+        }
+        return JSONResponse(found)
+
+    async def ready(self, request: Request) -> JSONResponse:
+        """Return that samples can be made.
+
+        Raises:
+            RequestError: the weights are released.
+        """
+        self.policy.check_resumed()
+        return JSONResponse({"status": "ok", "weight_version": self.policy.version})
+
+    async def models(self, request: Request) -> JSONResponse:
+        """Return the model in the form of OpenAI's list of models."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> JSONResponse:
+        """Return the model by its name.
+
+        Raises:
+            RequestError: it has another name.
+        """
+        name = request.path_params["model"]
+        if name != self.policy.name:
+            raise RequestError(404, f"there is no model {name[:80]!r}, expected {self.policy.name}")
+        return JSONResponse(self._card())
+
+    async def model_info(self, request: Request) -> JSONResponse:
+        """Return what is served, and how."""
+        policy = self.policy
+        found = {
+            "model_path": policy.name,
+            "served_model_name": policy.name,
+            "is_generation": True,
+            "model_type": "diffusion",
+            "architectures": [self._about()["pipeline_class"]],
+            "has_image_understanding": bool(arguments_of(policy.model)),
+            "has_audio_understanding": False,
+            "output_types": ["VIDEO" if self._makes_videos else "IMAGE"],
+            "is_image_gen": not self._makes_videos,
+            "tp_size": 1,
+            "dp_size": 1,
+            "version": version("fluvial"),
+            **self._about(),
+            "latent_shape": list(policy.shape),
+            "num_inference_steps": policy.steps,
+            "guidance_scale": policy.guidance.scale,
+            "prediction": policy.model.prediction,
+            "micro_batch": self.batcher.size,
+            "media": list(arguments_of(policy.model)),
+            "weight_version": policy.version,
+            "takes_options": True,
+        }
+        return JSONResponse(found)
+
+    @property
+    def _makes_videos(self) -> bool:
+        return len(self.policy.shape) > 3
+
+    def _card(self) -> dict[str, Any]:
+        """Return the model as OpenAI describes one."""
+        name = self.policy.name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "fluvial",
+            "root": name,
+            "parent": None,
+            "max_model_len": None,
+            **self._about(),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        """Return the fields that sglang adds to a model."""
+        module, model = self.policy.weights.module, self.policy.model
+        dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+        encoders: Any = getattr(model, "dtype", torch.float32)
+        task = "T2V" if self._makes_videos else "T2I"
+        return {
+            "num_gpus": int(is_accelerator(self.policy.device)),
+            "task_type": task,
+            "supported_task_types": [task],
+            "dit_precision": PRECISIONS.get(dtype, str(dtype)),
+            "vae_precision": PRECISIONS.get(encoders, str(encoders)),
+            "pipeline_name": self.policy.name,
+            "pipeline_class": str(getattr(model, "pipeline", type(model).__name__)),
+        }
+
+
+def application(
+    service: RolloutService, *, key: str = "", admin: str = "", control: Sequence[Route] = (), more: Sequence[Route] = ()
+) -> ASGIApp:
+    """Return the ASGI application of a service.
+
+    Args:
+        more: further endpoints that make samples.
+        key: API key that requests must send; empty asks for none.
+        admin: key that requests to the control endpoints must send; empty asks for the API key.
+        control: endpoints that change what is served.
+    """
+    routes = [
+        Route(GENERATE, service.generate, methods=["POST"]),
+        Route("/health", service.health),
+        Route("/health_generate", service.ready),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{model:path}", service.model),
+        *(Route(path, service.model_info) for path in ("/v1/model_info", "/model_info", "/server_info")),
+        Route("/liveness", service.health),
+        *more,
+        *control,
+    ]
+    paths = [route.path for route in control]
+    return asgi.application(routes, close=service.batcher.close, key=key, admin=admin, control=paths)

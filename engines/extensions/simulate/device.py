@@ -1,0 +1,191 @@
+"""The device type `simulated`, which torch accepts everywhere and behind which there is no memory.
+
+PyTorch keeps one device type free for backends outside of its tree (PrivateUse1). Here it gets a guard and hooks, so that
+autograd runs on it, and `torch.simulated` with the functions of `torch.cuda`. Its tensors are fake: they have a shape, a
+dtype, a device and a storage of a size, and no values.
+"""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from fluvial.engines.extensions.simulate import attention, autocast
+from fluvial.models.device import SIMULATED as TYPE
+
+GIB = 2**30
+
+
+class Accelerator(NamedTuple):
+    """The GPU that is simulated."""
+
+    name: str = "NVIDIA H100 80GB HBM3"  # as its driver names it; decides the peak FLOP/s
+    memory: int = 80 * GIB  # bytes
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes, as the properties of a CUDA device name them."""
+        return self.memory
+
+
+class Meter(NamedTuple):
+    """Functions that the device asks about the simulation under way."""
+
+    allocated: Callable[[], int]
+    peak: Callable[[], int]
+    reset_peak: Callable[[], None]
+    synchronized: Callable[[], None]  # called when the host waits for the device
+
+
+_active: list[tuple[Accelerator, Meter]] = []  # the simulation under way, if there is one
+
+
+@contextlib.contextmanager
+def simulated_device(accelerator: Accelerator, meter: Meter) -> Iterator[torch.device]:
+    """Yield the device, which is the accelerator of this process until the context ends."""
+    register()
+    _active.append((accelerator, meter))
+    try:
+        yield torch.device(TYPE, 0)
+    finally:
+        _active.clear()
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return bool(_active)
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, device_index: int) -> bool:
+        return True
+
+
+class Stream:
+    """The one stream of the device. Work on it is done at once."""
+
+    stream_id = device_index = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return torch.device(TYPE, 0)
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        """Make the host wait for the device."""
+        _active[-1][1].synchronized()
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Return an event."""
+        return event or Event()
+
+    def query(self) -> bool:
+        """Return whether all work is done."""
+        return True
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: "Event") -> None:
+        """Do nothing."""
+
+
+class Event:
+    """A point in the stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Do nothing."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Make the host wait for the device."""
+        _active[-1][1].synchronized()
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return 0: nothing takes time."""
+        return 0.0
+
+
+class _Here:
+    """A device, or a stream, as a context."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+@cache
+def register() -> None:
+    """Register the device type, once per process.
+
+    Without a real accelerator it must come before the first backward pass of the process: then autograd counts the devices.
+    """
+    hooks, guard = _Hooks(), _Guard()
+    _setup_privateuseone_for_python_backend(TYPE, _module(), hooks, guard)
+    torch.distributed.Backend.default_device_backend_map.setdefault(TYPE, "fake")
+    attention.register()
+    autocast.register()
+
+
+def _module() -> types.ModuleType:
+    """Return `torch.simulated`: what PyTorch, diffusers and fluvial ask of the module of a device."""
+    module, stream = types.ModuleType(f"torch.{TYPE}"), Stream()
+    state = torch.zeros(16, dtype=torch.uint8)
+    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    always: Callable[..., Callable[..., Any]] = lambda value: lambda *_, **__: value  # noqa: E731
+    functions: dict[str, Any] = {
+        "Stream": Stream, "Event": Event, "stream": _Here, "device": _Here, "device_index": _Here,
+        "current_stream": always(stream), "default_stream": always(stream), "set_stream": nothing,
+        "is_available": lambda: bool(_active), "is_initialized": always(True), "is_bf16_supported": always(True),
+        "_is_in_bad_fork": always(False), "device_count": lambda: len(_active), "current_device": always(0),
+        "set_device": nothing, "synchronize": lambda *_: _active[-1][1].synchronized(), "empty_cache": nothing,
+        "get_device_name": lambda *_: _active[-1][0].name, "get_device_properties": lambda *_: _active[-1][0],
+        "get_device_capability": always((9, 0)), "get_amp_supported_dtype": always([torch.bfloat16, torch.float16]),
+        "memory_allocated": lambda *_: _active[-1][1].allocated(), "memory_reserved": lambda *_: _active[-1][1].allocated(),
+        "max_memory_allocated": lambda *_: _active[-1][1].peak(), "max_memory_reserved": lambda *_: _active[-1][1].peak(),
+        "reset_peak_memory_stats": lambda *_: _active[-1][1].reset_peak(),
+        "mem_get_info": lambda *_: (_active[-1][0].memory - _active[-1][1].allocated(), _active[-1][0].memory),
+        "manual_seed": nothing, "manual_seed_all": nothing, "set_rng_state": nothing, "get_rng_state": always(state),
+    }  # fmt: skip
+    for name, function in functions.items():
+        setattr(module, name, function)
+    return module
+
+
+def is_simulated(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the simulated device."""
+    return tensor.device.type == TYPE

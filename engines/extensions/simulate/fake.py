@@ -1,0 +1,166 @@
+"""Fake tensors: a shape, a dtype, a device and a storage of a size, and results of operations on them."""
+
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fluvial.engines.engine.flops import FORMULAS
+
+# The shape of these results does not follow from shapes, or they change the shape of an argument.
+UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors in several threads: what PyTorch keeps in the mode is kept per thread.
+
+    PyTorch's own cache of results is off: `Results` is faster, and a view that it makes of an emptied storage fills that.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._local = threading.local()
+        super().__init__(**options)
+        self.cache_enabled = False
+
+    @property
+    def in_kernel_invocation(self) -> bool:
+        """Whether a kernel of this thread is running, to which fake tensors say that they are on meta."""
+        return getattr(self._local, "in_kernel", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, value: bool) -> None:
+        self._local.in_kernel = value
+
+    @property
+    def enter_stack(self) -> list[Any]:
+        """Modes that were active when this thread entered the mode, one per entry."""
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        stack: list[Any] = self._local.stack
+        return stack
+
+    @enter_stack.setter
+    def enter_stack(self, value: list[Any]) -> None:
+        self._local.stack = value
+
+
+class Result(NamedTuple):
+    """A tensor that an operation returns."""
+
+    argument: int | None  # number of the tensor among the arguments that is returned or viewed
+    is_view: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Known(NamedTuple):
+    """Results and floating-point operations of an operation whose arguments have certain shapes."""
+
+    results: tuple[Result, ...]
+    structure: Any  # of what it returns
+    flops: int
+
+
+class Results:
+    """Results of operations on fake tensors. Arguments of shapes that were seen before take a quarter of the time.
+
+    Args:
+        mode: computes the results of shapes that are new.
+    """
+
+    def __init__(self, mode: FakeMode) -> None:
+        self.mode = mode
+        self._known: dict[Hashable, Known | None] = {}
+
+    def of(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Return what an operation returns, and its floating-point operations.
+
+        Host tensors among the arguments count by their shapes.
+
+        Raises:
+            RuntimeError: the arguments do not go together, e.g. because of their shapes or devices.
+        """
+        leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        try:
+            key = (func, structure, *map(_described, leaves))
+            known = self._known.get(key)
+        except TypeError:  # an argument has no hash
+            return self._computed(func, args, kwargs)
+        if known is not None:
+            return self._again(known, tensors), known.flops
+        out, flops = self._computed(func, args, kwargs)
+        if key not in self._known:
+            self._known[key] = _what_it_does(func, tensors, out, flops)
+        return out, flops
+
+    def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+        args, kwargs = optree.tree_map(self._fake, (args, kwargs), none_is_leaf=True)
+        with self.mode:
+            out = func(*args, **kwargs)
+        formula = FORMULAS.get(func.overloadpacket)
+        return out, 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+    def _fake(self, leaf: Any) -> Any:
+        """Return a host tensor without its values."""
+        if isinstance(leaf, FakeTensor) or not isinstance(leaf, Tensor):
+            return leaf
+        with self.mode:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    def _again(self, known: Known, tensors: Sequence[Tensor]) -> Any:
+        """Return results like those before."""
+        made = list[Tensor]()
+        with torch._C._DisableTorchDispatch():
+            for result in known.results:
+                if result.argument is not None and not result.is_view:
+                    made.append(tensors[result.argument])
+                    continue
+                empty = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+                if result.argument is not None:
+                    storage = tensors[result.argument].untyped_storage()
+                    size = storage.nbytes()
+                    empty.set_(storage, result.offset, result.shape, result.stride)
+                    if storage.nbytes() != size:  # FSDP2 has emptied it
+                        storage.resize_(size)
+                made.append(FakeTensor(self.mode, empty, result.device))
+        return optree.tree_unflatten(known.structure, made)
+
+
+def _described(leaf: Any) -> Hashable:
+    """Return what of an argument decides the results."""
+    if isinstance(leaf, Tensor):
+        device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
+        return leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, device
+    return type(leaf), leaf
+
+
+def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> Known | None:
+    """Return what an operation did, None if shapes do not decide it."""
+    results, structure = optree.tree_flatten(out)
+    every = [*tensors, *results]
+    if UNLIKE.intersection(func.tags) or not all(isinstance(each, FakeTensor) for each in results):
+        return None
+    if any(
+        each.is_complex() or each.layout != torch.strided or getattr(each, "constant", None) is not None for each in every
+    ):
+        return None
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    found = list[Result]()
+    for result in results:
+        same = next((number for number, tensor in enumerate(tensors) if tensor is result), None)
+        storage = result.untyped_storage()
+        viewed = storages.index(storage._cdata) if same is None and storage._cdata in storages else None
+        size = sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True)) + 1
+        if same is None and viewed is None and storage.nbytes() != (size * result.itemsize if result.numel() else 0):
+            return None
+        shape = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.fake_device
+        found.append(Result(viewed if same is None else same, viewed is not None, *shape))
+    return Known(tuple(found), structure, flops)

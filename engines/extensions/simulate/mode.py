@@ -1,0 +1,281 @@
+"""The dispatch mode of a simulation: host tensors are real, those on the simulated device are fake, and all is noted."""
+
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fluvial.engines.extensions.simulate import collectives
+from fluvial.engines.extensions.simulate.device import TYPE
+from fluvial.engines.extensions.simulate.fake import FakeMode, Results
+from fluvial.engines.extensions.simulate.memory import Ledger
+from fluvial.engines.extensions.simulate.place import place
+from fluvial.engines.extensions.simulate.values import follow, value_of
+
+aten, prim = torch.ops.aten, torch.ops.prim
+# Floating-point host tensors of this many bytes are fake as well: masters and moments that offload="always" keeps there.
+LARGE = 2**24
+
+
+class Wait(NamedTuple):
+    """The host waits for the device, or copies to it."""
+
+    phase: str
+    kind: str  # read, copy to the device, or synchronisation
+    operation: str
+    line: str
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind in a phase."""
+
+    phase: str
+    name: str
+    ranks: int
+    line: str
+
+
+class SimulatedMode(TorchDispatchMode):
+    """Run a program without its device. Every thread enters the same mode, see `simulation.simulate`.
+
+    Attributes:
+        ledger: memory of the device.
+        host: bytes of the host tensors that are fake, because they are large.
+        waits: how often the host waits, by where.
+        calls, sent: number of collectives, and bytes that each rank sends, by kind.
+        flops: floating-point operations by phase, those that activation checkpointing repeats included.
+        operations: number of operations on the device by phase.
+        phase: name of the present phase.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeMode(allow_non_fake_inputs=True)
+        self._results = Results(self.fake)
+        self.ledger, self.host = Ledger(), Ledger()
+        self.waits: Counter[Wait] = Counter()
+        self.calls: Counter[Traffic] = Counter()
+        self.sent: Counter[Traffic] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.phase = ""
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> "SimulatedMode":
+        # torch.tensor(..., device=) makes its values on the host, as for a GPU; PyTorch keeps this per thread.
+        torch._C._set_only_lift_cpu_tensors(True)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it returns here as operations on local tensors
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # DTensor computes shapes
+        with self._lock:
+            return self._run(func, args, kwargs)
+
+    def note(self, kind: str, operation: str) -> None:
+        """Note that the host waits."""
+        self.waits[Wait(self.phase, kind, operation, place(3))] += 1
+
+    def _run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name
+        leaves = [leaf for leaf in optree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fake = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        if name.startswith(("c10d::", "_c10d_functional")):
+            return self._collective(func, args, kwargs, fake=fake)
+        if func.overloadpacket in (aten.is_pinned, aten._pin_memory) and leaves[0].device.type == "cpu":
+            return fake if func.overloadpacket is aten.is_pinned else leaves[0] if fake else _pinned(leaves[0])
+        if not fake and (device := kwargs.get("device")) is not None and torch.device(device).type == TYPE:
+            fake = True
+        if not fake:
+            return self._on_host(func, args, kwargs, leaves)
+        handler = _HANDLERS.get(func.overloadpacket)
+        if handler is not None and (done := handler(self, func, args, kwargs)) is not NotImplemented:
+            return done
+        return self._computed(func, args, kwargs)
+
+    def _on_host(self, func: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
+        """Compute on the host, or only pretend to if the result is large."""
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func in (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.zeros.default):
+            meta = func(*args, **{**kwargs, "device": "meta"})
+            device = kwargs.get("device") or (leaves[0].device if leaves else "cpu")
+            if meta.nbytes >= LARGE and meta.is_floating_point() and torch.device(device).type == "cpu":
+                return self._computed(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operation, without values."""
+        out, flops = self._results.of(func, args, kwargs)
+        results = [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        follow(func, args, kwargs, results)
+        self.operations[self.phase] += 1
+        self.flops[self.phase] += flops
+        self._count(func, results)
+        return out
+
+    def _count(self, func: Any, results: list[FakeTensor]) -> None:
+        """Enter the storages of an operation's results in the ledger."""
+        line = ""
+        for tensor in results:
+            kind = tensor.fake_device.type
+            if kind not in (TYPE, "cpu"):
+                continue
+            ledger, storage = self.ledger if kind == TYPE else self.host, tensor.untyped_storage()
+            if not ledger.is_known(storage):
+                line = line or place(4) or f"backward, {func._schema.name.partition('::')[2]}"
+                ledger.add(storage, line)
+
+    def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
+        call = collectives.called(func, args, kwargs)
+        if call is not None:
+            kind = Traffic(self.phase, call.name, call.ranks, place(4))
+            self.calls[kind] += 1
+            self.sent[kind] += call.sent
+        with self.fake if fake else nullcontext():
+            out = func(*args, **kwargs)
+        if fake:
+            self._count(func, [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)])
+            collectives.same_values(func, args)
+        else:
+            collectives.same_everywhere(func, args)
+        return out
+
+    # Operations that need more than a shape. A handler that returns NotImplemented leaves the operation to `_computed`.
+
+    def _read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == TYPE:
+            self.note("read", func._schema.name.partition("::")[2])
+        value = value_of(tensor)
+        if value is not None:
+            return value.item()
+        return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
+
+    def _equal(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        self.note("read", "equal")
+        first, second = value_of(args[0]), value_of(args[1])
+        return True if first is None or second is None else torch.equal(first, second)
+
+    def _nonzero(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        return self._true(args[0], "nonzero")
+
+    def _true(self, mask: Tensor, operation: str) -> Tensor:
+        """Return the indices at which a mask is true `[N, dimensions]`: all of them if its values are not known."""
+        self.note("read", operation)
+        value = value_of(mask)
+        count = mask.numel() if value is None else int(value.count_nonzero())
+        options = {"dtype": torch.int64, "device": mask.device}
+        out: Tensor = self._computed(aten.empty.memory_format, ([count, mask.dim()],), options)
+        if value is not None:
+            out.fluvial_value = value.nonzero()  # type: ignore[attr-defined]
+        return out
+
+    def _to_copy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        source, device = args[0], kwargs.get("device")
+        target = source.device if device is None else torch.device(device)
+        if source.device.type == target.type:
+            return NotImplemented
+        if target.type == "meta":
+            dtype = kwargs.get("dtype") or source.dtype
+            return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="meta")
+        waits = not kwargs.get("non_blocking", False)
+        self._moves(source.device.type, target.type, waits=waits, operation="to")
+        options: dict[str, Any] = {"dtype": kwargs.get("dtype") or source.dtype, "device": target}
+        value = value_of(source)
+        if target.type == "cpu":
+            if value is not None:
+                return value.to(options["dtype"]).clone()
+            return self._on_host(aten.zeros.default, (list(source.shape),), options, [])
+        out = self._computed(aten.empty_like.default, (source,), options)
+        if value is not None:
+            out.fluvial_value = value.to(options["dtype"]).clone()
+        return out
+
+    def _copy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        target, source = args[0], args[1]
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if target.device.type == source.device.type:
+            return NotImplemented
+        self._moves(source.device.type, target.device.type, waits=waits, operation="copy_")
+        if torch.broadcast_shapes(target.shape, source.shape) != target.shape:
+            raise RuntimeError(f"copy_: a tensor of shape {list(source.shape)} does not fit into {list(target.shape)}")
+        if isinstance(target, FakeTensor):
+            follow(func, args, kwargs, [target])
+        return target
+
+    def _moves(self, source: str, target: str, *, waits: bool, operation: str) -> None:
+        """Note a copy between host and device."""
+        if target == TYPE:
+            self.note("blocking copy to the device" if waits else "copy to the device", operation)
+        elif source == TYPE and target == "cpu":
+            self.note("read" if waits else "copy to the host", operation)
+
+    def _index(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if args[0].device.type != TYPE:
+            return NotImplemented
+        places: list[Tensor | None] = []
+        for each in args[1]:
+            if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
+                places += self._computed(aten.unbind.int, (self._true(each, "index by a mask"), 1), {})
+            else:
+                if isinstance(each, Tensor) and each.device.type == "cpu":
+                    self.note("blocking copy to the device", "index by a host tensor")
+                places.append(each)
+        return self._computed(func, (args[0], places, *args[2:]), kwargs)
+
+    def _mask(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        number = len(self._true(args[1], "masked_select"))
+        return self._computed(aten.empty.memory_format, ([number],), {"dtype": args[0].dtype, "device": args[0].device})
+
+    def _repeat(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is not None:
+            return NotImplemented
+        self.note("read", "repeat_interleave")
+        value = value_of(args[0])
+        length = args[0].shape[0] if value is None else int(value.sum())
+        return self._computed(func, args, {**kwargs, "output_size": length})
+
+    def _nothing(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        return None
+
+    def _no(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        return False
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a copy of a host tensor with its strides, as CUDA makes one in pinned memory; fake ones count as pinned."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+_HANDLERS: dict[Any, Any] = {
+    aten._local_scalar_dense: SimulatedMode._read,
+    aten.item: SimulatedMode._read,
+    aten.equal: SimulatedMode._equal,
+    aten.nonzero: SimulatedMode._nonzero,
+    aten._to_copy: SimulatedMode._to_copy,
+    aten.copy_: SimulatedMode._copy,
+    aten.index: SimulatedMode._index,
+    aten.index_put_: SimulatedMode._index,
+    aten.masked_select: SimulatedMode._mask,
+    aten.repeat_interleave: SimulatedMode._repeat,
+    aten.record_stream: SimulatedMode._nothing,
+    aten.is_pinned: SimulatedMode._no,
+}

@@ -1,0 +1,185 @@
+"""A simulated world: rank 0 of any number of ranks on the simulated device, with the threads that the program starts."""
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fluvial.engines.engine.world import World, entered
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, Meter, Stream, simulated_device
+from fluvial.engines.extensions.simulate.mode import SimulatedMode
+from fluvial.engines.extensions.simulate.phases import Phases
+
+
+class _Store(FakeStore):
+    """The store of the ranks: what rank 0 has set, the others have set, too, under their own numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether every key is set."""
+        return all(key in self.values or re.sub(r"/\d+$", "/0", key) in self.values for key in keys)
+
+
+class Simulation:
+    """A simulation under way.
+
+    Attributes:
+        world: rank 0 of the simulated ranks.
+        mode: all that was noted.
+        phases: peaks of the phases.
+    """
+
+    def __init__(self, world: World, mode: SimulatedMode, accelerator: Accelerator) -> None:
+        self.world, self.mode, self.accelerator = world, mode, accelerator
+        self.phases = Phases(mode)
+
+
+@contextlib.contextmanager
+def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Iterator[Simulation]:
+    """Run what is in the context on a simulated accelerator, as rank 0 of a number of ranks.
+
+    All ranks are taken to do what rank 0 does. A value that is read from the device is 0.
+
+    Args:
+        ranks: number of ranks.
+        accelerator: the GPU.
+    """
+    accelerator, mode = accelerator or Accelerator(), SimulatedMode()
+    ledger = mode.ledger
+    meter = Meter(
+        lambda: ledger.now, lambda: ledger.peak, ledger.reset_peak, lambda: mode.note("synchronisation", "synchronize")
+    )
+    store = _Store()  # as long as it has a name, its methods are found
+    with simulated_device(accelerator, meter) as device, _patched(mode):
+        dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=store, rank=0, world_size=ranks)
+        try:
+            world = World(0, ranks, device, init_device_mesh(TYPE, (ranks,), mesh_dim_names=("shard",)))
+            with entered(world), mode, _explained():
+                yield Simulation(world, mode, accelerator)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say why autograd does not know the device, where it was registered too late."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise UsageError(
+            "a backward pass has run in this process before its first simulation, so that autograd does not know the "
+            "simulated device: simulate in a new process, or call engines.extensions.simulate.device.register first"
+        ) from error
+
+
+@contextlib.contextmanager
+def _patched(mode: SimulatedMode) -> Iterator[None]:
+    """Run threads under the mode, and tell the ledger of resized storages, which are no operations."""
+    start, resize = threading.Thread.start, torch.UntypedStorage.resize_
+
+    def started(thread: threading.Thread) -> None:
+        thread.run = partial(_under, mode, thread.run)  # type: ignore[method-assign]
+        start(thread)
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        mode.ledger.resized(storage)
+        return out
+
+    def to_list(tensor: Any) -> Any:
+        mode.note("read", "tolist")
+        value = getattr(tensor, "fluvial_value", None)
+        return (torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value).tolist()
+
+    def to_numpy(tensor: Any, **_: Any) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
+
+    def pickled(tensor: Any, _: Any) -> Any:  # images that ranks show each other
+        return partial(torch.zeros, dtype=tensor.dtype), (tuple(tensor.shape),)
+
+    with (
+        replaced(threading.Thread, "start", started),
+        replaced(torch.UntypedStorage, "resize_", resized),
+        replaced(FakeTensor, "tolist", to_list),
+        replaced(FakeTensor, "numpy", to_numpy),
+        replaced(FakeTensor, "__reduce_ex__", pickled),
+        replaced(FakeTensor, "record_stream", lambda *_: None),
+        replaced(torch.Tensor, "data", property(*_data())),
+        replaced(torch.accelerator, "current_stream", lambda *_: Stream()),
+        replaced(dist.ProcessGroup, "_has_hooks", lambda _: False),  # of the fake backend, which has none, PyTorch warns
+        replaced(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
+    ):
+        yield
+
+
+def _swap(plain: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return `torch.utils.swap_tensors` for fake tensors, to which fake modes keep weak references that it refuses."""
+
+    def swap(first: Any, second: Any) -> None:
+        if not isinstance(first, FakeTensor) and not isinstance(second, FakeTensor):
+            plain(first, second)
+            return
+        first.__class__, second.__class__ = second.__class__, first.__class__
+        first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+        torch._C._swap_tensor_impl(first, second)
+
+    return swap
+
+
+def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]:
+    """Return how `Tensor.data` is read, and written: also with a tensor of another device, which PyTorch allows on CUDA."""
+    plain = torch._C.TensorBase.data
+
+    def write(tensor: Tensor, value: Tensor) -> None:
+        if torch._has_compatible_shallow_copy_type(tensor, value):
+            plain.__set__(tensor, value)  # type: ignore[attr-defined]
+            return
+        made: Tensor = value.detach()
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, made)
+
+    return plain.__get__, write  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a class or module another attribute until the context ends."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _under(mode: SimulatedMode, run: Callable[[], None]) -> None:
+    with mode:
+        run()

@@ -1,0 +1,133 @@
+"""Functions and command lines in forked processes, with limits of memory and time: what fails ends itself alone."""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from fluvial.engines.run.process.launch import STORE
+
+MOST_BYTES = 6 * 2**30  # memory that a process may take beyond what it is forked with
+SECONDS = 300.0
+POLL = 0.02
+
+
+class Ended(NamedTuple):
+    """How processes ended."""
+
+    code: int  # 0, or that of the first process that failed
+    output: str  # what all of them have printed
+
+    @property
+    def last(self) -> str:
+        """The last line of the output."""
+        return self.output.strip().rpartition("\n")[2]
+
+
+class Forked:
+    """A function in a forked process that prints to a file; its exit code is what the function returns.
+
+    torch must have computed nothing in this process, because its threads do not survive a fork.
+
+    Args:
+        function: called without arguments; an exception is printed, and is exit code 1.
+        output: file that it prints to.
+        environment: further environment variables.
+    """
+
+    def __init__(self, function: Callable[[], int | None], output: Path, environment: dict[str, str] | None = None) -> None:
+        self.output = output
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            os.environ.update(environment or {})
+            written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(written, 1)
+            os.dup2(written, 2)
+            sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+            limited()
+            code = function() or 0
+        except BaseException as error:  # of diffusers and transformers
+            traceback.print_exc()
+            print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
+        finally:
+            with contextlib.suppress(BaseException):
+                _flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal that ended the process; None while it runs."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def kill(self) -> None:
+        """End the process and those that it has started."""
+        for end in (os.killpg, os.kill):  # it may not have a group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                end(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        return self.output.read_text(errors="replace", encoding="utf-8") if self.output.exists() else ""
+
+
+def limited() -> None:
+    """Limit the memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])  # of data and stack
+    most = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def wait(processes: list[Forked], seconds: float = SECONDS) -> Ended:
+    """Wait for processes until the first fails; those that are left are ended, and so are all after `seconds`."""
+    running, code, until = dict(enumerate(processes)), 0, time.monotonic() + seconds
+    while running and not code:
+        for number, process in list(running.items()):
+            if (ended := process.poll()) is not None:
+                del running[number]
+                code = code or ended
+        if time.monotonic() > until:
+            code = code or -signal.SIGALRM
+        time.sleep(POLL)
+    for process in running.values():
+        process.kill()
+    output = "\n".join(process.printed() for process in processes)
+    said = {-signal.SIGALRM: f"it takes more than {seconds:g} seconds", -signal.SIGKILL: "it takes too much memory"}
+    return Ended(code, f"{output}\n{said[code]}" if code in said else output)
+
+
+def ranks(function: Callable[[], int | None], folder: Path, count: int) -> Ended:
+    """Run a function as the ranks of one process group, and wait for them; see `Forked`."""
+    with socket.create_server(("127.0.0.1", 0), backlog=count) as listening:
+        port, size = str(listening.getsockname()[1]), str(count)
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        own[0] |= {STORE: str(listening.fileno())}
+        return wait([Forked(function, folder / f"rank{rank}", {**shared, **own[rank]}) for rank in range(count)])
+
+
+@contextlib.contextmanager
+def running(function: Callable[[], int | None], output: Path) -> Iterator[Forked]:
+    """Run a function in a process that is ended at the end of the block."""
+    process = Forked(function, output)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,195 @@
+"""Batches of each of verl-omni's model types as items, outputs of the model, and what the loss function reads.
+
+| model type | items | outputs |
+|---|---|---|
+| diffusion_model | recorded steps of rollouts | log_probs, prev_sample_mean, std_dev_t, sqrt_dt |
+| diffusion_nft_model | clean samples with noise | predictions of the policy, of the adapter `old` and of the base model |
+| diffusion_dpo_model | clean samples with noise, in pairs | noise_pred, noise, latent, timesteps |
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core import gaussian
+from fluvial.core.checks import per_sample
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.verl.batch import Batch, Fields, step_by_step
+from fluvial.engines.extensions.verl.denoiser import Denoiser
+from fluvial.engines.extensions.verl.settings import Settings
+from fluvial.engines.sampling.samplers import SAMPLERS
+from fluvial.kernels import step_log_prob
+from fluvial.models import Cond
+from fluvial.models.lora import use_adapter
+
+OLD = "old"  # adapter of DiffusionNFT's old policy
+NUMBERS = ("old_log_probs", "advantages")  # of recorded steps
+PER_STEP = (
+    "ref_log_prob",
+    "ref_prev_sample_mean",
+    "teacher_prev_sample_mean",
+    "old_prev_sample_mean",
+    "rollout_is_weights",
+)
+PER_SAMPLE = ("ref_noise_pred", "teacher_noise_pred")
+Tensors = dict[str, Tensor]
+
+
+class Algorithm(NamedTuple):
+    """The algorithm of a model type: reads a batch, and computes its loss."""
+
+    name: str  # model type
+    batch: Callable[[Denoiser, Fields, bool], Batch]  # items of a batch; the last argument: whether a loss reads the batch
+    outputs: Callable[[Denoiser, nn.Module, Tensors, Cond], Tensors]  # outputs of a micro-batch, `[b, ...]`
+    adapter: str | None = None  # adapter that training compares with
+
+    def check(self, settings: Settings) -> None:
+        """Raise UsageError if a run in training lacks the adapter."""
+        trained = settings.optimizer is not None
+        if trained and self.adapter is not None and (settings.lora is None or self.adapter not in settings.adapters):
+            raise UsageError(
+                f"{self.name} compares with the adapter {self.adapter}: set model.lora_rank, and "
+                f"model.policy_state_adapters to [default, {self.adapter}]"
+            )
+
+
+def recorded_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
+    """Return the recorded steps of rollouts, for Flow-GRPO, DanceGRPO, Flow-DPPO, GRPO-Guard and distillation."""
+    shape, samples = denoiser.shape(fields), fields.samples
+    timesteps = fields.tensor("all_timesteps", (samples, None), what="one timestep per sample and step")
+    count = timesteps.shape[1]
+    found = step_by_step(denoiser.steps(timesteps, shape))
+    if fields.has("all_next_latents"):
+        x = denoiser.latents(fields, "all_latents", shape, samples, count)
+        x_next = denoiser.latents(fields, "all_next_latents", shape, samples, count)
+    else:
+        latents = denoiser.latents(fields, "all_latents", shape, samples, count + 1)
+        x, x_next = latents[:, :-1], latents[:, 1:]
+    schedule, device = denoiser.schedule(shape), x.device
+    items = {
+        "x": step_by_step(x),
+        "x_next": step_by_step(x_next),
+        "level": schedule.levels[found].to(device),
+        "level_next": schedule.levels[found + 1].to(device),
+        "timestep": schedule.timesteps[found].to(device),
+        "sample": torch.arange(samples, device=device).repeat(count),
+    }
+    given = {}
+    if loss:
+        given = {name: fields.by_item(name, count, exact=True) for name in NUMBERS}
+        given.update({name: fields.by_item(name, count) for name in PER_STEP if fields.has(name)})
+    return Batch(samples, count, items, denoiser.cond(fields), given)
+
+
+def step_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
+    """Return log_probs `[b]`, prev_sample_mean, std_dev_t `[b, 1, ...]` and sqrt_dt `[b]`.
+
+    std_dev_t has verl-omni's unit: for "sde" it is a rate, the standard deviation of the step over sqrt_dt, and for the
+    other samplers the standard deviation of the step.
+    """
+    settings, x, level, level_next = denoiser.settings, items["x"], items["level"], items["level_next"]
+    transition = denoiser.sampler(tuple(x.shape[1:]))(level, level_next)
+    v = denoiser.predict(module, items, cond)
+    log_prob, _ = step_log_prob(transition, x, v, items["x_next"], form=settings.form)
+    mean = denoiser.architecture.pack(gaussian.mean(transition, x, v))
+    sqrt_dt = torch.sqrt(level - level_next)
+    is_rate = SAMPLERS[settings.sampler].kl_weight == "rate"
+    std = transition.std / sqrt_dt if is_rate else transition.std
+    return {"log_probs": log_prob, "prev_sample_mean": mean, "std_dev_t": per_sample(std, mean), "sqrt_dt": sqrt_dt}
+
+
+def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
+    """Return clean samples with noise on them, for DiffusionNFT.
+
+    Without `forward_noise` the noise is drawn here, with torch's generator.
+    """
+    shape, samples = denoiser.shape(fields), fields.samples
+    timesteps = fields.tensor("train_timesteps", (samples, None), what="one timestep per sample and step")
+    count = timesteps.shape[1]
+    x0 = denoiser.latents(fields, "latents_clean", shape, samples)
+    clean = x0.repeat(count, *[1] * (x0.ndim - 1))
+    if fields.has("forward_noise"):
+        layout = denoiser.architecture.layout(shape)
+        each = fields.tensor("forward_noise").ndim == 2 + len(layout)
+        noise = denoiser.latents(fields, "forward_noise", shape, samples, *[count] * each)
+        noise = step_by_step(noise) if each else noise.repeat(count, *[1] * (noise.ndim - 1))
+    else:
+        noise = torch.randn_like(clean)
+    items = denoiser.noised(fields, clean, noise, step_by_step(timesteps))
+    given = {"reward_prob": fields.by_item("reward_prob", count)} if loss else {}
+    return Batch(samples, count, items, denoiser.cond(fields), given)
+
+
+def nft_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
+    """Return old_prediction, forward_prediction, ref_forward_prediction, x0, xt and t_expanded."""
+    with torch.no_grad():
+        with use_adapter(module, OLD):
+            old = denoiser.predict(module, items, cond)
+        with use_adapter(module, None):
+            reference = denoiser.predict(module, items, cond)
+    samples = {
+        "old_prediction": old,
+        "forward_prediction": denoiser.predict(module, items, cond),
+        "ref_forward_prediction": reference,
+        "x0": items["x0"],
+        "xt": items["x"],
+    }
+    packed = {name: denoiser.architecture.pack(value) for name, value in samples.items()}
+    return {**packed, "t_expanded": per_sample(items["level"], packed["xt"])}
+
+
+def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
+    """Return pairs of clean samples with the same noise on both, for Diffusion-DPO.
+
+    Samples 2 k and 2 k + 1 are a pair, the chosen one first. Without `noise` and `timesteps` these are drawn here, with
+    torch's generator, the same for both samples of a pair: the timestep is one of the scheduler's, logit-normal.
+    """
+    shape, samples = denoiser.shape(fields), fields.samples
+    if samples % 2:
+        raise UsageError(f"the batch has {samples} samples, expected pairs: chosen, rejected, chosen, ...")
+    x0 = denoiser.latents(fields, "latents_clean", shape, samples)
+    if fields.has("noise") != fields.has("timesteps"):
+        there, missing = ("noise", "timesteps") if fields.has("noise") else ("timesteps", "noise")
+        raise UsageError(f"the batch has {there} and no {missing}, expected both or neither")
+    if fields.has("noise"):
+        noise = denoiser.latents(fields, "noise", shape, samples)
+        timesteps = fields.tensor("timesteps", (samples,), what="one timestep per sample").float()
+        for name, value in (("noise", noise), ("timesteps", timesteps)):
+            if not torch.equal(value[0::2], value[1::2]):
+                raise UsageError(f"{name} differs between the two samples of a pair, expected the same")
+    else:
+        noise = torch.randn_like(x0[0::2]).repeat_interleave(2, 0)
+        known = denoiser.model.scheduler().timesteps
+        drawn = torch.sigmoid(torch.randn(samples // 2))
+        timesteps = known[(drawn * len(known)).long()].float().repeat_interleave(2).to(x0.device)
+    items = denoiser.noised(fields, x0, noise, timesteps)
+    given, uid = {}, None
+    if loss:
+        given["sample_level_rewards"] = fields.tensor("sample_level_rewards", (samples,), what="one reward per sample")
+        layout = 1 + len(denoiser.architecture.layout(shape))
+        for name in PER_SAMPLE:
+            if fields.has(name):
+                value = fields.tensor(name, (samples,))
+                given[name] = value[:, 0] if value.ndim == layout + 1 and value.shape[1] == 1 else value
+        uid = fields.plain("uid")
+    return Batch(samples, 1, items, denoiser.cond(fields), given, None if uid is None else list(uid), width=2)
+
+
+def pair_outputs(denoiser: Denoiser, module: nn.Module, items: Tensors, cond: Cond) -> Tensors:
+    """Return noise_pred, noise, latent and timesteps `[b]`."""
+    pack = denoiser.architecture.pack
+    return {
+        "noise_pred": pack(denoiser.predict(module, items, cond)),
+        "noise": pack(items["noise"]),
+        "latent": pack(items["x0"]),
+        "timesteps": items["timestep"],
+    }
+
+
+ALGORITHMS = (
+    Algorithm("diffusion_model", recorded_steps, step_outputs),
+    Algorithm("diffusion_nft_model", noised_steps, nft_outputs, OLD),
+    Algorithm("diffusion_dpo_model", noised_pairs, pair_outputs),
+)

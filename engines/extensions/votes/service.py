@@ -1,0 +1,305 @@
+"""The server of votes: people compare two images of a group at a time on a page, and training runs ask for the result.
+
+GET  /                 the page; its address holds the key behind #, which a browser sends to nobody
+POST /next             {"voter"} -> {"pair": {"group", "pair", "prompt"} or null, "progress": {...}}
+POST /image            {"group", "number"} -> PNG
+POST /vote             {"voter", "group", "pair", "score"} -> as /next
+POST /undo             {"voter"} -> as /next
+POST /groups, /votes   of training runs, see `fluvial.engines.scoring.clients.votes`
+"""
+
+import asyncio
+import base64
+import hashlib
+import io
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from fluvial.engines.extensions.servers import asgi
+from fluvial.engines.extensions.servers.asgi import RequestError, json_of
+from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id, image_name
+
+PAGE = resources.files("fluvial.engines.extensions.votes").joinpath("page.html").read_text(encoding="utf-8")
+SCRIPT = PAGE.partition("<script>")[2].partition("</script>")[0]
+POLICY = (
+    f"default-src 'none'; img-src blob: data:; connect-src 'self'; style-src 'unsafe-inline'; frame-ancestors 'none'; "
+    f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
+)
+FORGOTTEN = 60.0  # seconds after which a group that no run asks for is not shown any more
+LEFT = 120.0  # seconds after which a pair that a voter was shown is given to another
+MOST_MB, MOST_PIXELS = 64, 100_000_000  # of a group
+Pair = tuple[int, int]
+Voter = Annotated[str, Meta(min_length=1, max_length=60)]
+Index = Annotated[int, Meta(ge=0, le=63)]
+
+
+class Groups(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request of a training run for the votes on a group."""
+
+    prompt: Annotated[str, Meta(max_length=100_000)]
+    images: Annotated[list[str], Meta(min_length=2, max_length=64)]
+
+
+class Asked(Struct, frozen=True):
+    """A request for the state of groups."""
+
+    groups: Annotated[list[str], Meta(max_length=100_000)]
+
+
+class Voting(Struct, frozen=True):
+    """A request of a voter who votes on nothing."""
+
+    voter: Voter
+
+
+class Shown(Struct, frozen=True):
+    """A request for an image."""
+
+    group: str
+    number: Index
+
+
+class Voted(Struct, frozen=True):
+    """A vote."""
+
+    voter: Voter
+    group: str
+    pair: tuple[Index, Index]
+    score: float
+
+
+@dataclass
+class Group:
+    """A group that a run has asked for.
+
+    Args:
+        pairs: comparisons that are asked for, in the order in which they are made.
+        asked: time at which a run last asked for it.
+    """
+
+    prompt: str
+    size: int
+    pairs: list[Pair]
+    asked: float
+    wins: list[list[float]]
+    done: Counter[Pair] = field(default_factory=Counter)  # comparisons by pair, the smaller number first
+
+    def count(self, vote: Vote, sign: int = 1) -> None:
+        """Count a vote, or take it back."""
+        i, j = vote.pair
+        self.wins[i][j] += sign * vote.score
+        self.wins[j][i] += sign * (1 - vote.score)
+        self.done[min(i, j), max(i, j)] += sign
+
+    @property
+    def left(self) -> list[Pair]:
+        """Comparisons that are still to be made, in order."""
+        done, left = Counter(self.done), []
+        for pair in self.pairs:
+            if done[pair] > 0:
+                done[pair] -= 1
+            else:
+                left.append(pair)
+        return left
+
+    @property
+    def made(self) -> int:
+        """Number of the comparisons asked for that are made."""
+        return len(self.pairs) - len(self.left)
+
+
+class VoteService:
+    """The handlers of the server of votes.
+
+    Args:
+        folder: folder of the votes.
+        rounds: number of times that each image is compared with two others; a group of two is compared once per round.
+        clock: seconds.
+    """
+
+    def __init__(self, folder: VoteFolder, *, rounds: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.rounds, self.clock = folder, rounds, clock
+        self.groups: dict[str, Group] = {}
+        self.shown: dict[str, tuple[str, Pair, float]] = {}  # by voter: group and pair that they look at, and since when
+
+    async def ask(self, request: Request) -> JSONResponse:
+        """Take in a group, and return its state."""
+        body = await json_of(request, Groups, most_bytes=MOST_MB * 1_000_000)
+        images = await asyncio.to_thread(_images, body.images)
+        name = group_id(body.prompt, images)
+        if name not in self.groups:
+            alike = len(set(images)) == 1
+            pairs = [] if alike else comparisons(len(images), self.rounds, name)
+            wins = [[0.0] * len(images) for _ in images]
+            if not alike:
+                self.folder.keep_images(name, images)
+            self.groups[name] = made = Group(body.prompt, len(images), pairs, self.clock(), wins)
+            for vote in self.folder.votes:
+                if vote.group == name:
+                    made.count(vote)
+        self.groups[name].asked = self.clock()
+        return JSONResponse(self._state(name))
+
+    async def votes(self, request: Request) -> JSONResponse:
+        """Return the states of groups, null for those that are unknown."""
+        body = await json_of(request, Asked, most_bytes=MOST_MB * 1_000_000)
+        now = self.clock()
+        for name in body.groups:
+            if name in self.groups:
+                self.groups[name].asked = now
+        return JSONResponse({"groups": {name: self._state(name) if name in self.groups else None for name in body.groups}})
+
+    async def page(self, request: Request) -> Response:
+        """Return the page."""
+        headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+        return Response(PAGE, media_type="text/html", headers={**headers, "X-Content-Type-Options": "nosniff"})
+
+    async def next(self, request: Request) -> JSONResponse:
+        """Return the comparison that a voter should make, and the progress."""
+        body = await json_of(request, Voting, most_bytes=100_000)
+        return JSONResponse(self._next(body.voter))
+
+    async def image(self, request: Request) -> Response:
+        """Return an image of a group."""
+        body = await json_of(request, Shown, most_bytes=100_000)
+        group = self.groups.get(body.group)
+        if group is None or body.number >= group.size:
+            raise RequestError(404, "there is no such image")
+        return Response((self.folder.folder / image_name(body.group, body.number)).read_bytes(), media_type="image/png")
+
+    async def vote(self, request: Request) -> JSONResponse:
+        """Keep a vote, and return the next comparison."""
+        body = await json_of(request, Voted, most_bytes=100_000)
+        group = self.groups.get(body.group)
+        if group is None:
+            raise RequestError(404, "no run has asked for this group")
+        if body.score not in (0, 0.5, 1):
+            raise RequestError(400, f"the score is {body.score:g}, expected 1, 0 or 0.5")
+        if body.pair[0] == body.pair[1] or max(body.pair) >= group.size:
+            raise RequestError(400, f"the pair is {list(body.pair)}, expected two of {group.size} images")
+        vote = Vote(body.group, group.size, body.pair, float(body.score), body.voter)
+        self.folder.append(vote, group.prompt)
+        group.count(vote)
+        self.shown.pop(body.voter, None)
+        return JSONResponse(self._next(body.voter))
+
+    async def undo(self, request: Request) -> JSONResponse:
+        """Take back the last vote of a voter, and show its comparison again."""
+        body = await json_of(request, Voting, most_bytes=100_000)
+        vote = self.folder.undo(body.voter)
+        if vote is not None and vote.group in self.groups:
+            self.groups[vote.group].count(vote, -1)
+            self.shown[body.voter] = vote.group, vote.pair, self.clock()
+        return JSONResponse({**self._next(body.voter), "undone": vote is not None})
+
+    def _state(self, name: str) -> dict[str, Any]:
+        group = self.groups[name]
+        return {"group": name, "done": group.made, "wanted": len(group.pairs), "wins": group.wins}
+
+    def _next(self, voter: str) -> dict[str, Any]:
+        """Return the comparison that a voter sees: the one they saw before, or the first that nobody else looks at."""
+        now = self.clock()
+        live = {name: group for name, group in self.groups.items() if now - group.asked < FORGOTTEN and group.pairs}
+        others = Counter[tuple[str, Pair]]()
+        for other, (name, (i, j), since) in self.shown.items():
+            if other != voter and now - since < LEFT:
+                others[name, (min(i, j), max(i, j))] += 1
+        chosen: tuple[str, Pair] | None = None
+        held = self.shown.get(voter)
+        if held is not None and held[0] in live and tuple(sorted(held[1])) in live[held[0]].left:
+            chosen = held[0], held[1]
+        for name, group in () if chosen is not None else live.items():
+            for pair in group.left:
+                if others[name, pair]:
+                    others[name, pair] -= 1
+                elif chosen is None:
+                    # Half of the pairs the other way round, so that a preference for one side does not count for an image.
+                    order = pair if random.Random(f"{name} {pair} {group.done[pair]}").random() < 0.5 else pair[::-1]
+                    chosen = name, (order[0], order[1])
+        if chosen is None:
+            self.shown.pop(voter, None)
+        else:
+            self.shown[voter] = (*chosen, now)
+        progress = {
+            "made": sum(group.made for group in live.values()),
+            "wanted": sum(len(group.pairs) for group in live.values()),
+            "groups": len(live),
+            "complete": sum(not group.left for group in live.values()),
+            "own": sum(vote.voter == voter for vote in self.folder.votes),
+        }
+        shown = None
+        if chosen is not None:
+            shown = {"group": chosen[0], "pair": list(chosen[1]), "prompt": live[chosen[0]].prompt}
+        return {"pair": shown, "progress": progress}
+
+
+def comparisons(size: int, rounds: int, seed: str) -> list[Pair]:
+    """Return the pairs of a group that are compared, the smaller number first.
+
+    Each round compares the images around a ring with those at one distance, which grows by one per round, so that each image
+    is compared twice per round, and the first round connects all of them. A group of two has one comparison per round.
+
+    Args:
+        seed: seed of the order of the ring.
+    """
+    ring = list(range(size))
+    random.Random(seed).shuffle(ring)
+    if size == 2:
+        return [(0, 1)] * rounds
+    found = []
+    for number in range(rounds):
+        distance = number % (size // 2) + 1
+        for place in range(size):
+            first, second = ring[place], ring[(place + distance) % size]
+            found.append((min(first, second), max(first, second)))
+    return found
+
+
+def application(service: VoteService, *, key: str) -> ASGIApp:
+    """Return the application; requests but those for the page need the key."""
+    routes = [
+        Route("/", service.page, methods=["GET"]),
+        Route("/next", service.next, methods=["POST"]),
+        Route("/image", service.image, methods=["POST"]),
+        Route("/vote", service.vote, methods=["POST"]),
+        Route("/undo", service.undo, methods=["POST"]),
+        Route("/groups", service.ask, methods=["POST"]),
+        Route("/votes", service.votes, methods=["POST"]),
+    ]
+    return asgi.application(routes, close=service.folder.close, key=key, page="/")
+
+
+def _images(texts: list[str]) -> list[bytes]:
+    """Return PNG files.
+
+    Raises:
+        RequestError: one is no PNG, they have several sizes, or too many pixels.
+    """
+    found, sizes = [], set()
+    for text in texts:
+        try:
+            data = base64.b64decode(text, validate=True)
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+                sizes.add(image.size)
+                image.verify()
+        except Exception as error:  # a damaged file raises many kinds
+            raise RequestError(400, f"an image is not a PNG file as base64: {error}") from None
+        found.append(data)
+    if len(sizes) > 1:
+        raise RequestError(400, f"the images have the sizes {sorted(sizes)}, expected one size")
+    width, height = sizes.pop()
+    if width * height * len(texts) > MOST_PIXELS:
+        raise RequestError(413, f"the images have more than {MOST_PIXELS // 1_000_000} million pixels")
+    return found

@@ -1,0 +1,122 @@
+"""Tensors in messages: safetensors files of one tensor, whose sizes are checked before anything is allocated.
+
+    {"__tensor__": True, "data": <file>, "shape": [4, 2], "dtype": "torch.bfloat16"}
+
+`data` is bytes in msgpack, and base64 text of the same bytes in JSON. Nothing is ever unpickled.
+"""
+
+import json
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from safetensors.torch import save
+from torch import Tensor
+
+from fluvial.engines.extensions.wire.decode import WireError, convert, unpack
+
+DTYPES: dict[str, tuple[str, torch.dtype]] = {
+    f"torch.{name}": (short, dtype)
+    for name, short, dtype in (
+        ("float64", "F64", torch.float64),
+        ("float32", "F32", torch.float32),
+        ("float16", "F16", torch.float16),
+        ("bfloat16", "BF16", torch.bfloat16),
+        ("int64", "I64", torch.int64),
+        ("int32", "I32", torch.int32),
+        ("int16", "I16", torch.int16),
+        ("int8", "I8", torch.int8),
+        ("uint8", "U8", torch.uint8),
+        ("bool", "BOOL", torch.bool),
+    )
+}
+MOST_HEADER = 4096  # bytes of the header of a file of one tensor
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=16)]
+
+
+class Envelope(Struct, frozen=True):
+    """A tensor in a message.
+
+    Args:
+        data: safetensors file of one tensor named t.
+        marked: field by which an envelope is known.
+
+    Raises:
+        WireError: file, shape and dtype do not agree.
+    """
+
+    data: bytes
+    shape: Shape
+    dtype: str
+    marked: Literal[True] = msgspec.field(name="__tensor__")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise WireError(f"dtype is {self.dtype[:40]!r}, expected one of {', '.join(DTYPES)}")
+        short, dtype = DTYPES[self.dtype]
+        size, length = math.prod(self.shape) * dtype.itemsize, int.from_bytes(self.data[:8], "little")
+        if len(self.data) < 8 or length > MOST_HEADER or len(self.data) != 8 + length + size:
+            raise WireError(
+                f"data has {len(self.data)} bytes with a header of {length}, expected a safetensors file of one tensor of "
+                f"{size} bytes"
+            )
+        try:
+            header = json.loads(self.data[8 : 8 + length])
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict) or set(header) - {"__metadata__"} != {"t"}:
+            raise WireError("data is no safetensors file with one tensor named t")
+        if header["t"] != {"dtype": short, "shape": list(self.shape), "data_offsets": [0, size]}:
+            raise WireError(f"data holds another tensor than {short} {list(self.shape)}, which the envelope says")
+
+    @property
+    def tensor(self) -> Tensor:
+        """A copy of the tensor."""
+        dtype = DTYPES[self.dtype][1]
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=dtype)
+        start = 8 + int.from_bytes(self.data[:8], "little")
+        return torch.frombuffer(bytearray(memoryview(self.data)[start:]), dtype=dtype).reshape(self.shape)
+
+
+def envelope(tensor: Tensor) -> Envelope:
+    """Return the envelope of a tensor.
+
+    Raises:
+        WireError: its dtype has no place in the schema.
+    """
+    if str(tensor.dtype) not in DTYPES:
+        raise WireError(f"a tensor is of {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+    return Envelope(save({"t": tensor.detach().cpu().contiguous()}), tuple(tensor.shape), str(tensor.dtype), True)
+
+
+def packed(value: Any) -> bytes:
+    """Return a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
+    return msgspec.msgpack.encode(value, enc_hook=_enveloped)
+
+
+def tree_of(data: bytes) -> Any:
+    """Return a part of a message as a tree of maps and lists, its envelopes as tensors.
+
+    The tree takes as much memory as its sender wants, so this is for replies of servers that are trusted.
+
+    Raises:
+        WireError: it is no msgpack, or an envelope in it is wrong.
+    """
+
+    def opened(value: Any, name: str) -> Any:
+        if isinstance(value, dict) and "__tensor__" in value:
+            return convert(value, Envelope, name=name).tensor
+        if isinstance(value, dict):
+            return {key: opened(item, f"{name}.{key}") for key, item in value.items()}
+        return [opened(item, f"{name}[{number}]") for number, item in enumerate(value)] if isinstance(value, list) else value
+
+    return opened(unpack(data, Any), "")
+
+
+def _enveloped(value: Any) -> Envelope:
+    if isinstance(value, Tensor):
+        return envelope(value)
+    raise WireError(f"a {type(value).__name__} has no place in the schema")

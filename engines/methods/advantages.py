@@ -1,0 +1,228 @@
+"""Advantages: rewards relative to the other samples of their group, or to earlier rewards of their prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.advantages import Scale, group_advantages, multi_reward_advantages
+from fluvial.core.checks import check_fields
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.protocol import Objective
+from fluvial.engines.scoring.floors import parse_floors
+
+SMALLEST = (1e-12, 1e30)
+
+# The last rewards of each prompt, oldest first: part of a run's checkpoints.
+History = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How rewards become advantages.
+
+    Args:
+        scale: Standard deviation by which a reward's distance to its group's mean is divided: group (of its group), batch
+            (of all samples of the rollout) or none.
+        eps: Number added to that standard deviation, in the unit of the reward.
+        clip: Bound of the advantages, which are clipped to [-clip, clip]; None clips nothing.
+        combine: How several rewards become one advantage: sum (of the weighted rewards) or gdpo (each reward is normalised
+            in its group, then weighted, then normalised over the batch, arXiv 2601.05242) or advantages (each reward is
+            normalised in its group, then weighted, as in MixGRPO's code).
+        ddof: Delta degrees of freedom of the standard deviations: 1 (unbiased) or 0 (of the population, as numpy's, which
+            Flow-GRPO's code takes).
+        drop_zero: Leave samples with advantage 0 out of the loss, its KL term and the count that it is averaged over, as
+            Flow-GRPO's code does. Otherwise they get the KL term, and count.
+        rescale: Bound that clipped advantages are scaled to, A rescale / clip (AWM's code divides by the clip); None scales
+            nothing.
+        extremes: Number of the best and of the worst samples per group that are trained on, by the weighted sum of their
+            rewards (DanceGRPO's code for HunyuanVideo takes 4 and 4 of 24); the others count for their group's mean alone.
+            0 trains on all.
+        history: Number of the last rewards of each prompt, over past rollouts, whose mean and standard deviation normalise
+            its rewards in place of its group's (DDPO's code); 0 takes the group's.
+        history_min: Number of rewards of a prompt below which those of all samples of the rollout are taken.
+        floors: Rewards that are kept above a floor instead of being maximised, as name=floor, e.g. ocr=0.8. Each gets a
+            Lagrange multiplier as its weight, which rises while its mean over a rollout is below the floor and falls, down
+            to 0, while it is above.
+        floor_lr: Step size of the multipliers: their change per rollout and unit of the reward.
+        floor_max: Largest multiplier of a reward that has a floor.
+    """
+
+    scale: Scale = "group"
+    eps: float = 1e-4
+    clip: float | None = None
+    combine: Literal["sum", "gdpo", "advantages"] = "sum"
+    ddof: Literal[0, 1] = 1
+    drop_zero: bool = False
+    rescale: float | None = None
+    extremes: int = 0
+    history: int = 0
+    history_min: int = 16
+    floors: tuple[str, ...] = ()
+    floor_lr: float = 0.1
+    floor_max: float = 10.0
+
+    @property
+    def floor_of(self) -> dict[str, float]:
+        """Floor of each reward that has one, by name."""
+        return parse_floors(self.floors, field="advantage.floors")
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            eps=SMALLEST,
+            clip=SMALLEST,
+            rescale=SMALLEST,
+            extremes=(0, 2**31),
+            history=(0, 2**31),
+            history_min=(2, 2**31),
+            floor_lr=SMALLEST,
+            floor_max=SMALLEST,
+        )
+        parse_floors(self.floors, field="advantage.floors")
+        if not self.floors and (self.floor_lr, self.floor_max) != (0.1, 10.0):
+            raise UsageError("`advantage.floor_lr` or floor_max is set, and no reward has a floor: set `advantage.floors`")
+        if self.floors and self.history:
+            hint = "the multipliers of `advantage.floors` change what is learnt from between the rollouts that it compares"
+            raise UsageError("advantage.history", self.history, "0", hint)
+        if self.rescale is not None and self.clip is None:
+            raise UsageError("advantage.rescale", self.rescale, hint="`advantage.clip` is None; set the clip that it scales")
+        if not self.history and self.history_min != 16:
+            raise UsageError("advantage.history_min", self.history_min, hint="`advantage.history` is 0; set it above 0")
+        if not self.history:
+            return
+        if self.history_min > self.history:
+            hint = "a prompt's own rewards would never be taken"
+            raise UsageError("advantage.history_min", self.history_min, f"at most `advantage.history` {self.history}", hint)
+        if self.scale != "group" or self.combine != "sum":
+            expected = "0, or `advantage.scale` group and combine sum"
+            hint = "it normalises the weighted sum of the rewards per prompt"
+            raise UsageError("advantage.history", self.history, expected, hint)
+
+
+class Grades(NamedTuple):
+    """Weights in the loss of a rollout's B samples by their rewards, on the host; 0 for samples that are left out."""
+
+    target_weight: Tensor  # [B], see `Objective.target_weight`
+    computed: Tensor  # [B], 0 for samples that add nothing to the loss
+    counted: Tensor  # [B], 0 for samples that the loss is not averaged over
+    advantage: Tensor  # of the samples that are learnt from
+
+
+def graded(
+    objective: Objective,
+    rewards: Tensor,
+    kept: Tensor,
+    weights: Tensor,
+    config: AdvantageConfig,
+    *,
+    compared: int,
+    has_kl: bool,
+    prompts: Sequence[str] = (),
+    history: History,
+) -> Grades:
+    """Return each sample's weights in the loss of an objective.
+
+    Args:
+        objective: the objective.
+        rewards: `[B, K]`.
+        kept: whether a sample is learnt from, bool `[B]`.
+        weights: weight of each reward, `[K]`.
+        config: how rewards become advantages.
+        compared: number of consecutive samples that are compared with each other.
+        has_kl: whether the loss has a KL term, so that samples of target weight 0 add something.
+        prompts: prompt of each sample, `[B]`, read if `config.history` is set.
+        history: last rewards of each prompt; those of this rollout are added if `config.history` is set.
+    """
+    places, traits = torch.nonzero(kept).flatten(), objective.traits
+    group, rewards = places // compared, rewards[kept]
+    reward = rewards @ weights
+    if config.history:
+        advantage = history_advantages(reward, [prompts[i] for i in places.tolist()], history, config)
+    else:
+        advantage = advantages(rewards, weights, group, config)
+    target_weight = objective.target_weight(reward, advantage, group)
+    taken = extreme(reward, group, config.extremes)
+    over_kept = traits.mean_over_kept or config.drop_zero
+    # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
+    adds_all = not (traits.skips_zero or config.drop_zero) or (has_kl and not over_kept)
+    nonzero = (advantage if config.drop_zero else target_weight) != 0
+    computed = taken if adds_all else taken * nonzero.to(taken.dtype)
+
+    def spread(values: Tensor) -> Tensor:
+        everyone = values.new_zeros(len(kept))
+        everyone[kept] = values
+        return everyone
+
+    return Grades(spread(target_weight), spread(computed), spread(computed if over_kept else taken), advantage)
+
+
+def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: AdvantageConfig) -> Tensor:
+    """Return the advantage of each sample, `[B]`; zeros where there are no rewards.
+
+    Rewards are `[B, K]`, weights one per reward, `[K]`, and `group` is the index of each sample's group, `[B]`.
+    """
+    if not rewards.shape[1]:
+        return rewards.new_zeros(len(rewards))
+    normalised = partial(group_advantages, group=group, scale=config.scale, eps=config.eps, ddof=config.ddof)
+    if config.combine == "gdpo" and rewards.shape[1] > 1:
+        advantage = multi_reward_advantages(rewards, weights, group, scale=config.scale, eps=config.eps, ddof=config.ddof)
+    elif config.combine == "advantages":
+        advantage = torch.stack([normalised(reward) for reward in rewards.unbind(1)], dim=1) @ weights
+    else:
+        advantage = normalised(rewards @ weights)
+    return bounded(advantage, config)
+
+
+def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
+    """Return 1 for the `count` best and the `count` worst samples of each group, else 0, `[B]`; all 1 for count 0.
+
+    Samples of equal reward are taken in their order in the batch. `group` is the index of each sample's group, `[B]`.
+    """
+    if not count:
+        return torch.ones_like(reward)
+    found = torch.zeros_like(reward)
+    for number in group.unique():
+        members = torch.nonzero(group == number).flatten()
+        order = members[reward[members].argsort(stable=True)]
+        found[order[:count]] = found[order[-count:]] = 1.0
+    return found
+
+
+def bounded(advantage: Tensor, config: AdvantageConfig) -> Tensor:
+    """Return advantages clipped to [-clip, clip], and scaled to `rescale`, as configured."""
+    if config.clip is None:
+        return advantage
+    clipped = advantage.clamp(-config.clip, config.clip)
+    return clipped if config.rescale is None else clipped * (config.rescale / config.clip)
+
+
+def history_advantages(reward: Tensor, prompts: Sequence[str], history: History, config: AdvantageConfig) -> Tensor:
+    """Return the advantage of each sample by the last rewards of its prompt, `[B]`, and add its reward to the history.
+
+        A = (r - mean_p) / (std_p + eps)
+
+    mean_p and std_p are those of the last `config.history` rewards of the prompt, those of this rollout included. As long as
+    there are fewer than `config.history_min`, they are those of all samples of the rollout.
+
+    The rewards, `[B]`, are the same on every rank, and `history` is changed in place.
+
+    Source: DDPO, arXiv 2305.13301, and its published code.
+    """
+    wide = reward.to(torch.float64)
+    for prompt, value in zip(prompts, wide.tolist(), strict=True):
+        known = history.setdefault(prompt, [])
+        known.append(value)
+        del known[: -config.history]
+
+    def moments(prompt: str) -> tuple[float, float]:
+        known = history[prompt]
+        rewards = torch.tensor(known, dtype=torch.float64) if len(known) >= config.history_min else wide
+        return float(rewards.mean()), float(rewards.std(correction=config.ddof))
+
+    by_prompt = {prompt: moments(prompt) for prompt in dict.fromkeys(prompts)}
+    mean, std = torch.tensor([by_prompt[prompt] for prompt in prompts], dtype=torch.float64).reshape(-1, 2).unbind(1)
+    return bounded(((wide - mean) / (std + config.eps)).to(reward.dtype), config)

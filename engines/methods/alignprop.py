@@ -1,0 +1,86 @@
+"""AlignProp and DRaFT: the gradient of a differentiable reward, back through the last steps of the rollout."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.methods.losses import LossConfig
+from fluvial.engines.methods.protocol import ObjectiveTraits, equal_weights
+from fluvial.engines.sampling.items import LastSteps
+from fluvial.engines.sampling.window import AllSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.run.config import TrainConfig
+
+
+def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
+    rollout = config.rollout
+    through = config.objective.traits.through
+    if through is not None and through[0] > rollout.steps:
+        yield UsageError("objective.last", through[0], f"at most the {rollout.steps} steps of the schedule")
+    if rollout.window != AllSteps():
+        yield UsageError("rollout.window", rollout.window.kind, "all steps, which alignprop takes with the sampler again")
+    if rollout.trained.kind != "all":
+        yield no_effect("rollout.trained", "with alignprop, which trains on the last steps")
+    for name in ("minibatches", "epochs"):
+        if (count := getattr(config, name)) > 1:
+            yield UsageError(name, count, "1", "alignprop goes back through the policy that made the rollout")
+
+
+class AlignPropInfo(NamedTuple):
+    """Diagnostics of AlignProp, one number per item, without gradient."""
+
+    reward_again: Tensor  # weighted sum of the rewards of the samples, as the update computes them
+
+
+@dataclass(frozen=True)
+class AlignProp:
+    """AlignProp's loss: minus a differentiable reward, whose gradient flows back through the last steps (arXiv 2310.03739).
+
+        loss = -scale R(x_0), or scale |R(x_0) - target| with a target
+
+    With `spread` 0 it is DRaFT-K (arXiv 2309.17400). Rewards must be differentiable: PyTorch functions of the images that
+    return a tensor with a gradient.
+
+    Args:
+        last: Number of last steps that the gradient flows through, K.
+        spread: Standard deviation of that number, which is drawn per rollout; 0 always takes `last`.
+        target: Reward that is aimed at; None maximises it.
+        scale: Factor of the loss.
+    """
+
+    last: int = 1
+    spread: float = 0.0
+    target: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, "objective", last=(1, 2**31), spread=(0, math.inf), target=(-math.inf, math.inf), scale=(1e-12, math.inf)
+        )
+
+    @cached_property
+    def traits(self) -> ObjectiveTraits:
+        """The learner takes the steps again."""
+        return ObjectiveTraits(
+            trains_on="steps",
+            rewards="gradients",
+            recorded_form="unscaled",
+            through=(self.last, self.spread),
+            refuses=_refuses,
+        )
+
+    target_weight = equal_weights
+
+    def loss(self, v: Tensor, items: LastSteps, config: LossConfig) -> tuple[Tensor, AlignPropInfo]:
+        """Return minus the reward of the samples that the last steps lead to, or its distance to the target."""
+        assert config.reward is not None
+        reward = config.reward(v, items)
+        loss = -reward if self.target is None else (reward - self.target).abs()
+        return self.scale * loss, AlignPropInfo(reward.detach())

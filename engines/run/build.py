@@ -1,0 +1,397 @@
+"""Parts of a run: network, engine, policies, rewards and the rest, built from a configuration and a job."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.engines.data.preferences import EncodedPreferences, Preference, preference_records, read_preferences
+from fluvial.engines.data.prompts import weights_by_source
+from fluvial.engines.data.records import texts
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.files import stored_digests
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.plan.micro_batch import Choice
+from fluvial.engines.extensions.remote.build import build_source
+from fluvial.engines.extensions.remote.requests import check_media
+from fluvial.engines.methods.table import name_of
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.base import has_one_size
+from fluvial.engines.run.jobs.evaluated import check_negatives, encoded_texts, evaluated
+from fluvial.engines.run.jobs.media import check_used
+from fluvial.engines.run.jobs.weights import digest, read_adapter
+from fluvial.engines.run.learner import Learner
+from fluvial.engines.run.monitoring.gaming import evaluator_of
+from fluvial.engines.run.policies import START, Policies
+from fluvial.engines.run.prefetch import Ahead
+from fluvial.engines.run.probe_passes import choose_micro_batch, choose_pairs, fixed_pairs
+from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.run.saving import runs_on
+from fluvial.engines.run.validate import check_model
+from fluvial.engines.sampling.config import Schedules
+from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.sampler_copy import Copy
+from fluvial.engines.sampling.text import TextLengths
+from fluvial.engines.scoring.clients.votes import Votes
+from fluvial.engines.scoring.heard import heard
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.registry import check_records, check_rewards, select
+from fluvial.engines.scoring.runner import RewardRunners
+from fluvial.engines.scoring.signature import Samples, signature_of
+from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
+from fluvial.models import Schedule, is_recorded
+from fluvial.models.device import has_values
+from fluvial.models.digests import digest_tensors, join_digests
+from fluvial.models.lora import LowRank, add_lora
+from fluvial.models.lora_files import load_lora
+
+
+class Parts(NamedTuple):
+    """The parts of a run."""
+
+    config: TrainConfig  # its micro-batch a number
+    choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
+    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `update_micro_batch` is auto
+    job: Job  # with evaluators, which are the rewards of the run where it names none
+    evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
+    engine: Engine
+    policies: Policies
+    schedule: Schedule  # with its timesteps on the device
+    evaluation_schedule: Schedule  # which may have another number of steps
+    rollouts: Rollouts
+    ahead: Ahead | None  # rollouts ahead of the updates, where they are made so
+    learner: Learner
+    rewards: dict[str, tuple[Reward, float]]  # with their weights, by name; none where the run makes no samples
+    runners: RewardRunners
+    base: str  # fingerprint of the weights, and of the adapter, that training starts from
+
+
+def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Path | str | None = None) -> Parts:
+    """Return the parts of a run; every rank must take part.
+
+    Args:
+        resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes, and whose number of
+            pairs where it was chosen on a machine like this one.
+
+    Raises:
+        UsageError: configuration and job do not fit together, or something of the job cannot be used.
+        RunError: a reward cannot score blank images.
+    """
+    with world.agreed():
+        # What is wrong with the job is found before anything is computed.
+        rewards, job = _rewards(config, job, world)
+        job.check_prompts()
+        _check_order(config, job)
+        if config.rollout.is_served:
+            check_media(job.prompts)
+        asked = evaluated(job, config.evaluation, config.pipeline)
+        check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
+        check_records(asked.evaluators, asked.heldout, label="evaluator")
+        if config.prompts and not any(prompt.media for prompt in job.prompts):
+            given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
+            check_used([*job.prompts, *asked.heldout], given)
+        _check_watched(config, asked, rewards)
+    group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
+    runners = RewardRunners(rewards, group=group, tolerated=tolerated)
+    with ExitStack() as stack:
+        stack.callback(runners.close)
+        with world.agreed():
+            _warm_up(config, job, asked, runners, world)
+        parts = _built(config, job, asked, rewards, runners, world, resume_from)
+        stack.pop_all()
+    return parts
+
+
+def _built(
+    config: TrainConfig,
+    job: Job,
+    asked: Job,
+    rewards: dict[str, tuple[Reward, float]],
+    runners: RewardRunners,
+    world: World,
+    resume_from: Path | str | None,
+) -> Parts:
+    """Return the parts of a run, whose rewards work; every rank must take part."""
+    with world.agreed():
+        module, adapter = _network_in_training(config, job)
+        weights = job.model.weights if config.init == "sharded" else None
+        share, digests = slice(world.rank, None, world.size), dict[str, str]()
+        if has_values(world.device):
+            tensors = sorted(module.state_dict().items())[share] if weights is None else ()
+            digests = digest_tensors(tensors) if weights is None else stored_digests(weights, share=share)
+    shares = world.gather_items(digests)
+    base = ""
+    if has_values(world.device):
+        base = join_digests({name: digest for part in shares for name, digest in part.items()})
+        base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
+    blocks = job.model.blocks(module)
+    engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
+    with world.agreed():
+        try:
+            conditioned = any(prompt.media for prompt in job.prompts)
+            check_model(config, job.model.prediction, recorded=is_recorded(job.model), conditioned=conditioned)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    _check_negative_prompt(config, job, asked)
+    if job.prepare is not None:
+        guidance = Guidance(2.0 if config.is_guided else 1.0, config.rollout.guidance.negative)  # or any scale but 1
+        prompts = job.prepare(world, encoded_texts(job, asked, guidance))
+        job = job if prompts is None else replace(job, prompts=tuple(prompts))
+    with world.agreed():
+        preferences = _preferences(config, job)
+    policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
+    schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
+    schedule, _ = schedules.of(job.shape)
+    copy = _copy(config, job, policies, world) if config.asynchronous.ahead else None
+    config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
+    pairs = _pairs(config, job, engine, schedule, resume_from, choices)
+    learner = Learner(config, job, engine, policies, texts, rewards, pairs)
+    with world.agreed():
+        # What servers make is compared with the engine's own network, on the main thread.
+        apart = copy is not None and not config.rollout.is_served
+        behaviour = copy.behaviour if copy is not None and apart else lambda: policies.behaviour(engine)
+        source = build_source(
+            config.rollout,
+            job.model,
+            behaviour,
+            world,
+            resume=config.resume or resume_from is not None,
+            adapter=lambda version: policies.sampling_adapter(version) or "default",
+            product=config.lora.product,
+            sizes=_pixels(config, job),
+            copy=copy,
+        )
+        latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
+        rollouts = Rollouts(
+            config, job, engine, policies, source, schedules, texts, copy=copy, given=preferences, takes_latents=latents
+        )
+    ahead = None if copy is None else Ahead(rollouts, runners, copy)
+    evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
+    parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base + adapter
+    return Parts(config, choices, pairs, job, asked, *parts)
+
+
+def _with_micro_batch(
+    config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
+) -> tuple[TrainConfig, dict[str, Choice]]:
+    """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
+    if config.micro_batch != "auto":
+        return config, {}
+    if resume_from is not None:
+        return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), {}
+    choice = choose_micro_batch(config, job, engine, schedule)
+    return replace(config, micro_batch=choice.micro_batch), {choice.name: choice}
+
+
+def _pairs(
+    config: TrainConfig,
+    job: Job,
+    engine: Engine,
+    schedule: Schedule,
+    resume_from: Path | str | None,
+    choices: dict[str, Choice],
+) -> tuple[int, ...]:
+    """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
+
+    Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
+    `update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
+    """
+    if config.update_micro_batch != "auto" or fixed_pairs(config, engine) is not None:
+        return ()
+    if resume_from is not None:
+        known = checkpoint.meta(resume_from, "runs_on", world=engine.world)
+        pairs = known.pop("update_micro_batch", None)
+        if pairs is not None and known == runs_on(config, engine.world):
+            return tuple(pairs)
+    choice = choose_pairs(config, job, engine, schedule)
+    choices[choice.name] = choice
+    return choice.sizes
+
+
+def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Copy:
+    """Return a second network, which samples while the engine's own is trained; every rank must take part."""
+    with world.agreed():
+        module, _ = _network_in_training(config, job)
+        weights = job.model.weights if config.init == "sharded" else None
+    return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=policies.sampling_adapter)
+
+
+def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
+    """Return size in pixels and number of frames by the shape of a sample, for a model that has several."""
+    if has_one_size(job.model):
+        return {}
+    frames, sizes = config.pipeline.frames, job.sizes or {config.pipeline.size: job.shape}
+    return {tuple(shape): (size, frames) for size, shape in sizes.items()}
+
+
+def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
+    """Score a blank batch with every reward and evaluator, before anything expensive."""
+    count = 2 if isinstance(config.micro_batch, str) else config.micro_batch
+    known = {id(runner.reward) for runner in runners.runners}
+    others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
+    images, latents = _blank(config, job), torch.zeros(1, *job.shape)
+    blank = Samples(images.to(world.device), job.prompts[:count], latents.to(world.device))
+    warm_up(runners.runners, blank, count=count, group=config.rollout.group)
+    warm_up_evaluators(others, blank._replace(prompts=asked.heldout[:count]), count=count)
+
+
+def _blank(config: TrainConfig, job: Job) -> Tensor:
+    """Return one blank image, or video, as the model makes them; for a pipeline without waiting for its VAE."""
+    if getattr(job.model, "pipeline", None) is None:
+        with torch.no_grad():
+            return job.model.decode(torch.zeros(1, *job.shape))
+    (height, width), frames = config.pipeline.size, config.pipeline.frames
+    is_video = frames > 1 or len(job.shape) > 3
+    return torch.zeros(1, 3, frames, height, width) if is_video else torch.zeros(1, 3, height, width)
+
+
+def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
+    """Return the rewards of the run with their weights, and the job with its evaluators."""
+    rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
+    of_model = heard({name: reward for name, (reward, _) in rewards.items()}, job.model)
+    rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
+    if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
+        raise UsageError(
+            f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
+            "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
+        )
+    for reward, _ in rewards.values():
+        if isinstance(reward, Votes):
+            _check_votes(config, reward, world)
+    _check_floors(config, rewards)
+    check_rewards(job.evaluators, label="evaluator")
+    job = replace(job, evaluators=heard(job.evaluators, job.model))
+    if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
+        alone = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
+        job = replace(job, evaluators=alone)
+    return rewards, job
+
+
+def _check_votes(config: TrainConfig, votes: Votes, world: World) -> None:
+    """Raise UsageError for a run that cannot wait for people."""
+    ahead, timeout = config.asynchronous.ahead, config.collective_timeout
+    if ahead:
+        raise UsageError("asynchronous.ahead", ahead, "0", "a checkpoint would wait for the votes on rollouts made ahead")
+    if world.size > 1 and timeout <= votes.wait:
+        hint = f"processes wait for each other's votes, and the reward votes waits for {votes.wait:g} s (its option wait)"
+        raise UsageError("collective_timeout", timeout, f"more than {votes.wait:g}", hint)
+
+
+def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:
+    """Raise UsageError unless floors are of rewards of the run, without a weight, and another one is learnt from."""
+    floors = config.advantage.floor_of
+    for name in floors:
+        if name not in rewards:
+            raise UsageError(
+                f"`advantage.floors` names {name!r}, expected one of the rewards of the run, {', '.join(rewards) or 'none'}"
+            )
+        if rewards[name][1] != 1:
+            raise UsageError(
+                f"`advantage.floors` names {name!r}, whose weight is its multiplier, and rewards gives it the weight "
+                f"{rewards[name][1]:g}: remove the weight"
+            )
+    if floors and not set(rewards) - set(floors):
+        raise UsageError("`advantage.floors` names every reward of the run: add one to learn from to rewards")
+
+
+def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
+    """Raise UsageError if a run is to stop when an unseen evaluator falls, and training sees that evaluator."""
+    if not config.stop_when_gamed:
+        return
+    name = evaluator_of([*asked.evaluators]) if asked.evaluators else None
+    if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
+        what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
+        raise UsageError(
+            "stop_when_gamed",
+            config.stop_when_gamed,
+            hint=f"{what}; name one that training does not see in `evaluation.rewards`",
+        )
+
+
+def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
+    """Return the given preferences of the run, if it learns from a folder of them."""
+    folder = config.objective.traits.preferences
+    if folder is not None:
+        # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
+        split_off = config.model not in MODELS and not config.prompts and not config.pipeline.heldout
+        heldout = texts(job.heldout)
+        apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
+        if job.images is not None:
+            records = preference_records(folder, check=job.model.check_prompt, **apart)
+            return EncodedPreferences(records, job.images)
+        return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
+    if not config.makes_samples and job.data is None:
+        raise UsageError(
+            f"{name_of(config.objective)} learns from data, and this job has none: set `data` to a folder of "
+            "images with captions, or pass data to the job"
+        )
+    return ()
+
+
+def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
+    """Raise UsageError if a negative prompt cannot be used."""
+    guidance = config.rollout.guidance
+    prompts = (*job.prompts, *job.heldout, *asked.heldout)
+    own = next((prompt for prompt in prompts if prompt.negative is not None), None)
+    if own is not None and is_recorded(job.model):
+        raise UsageError(
+            f"prompt {own.text!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
+            "guidance is fixed: leave the column negative_prompt out"
+        )
+    check_negatives(prompts, guided=config.is_guided, field="rollout.guidance.scale")
+    if config.is_guided and guidance.negative:
+        try:
+            job.model.check_prompt(guidance.negative)
+        except ValueError as error:
+            raise UsageError(f"rollout.guidance.negative: {error}") from error
+
+
+def _check_order(config: TrainConfig, job: Job) -> None:
+    """Raise UsageError if prompts have weights and are drawn without."""
+    weights = weights_by_source(job.prompts, job.source_weights).values()
+    uneven = len({prompt.weight for prompt in job.prompts}) > 1 or len({*weights}) > 1
+    if config.prompt_order != "epochs" and uneven:
+        raise UsageError(
+            f"`prompt_order` is {config.prompt_order}, which draws all prompts alike, and some have a weight: use epochs"
+        )
+
+
+def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]:
+    """Return the network with its adapters, before sharding, and a fingerprint of the adapter that it continues from."""
+    module = _network(config, job)
+    folder = config.lora.weights  # of an adapter that the run continues from
+    found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
+    if config.train == "lora":
+        adapters: tuple[str, ...] = ("default", *(follower.name for follower in config.followers))
+        settings, targets = config.lora, job.model.lora_targets
+        if found is not None:
+            form = settings.form if settings.form.kind == found.form.kind else found.form
+            if settings.form not in (form, LowRank()):
+                raise UsageError("lora.form", settings.form.kind, found.form.kind, f"`lora.weights` is {folder}")
+            settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
+            adapters, targets = (*adapters, START), found.layers
+        try:
+            add_lora(module, settings, targets, adapters=adapters, seed=config.seed)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if found is not None:
+            for name in adapters:
+                try:
+                    load_lora(module, found.tensors, name)
+                except ValueError as error:
+                    raise UsageError(f"`lora.weights`: {error}") from error
+    return module, "" if found is None else f" {digest(found)}"
+
+
+def _network(config: TrainConfig, job: Job) -> nn.Module:
+    """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
+    return jobs.build(job, empty=config.init == "sharded" and job.model.weights is not None)

@@ -1,0 +1,491 @@
+"""Checkpoints: complete or absent, verified before they are loaded, never unpickled.
+
+A checkpoint is a folder such as `checkpoints/000040`. It holds tensors (`torch.distributed.checkpoint`, one safetensors file
+per rank) and `manifest.json` with the run's fingerprint, its meta data, and the size and SHA-256 of every file. `storage.py`
+makes it appear at once, on a disk and behind a URL. Older checkpoints are removed only afterwards.
+"""
+
+import errno
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.checkpoint.storage import MANIFEST, NAME, PROBE, CheckpointStore, Draft, locate, open_store
+
+FORMAT = 1
+
+# A path on a disk or an fsspec URL. Functions return the kind that they were given.
+Folder = TypeVar("Folder", bound=Path | str)
+
+
+def save(
+    folder: Folder,
+    state: dict[str, Tensor],
+    meta: dict[str, Any],
+    *,
+    update: int,
+    fingerprint: dict[str, Any],
+    world: World,
+    keep: int,
+    spare: int | None = None,
+    copy_ahead: bool = True,
+) -> Folder:
+    """Write a checkpoint, then remove later ones and all but the newest `keep`. Every rank must take part.
+
+    Memory on the host, per rank: its shards, copied from the GPU, and once more as the bytes of its file.
+
+    Args:
+        folder: folder of the checkpoints: a path, or an fsspec URL such as `s3://bucket/run`.
+        state: tensors, sharded or not, with the same names on every rank.
+        meta: values that JSON can hold; those of rank 0 are written.
+        update: number of updates done, which names the checkpoint.
+        fingerprint: settings that a resuming run must share.
+        world: process group that saves.
+        keep: number of checkpoints to keep, at least 1.
+        spare: update of a checkpoint that is kept as well.
+        copy_ahead: whether tensors are copied to the host on streams of the current device; a thread has another one.
+
+    Raises:
+        UsageError: the URL's protocol is not known, or a package for it is missing.
+        RunError: the checkpoint could not be written, e.g. because the disk is full. Older ones are untouched.
+    """
+    with world.agreed():
+        store = open_store(folder)
+    name = f"{update:06d}"
+    failed = _failed(store, name)
+    draft: Draft | None = None
+    with _agreed(world, failed):
+        if world.is_main:
+            draft = store.draft(name)
+    draft = world.gather_items(draft)[0]
+    assert draft is not None
+    try:
+        with _agreed(world, failed):
+            files = DraftFiles(store, draft)
+            writer = HuggingFaceStorageWriter(draft.folder, save_distributed=True)
+            writer.fs, writer.sync_files = files, False  # the storage syncs its files itself
+            if not copy_ahead:
+                writer.per_thread_copy_ahead = 0
+            dense = {key: tensor.contiguous() for key, tensor in state.items()}  # as safetensors demands
+            dcp.save(dense, storage_writer=writer, process_group=world.group)
+        written = {file: entry for ranks in world.gather_items(files.written) for file, entry in ranks.items()}
+        with _agreed(world, failed):
+            if world.is_main:
+                present = store.sizes(draft.folder)
+                for file, entry in written.items():
+                    if present.get(file.removeprefix(draft.prefix)) != entry["bytes"]:
+                        raise OSError(f"{file} is not there: all ranks must write to the same disk")
+                manifest = {"format": FORMAT, "update": update, "fingerprint": fingerprint, "meta": meta, "files": written}
+                manifest = json.loads(json.dumps(manifest))  # with the types that a reading will find
+                store.publish(draft, name, _text({**manifest, "seal": _digest(manifest)}))
+    except RunError:
+        if world.is_main:
+            store.discard(draft)
+        raise
+    if world.is_main:
+        with suppress(OSError):  # what cannot be removed stays longer
+            # Later ones belong to a branch that was left by resuming from an earlier checkpoint.
+            names = store.names()
+            mine = [other for other in names if int(other) <= update]
+            for old in {*names} - {*mine[-keep:]} - {other for other in mine if int(other) == spare}:
+                store.remove(old)
+    return type(folder)(store.spelled(name))
+
+
+def save_async(
+    folder: Folder,
+    state: dict[str, Tensor],
+    meta: dict[str, Any],
+    *,
+    update: int,
+    fingerprint: dict[str, Any],
+    world: World,
+    keep: int,
+    spare: int | None = None,
+) -> Future[Folder]:
+    """Copy the state to the host, and write the checkpoint in a thread while training goes on.
+
+    Ask for the future's result before the next save and before the process ends. Only then does the checkpoint exist, and
+    only then are errors raised, on every rank alike. A process that dies earlier leaves the earlier checkpoints.
+
+    Args:
+        world: `world.background()`, made once, because its collectives must not mix with those of training.
+        folder, state, meta, update, fingerprint, keep, spare: as for `save`.
+
+    Raises:
+        UsageError: as `save`.
+        RunError: the host has no room for the copy. Other errors of `save` are raised by the result.
+    """
+    assert world.group is not None
+    with world.agreed():
+        store = open_store(folder)
+    with _agreed(world, _failed(store, f"{update:06d}")):
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        copied = stager.stage(state)
+        assert isinstance(copied, dict)  # not a future: it is asked to wait
+        stager.close()
+    options: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "world": world, "keep": keep, "spare": spare}
+    write = partial(save, folder, copied, deepcopy(meta), copy_ahead=False, **options)
+    writer = ThreadPoolExecutor(1, "checkpoint")
+    future = writer.submit(write)
+    writer.shutdown(wait=False)
+    return future
+
+
+def setting(path: Path | str, name: str, *, world: World) -> Any:
+    """Return a setting of the run that a checkpoint is of; every rank must take part, and the errors are those of `load`."""
+    with world.agreed():
+        found = verify(path, share=slice(0))["fingerprint"].get(name)  # the files are hashed when they are loaded
+    return found
+
+
+def settings(path: Path | str, *, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fingerprint of a checkpoint, and the run that it is of; every rank must take part, errors are `load`'s."""
+    with world.agreed():
+        found = verify(path, share=slice(0))
+    return found["fingerprint"], found["meta"]["run"]
+
+
+def meta(path: Path | str, name: str, *, world: World) -> Any:
+    """Return an entry of a checkpoint's meta data; every rank must take part, and the errors are those of `load`."""
+    with world.agreed():
+        found = verify(path, share=slice(0))["meta"].get(name)
+    return found
+
+
+def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
+    """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
+
+    The number of ranks may differ from that of the save. From a URL, each rank fetches only the files it needs.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        state: tensors, sharded or not, with the names, shapes and dtypes of the checkpoint.
+        fingerprint: settings of this run.
+        world: process group that loads.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+        RunError: the checkpoint is damaged or of another run. The message says what is wrong and names the newest whole one.
+    """
+    with world.agreed():
+        manifest = verify(path, share=slice(world.rank, None, world.size))
+        saved = manifest["fingerprint"]
+        if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
+            changes = ", ".join(f"`{name}` {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
+            advice = "resume with the settings that it was saved with, or start a run in another folder"
+            raise RunError(f"checkpoint {path} is of another run: {changes}; {advice}")
+    store, name = locate(path)
+    unread, other = f"checkpoint {path} could not be read: {{reason}}", f"checkpoint {path} is of another model"
+    with TemporaryDirectory(prefix="fluvial-") as scratch:
+        with _agreed(world, unread):
+            reader = TensorFiles(store, name, manifest["files"], Path(scratch))
+            held = reader.read_metadata().state_dict_metadata
+        with world.agreed():
+            if set(held) != set(state):
+                shared = len(set(held) & set(state))
+                raise RunError(f"{other}: it holds {len(held)} tensors, {shared} of the {len(state)} expected")
+            for key, tensor in state.items():
+                entry = held[key]
+                assert isinstance(entry, TensorStorageMetadata)  # safetensors hold nothing else
+                if entry.size != tensor.shape:
+                    raise RunError(f"{other}: {key} has shape {list(entry.size)} there, {list(tensor.shape)} here")
+                if entry.properties.dtype != tensor.dtype:
+                    raise RunError(f"{other}: {key} is {entry.properties.dtype} there, {tensor.dtype} here")
+                if sum(chunk.sizes.numel() for chunk in entry.chunks) != tensor.numel():
+                    raise RunError(f"checkpoint {path} holds only a part of {key}")
+        with _agreed(world, unread):
+            dcp.load(state, storage_reader=reader)
+    return manifest["meta"]
+
+
+def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Verify a checkpoint, and return some of its tensors, whole and on the CPU, and its manifest.
+
+    The run that wrote it may go on meanwhile, on any number of ranks. Its other tensors are not read.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        wanted: function of a tensor's name that returns whether it is read.
+        world: process group that reads; each rank reads all.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+        RunError: the checkpoint is damaged, or was removed meanwhile.
+    """
+    with world.agreed():
+        manifest = verify(path, share=slice(world.rank, None, world.size), resumes=False)
+    store, name = locate(path)
+    with (
+        TemporaryDirectory(prefix="fluvial-") as scratch,
+        _agreed(world, f"checkpoint {path} could not be read: {{reason}}; the run may have removed it"),
+    ):
+        files = TensorFiles(store, name, manifest["files"], Path(scratch))
+        state: dict[str, Tensor] = {}
+        for key, entry in files.read_metadata().state_dict_metadata.items():
+            if wanted(key):
+                assert isinstance(entry, TensorStorageMetadata)
+                state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        dcp.load(state, storage_reader=files)
+    return state, manifest
+
+
+def listed(folder: Folder, *, recover: bool = True) -> list[Folder]:
+    """Return the finished checkpoints of a folder or URL, oldest first.
+
+    Args:
+        folder: folder of the checkpoints.
+        recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
+
+    Raises:
+        UsageError: the URL's protocol is not known, or a package for it is missing.
+    """
+    store = open_store(folder)
+    return [type(folder)(store.spelled(name)) for name in store.names(recover=recover)]
+
+
+def newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list[Path | str]:
+    """Return the finished checkpoints of several folders, newest first; of one update, that of the first folder first."""
+    found = [(path, int(locate(path)[1])) for folder in folders for path in listed(folder, recover=recover)]
+    return [path for path, _ in sorted(found, key=lambda one: -one[1])]
+
+
+def newest_whole(
+    folders: Sequence[Path | str], *, world: World, skipped: Callable[[str], None] = lambda line: None
+) -> Path | str | None:
+    """Return the newest checkpoint that is not damaged, or None if there is no checkpoint; every rank must take part.
+
+    Args:
+        folders: folders or URLs of a run's checkpoints.
+        skipped: receives a line for each damaged one.
+
+    Raises:
+        RunError: all are damaged.
+    """
+    with world.agreed():
+        mine = newest_first(folders) if world.is_main else []
+    found = world.gather_items(mine)[0]
+    for path in found:
+        with world.agreed():
+            problem = damage(path, share=slice(world.rank, None, world.size))
+        problems = [one for one in world.gather_items(problem) if one is not None]
+        if not problems:
+            return path
+        skipped(f"skipped: checkpoint {path} is damaged ({problems[0]})")
+    if found:
+        raise RunError(f"checkpoint {found[0]} is damaged, and there is no other whole one")
+    return None
+
+
+def check_writable(folder: Path | str, *, world: World) -> None:
+    """Write a small file to the storage of checkpoints from each rank, and remove it; every rank must take part.
+
+    Raises:
+        UsageError: the URL's protocol is not known, or a package for it is missing; a rank cannot write, or ranks write to
+            different disks.
+    """
+    with world.agreed():
+        store = open_store(folder)
+    try:
+        with world.agreed():
+            try:
+                store.probe(str(world.rank))
+            except OSError as error:
+                reason = str(error) if error.errno is None else error.strerror
+                raise UsageError("checkpoints", str(folder), hint=f"it cannot be written ({reason})") from error
+        with world.agreed():
+            if len(store.sizes(PROBE.folder)) < world.size:
+                raise UsageError("checkpoints", str(folder), "a disk or a service that all ranks write to")
+        world.gather_items(None)  # until every rank has looked
+    finally:
+        if world.is_main:
+            store.discard(PROBE)
+
+
+def remove_all(folder: Path | str) -> None:
+    """Remove the checkpoints of a folder, as far as possible."""
+    store = open_store(folder)
+    with suppress(OSError):
+        for name in store.names():
+            store.remove(name)
+
+
+def damage(path: Path | str, *, share: slice = slice(None)) -> str | None:
+    """Return what is wrong with a checkpoint, or None.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        share: slice of its tensor files that are hashed, so that ranks can share the work.
+    """
+    store, name = locate(path)
+    return _problem(store, name, share)
+
+
+def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True) -> dict[str, Any]:
+    """Return a checkpoint's manifest, after comparing a share of its files with it; `resumes` if its run asks.
+
+    Raises:
+        UsageError: there is no such folder.
+        RunError: a file is missing, truncated or changed; the message names the newest whole checkpoint.
+    """
+    store, name = locate(path)
+    if store.kind(name) is None:
+        raise UsageError(f"{path} is not a checkpoint: there is no such folder")
+    problem = _problem(store, name, share)
+    if problem is None:
+        return _manifest(store, name)
+    others = (other for other in reversed(store.names(recover=resumes)) if other != name)
+    whole = next((store.spelled(other) for other in others if _problem(store, other) is None), None)
+    advice = f"set resume_from to {whole}" if resumes else "name that one"
+    offer = f"the newest whole one is {whole}: {advice}" if whole else "there is no other whole one"
+    raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
+
+
+def _problem(store: CheckpointStore, name: str, share: slice = slice(None)) -> str | None:
+    """Return what is wrong with a checkpoint, or None; only a share of its tensor files is hashed."""
+    if store.kind(name) != "directory":
+        return "it is a file"
+    try:
+        with store.open(name, MANIFEST) as stream:
+            text = stream.read()
+        manifest = json.loads(text)
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} has format {manifest['format']}, expected {FORMAT}"
+        # Beside the seal the text: 1E-5 for 1e-5 is the same number, but not the same file.
+        if text != _text(manifest) or manifest.pop("seal") != _digest(manifest):
+            return f"{MANIFEST} was changed"
+        expected = {file: (entry["bytes"], entry["sha256"]) for file, entry in manifest["files"].items()}
+        if not (isinstance(manifest["fingerprint"], dict) and isinstance(manifest["meta"], dict)):
+            return f"{MANIFEST} is of another program"
+        if NAME.fullmatch(name) and manifest["update"] != int(name):
+            return f"{MANIFEST} is of update {manifest['update']}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        return f"{MANIFEST} cannot be read"
+    present = store.sizes(name)
+    if store.holds_only_its_own and (unknown := {*present} - {*expected, MANIFEST}):
+        return f"{min(unknown)} does not belong to it"
+    for file, (size, _) in expected.items():
+        if file not in present:
+            return f"{file} is missing"
+        if present[file] != size:
+            return f"{file} has {present[file]} bytes, expected {size}"
+    for file in sorted(expected)[share]:
+        with store.open(name, file) as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != expected[file][1]:
+                return f"{file} was changed: its SHA-256 differs"
+    return None
+
+
+def _manifest(store: CheckpointStore, name: str) -> dict[str, Any]:
+    with store.open(name, MANIFEST) as stream:
+        return json.loads(stream.read())
+
+
+def _text(manifest: dict[str, Any]) -> bytes:
+    return (json.dumps(manifest, indent=1) + "\n").encode()
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _failed(store: CheckpointStore, name: str) -> str:
+    """Return the message of a failed save, with a place for its reason."""
+    return f"checkpoint {store.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are unchanged"
+
+
+@contextmanager
+def _agreed(world: World, message: str) -> Iterator[None]:
+    """Turn errors of files and services into a RunError, on every rank if on one."""
+    with world.agreed():
+        try:
+            yield
+        except (OSError, RuntimeError, MemoryError, dcp.CheckpointException, SafetensorError) as error:
+            full = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error)
+            reason = "the disk is full" if full else (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise RunError(message.replace("{reason}", reason)) from error
+
+
+class DraftFiles(FileSystem):
+    """A draft as the library's writer sees it; notes the size and SHA-256 of each file while it is written."""
+
+    def __init__(self, store: CheckpointStore, draft: Draft) -> None:
+        self.store, self.draft = store, draft
+        self.written: dict[str, dict[str, int | str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        file = Path(path).name
+        with self.store.create(self.draft, file) as stream:
+            hashed = Hashed(stream)
+            yield hashed
+        self.written[self.draft.prefix + file] = {"bytes": hashed.tell(), "sha256": hashed.digest.hexdigest()}
+
+    def mkdir(self, path: Any) -> None:
+        """Do nothing: the storage makes its folders."""
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+
+class Hashed(io.RawIOBase):
+    """A stream for writing that hashes what goes through it. Closing it leaves the underlying stream open."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream, self.digest, self.count = stream, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.stream.write(data)
+        self.digest.update(data)
+        self.count += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.count
+
+
+class ReadFiles(FileSystem):
+    """A folder as the library lists it for reading: paths of files in any place."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+
+    def ls(self, path: Any) -> list[str]:
+        return self.paths
+
+
+class TensorFiles(HuggingFaceStorageReader):
+    """Reads a checkpoint's headers, and then only the files with tensors for this rank."""
+
+    def __init__(self, store: CheckpointStore, name: str, files: dict[str, Any], scratch: Path) -> None:
+        super().__init__(store.spelled(name))
+        self.store, self.name, self.scratch = store, name, scratch
+        self.files = {store.head(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
+        self.fs = ReadFiles([*self.files])
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        for path in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            self.store.body(self.name, self.files[path], self.scratch)
+        return super().read_data(plan, planner)

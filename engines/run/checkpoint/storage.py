@@ -1,0 +1,309 @@
+"""Storage of checkpoints: a folder on a disk, or one behind an fsspec URL such as `s3://bucket/run`.
+
+Both give the same guarantee. If a save is killed at any moment, every checkpoint that `names` listed before stays whole, and
+a new one is listed only when it is whole. A disk has an atomic rename, so a checkpoint is written under another name first.
+A bucket has none, so its manifest, written last and at once, makes a checkpoint visible.
+"""
+
+import io
+import os
+import re
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar, NamedTuple
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from fluvial.engines.engine.files import sync
+from fluvial.engines.errors import UsageError
+
+MANIFEST = "manifest.json"
+NAME = re.compile(r"\d{6,}")
+
+
+class Draft(NamedTuple):
+    """Files that are written but do not belong to a checkpoint yet."""
+
+    folder: str  # within the storage
+    prefix: str  # of the files' names in the checkpoint: empty, or a folder and a slash
+
+
+PROBE = Draft(".partial-probe", "")  # of no checkpoint: shows that the storage can be written
+
+
+@dataclass(frozen=True)
+class CheckpointStore(ABC):
+    """A folder of checkpoints.
+
+    Methods take names of checkpoints and of their files, and raise OSError if the disk or the service fails.
+    """
+
+    fs: AbstractFileSystem
+    path: str  # in the spelling of `fs`
+    spelling: str  # in the user's spelling, up to a checkpoint's name
+    holds_only_its_own: ClassVar[bool] = True  # whether a killed save never leaves foreign files in a checkpoint's folder
+
+    def spelled(self, name: str) -> str:
+        """Return a checkpoint's path or URL in the user's spelling."""
+        return self.spelling + name
+
+    def kind(self, name: str) -> str | None:
+        """Return "directory" or "file", or None if nothing has this name."""
+        try:
+            return self._ask(self.fs.info, self._at(name))["type"]
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the size in bytes of each file of a checkpoint or a draft, at any depth."""
+        start = self._at(folder)
+        found = self._ask(self.fs.find, start, detail=True)
+        return {path.removeprefix(f"{start}/"): int(info["size"]) for path, info in found.items()}
+
+    def open(self, name: str, file: str) -> io.BufferedIOBase:
+        """Open a file of a checkpoint for reading."""
+        return self._ask(self.fs.open, self._at(name, file), "rb")
+
+    def probe(self, file: str) -> None:
+        """Write a small file to the draft `PROBE`."""
+        self._ask(self.fs.makedirs, self._at(PROBE.folder), exist_ok=True)
+        with self.create(PROBE, file) as stream:
+            stream.write(b"fluvial")
+
+    @abstractmethod
+    def names(self, *, recover: bool = True) -> list[str]:
+        """Return the finished checkpoints, oldest first.
+
+        Args:
+            recover: whether checkpoints that a killed run was replacing are put back. Only the run itself may do so.
+        """
+
+    @abstractmethod
+    def draft(self, name: str) -> Draft:
+        """Remove what killed saves left, and return a place for a checkpoint's files. Only rank 0 calls it."""
+
+    @abstractmethod
+    def create(self, draft: Draft, file: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a new file of a draft for writing; it is durable when the context ends."""
+
+    @abstractmethod
+    def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
+        """Make a draft the checkpoint of this name, replacing an earlier one. Only rank 0 calls it."""
+
+    @abstractmethod
+    def discard(self, draft: Draft) -> None:
+        """Remove a draft that failed, as far as possible."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, as far as possible; it is unlisted before its first file is removed."""
+
+    @abstractmethod
+    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
+        """Return a local path where the safetensors header of a file of `size` bytes can be read."""
+
+    @abstractmethod
+    def body(self, name: str, file: str, scratch: Path) -> None:
+        """Fetch the rest of the file to the path that `head` returned."""
+
+    def _at(self, *names: str) -> str:
+        return "/".join((self.path.rstrip("/"), *names))
+
+    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a function of the filesystem, and raise OSError if it fails."""
+        return call(*args, **options)
+
+
+class LocalStore(CheckpointStore):
+    """A folder on a disk. A checkpoint is written under another name, synced to the disk and renamed."""
+
+    def names(self, *, recover: bool = True) -> list[str]:
+        if recover:
+            self._recover()
+        found = (path.name for path in Path(self.path).glob("[0-9]*") if path.is_dir())
+        return sorted((name for name in found if NAME.fullmatch(name)), key=int)
+
+    def draft(self, name: str) -> Draft:
+        root = Path(self.path)
+        if not root.is_dir():
+            root.mkdir(parents=True)
+            sync(root.parent)
+        self._recover()
+        for leftover in (path for kind in ("partial", "removed", "replaced") for path in root.glob(f".{kind}-*")):
+            _delete(leftover)
+        draft = Draft(f".partial-{name}", "")
+        (root / draft.folder).mkdir()
+        return draft
+
+    @contextmanager
+    def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
+        folder = Path(self.path, draft.folder)
+        folder.mkdir(parents=True, exist_ok=True)  # another machine may not see yet that rank 0 made it
+        with (folder / file).open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
+        with self.create(draft, MANIFEST) as stream:
+            stream.write(manifest)
+        partial, final, aside = (Path(self.path, part) for part in (draft.folder, name, f".replaced-{name}"))
+        sync(partial)
+        if os.path.lexists(final):
+            os.rename(final, aside)
+        try:
+            os.rename(partial, final)
+            sync(final.parent)
+        except OSError:
+            self._recover()
+            raise
+        _delete(aside)
+
+    def discard(self, draft: Draft) -> None:
+        _delete(Path(self.path, draft.folder))
+
+    def remove(self, name: str) -> None:
+        gone = Path(self.path, f".removed-{name}")
+        with suppress(OSError):
+            os.rename(Path(self.path, name), gone)
+            _delete(gone)
+
+    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
+        return self._at(name, file)
+
+    def body(self, name: str, file: str, scratch: Path) -> None:
+        return
+
+    def _recover(self) -> None:
+        """Put back checkpoints that were moved aside when a killed process was replacing them."""
+        for aside in Path(self.path).glob(".replaced-*"):
+            final = aside.with_name(aside.name.removeprefix(".replaced-"))
+            if not os.path.lexists(final):
+                with suppress(FileNotFoundError):  # another rank was faster
+                    os.rename(aside, final)
+
+
+class RemoteStore(CheckpointStore):
+    """A folder behind a URL. Files are written to a new subfolder; the manifest, written last, makes them a checkpoint.
+
+    The only atomic operation it relies on is replacing a small file, which every service has.
+    """
+
+    holds_only_its_own = False  # a killed replacement leaves its files beside the others
+
+    def names(self, *, recover: bool = True) -> list[str]:
+        return sorted((name for name in self._numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
+
+    def draft(self, name: str) -> Draft:
+        for unfinished in {*self._numbered()} - {*self.names()}:
+            self._delete(unfinished)
+        token = secrets.token_hex(4)
+        draft = Draft(f"{name}/{token}", f"{token}/")
+        self._ask(self.fs.makedirs, self._at(draft.folder), exist_ok=True)
+        return draft
+
+    @contextmanager
+    def create(self, draft: Draft, file: str) -> Iterator[IO[bytes]]:
+        stream = self._ask(self.fs.open, self._at(draft.folder, file), "wb")
+        try:
+            yield stream
+        finally:
+            self._ask(stream.close)
+
+    def publish(self, draft: Draft, name: str, manifest: bytes) -> None:
+        beside = self._at(draft.folder, MANIFEST)
+        self._ask(self.fs.pipe_file, beside, manifest)
+        # Copied rather than moved: a move whose removal fails would discard a whole checkpoint.
+        self._ask(self.fs.cp_file, beside, self._at(name, MANIFEST))
+        with suppress(OSError):
+            self._ask(self.fs.rm_file, beside)
+        with suppress(OSError):
+            for file in self.sizes(name):
+                if file != MANIFEST and not file.startswith(draft.prefix):
+                    self._delete(f"{name}/{file.split('/')[0]}")
+
+    def discard(self, draft: Draft) -> None:
+        name = draft.folder.split("/")[0]
+        with suppress(OSError):
+            self._delete(draft.folder if self.kind(f"{name}/{MANIFEST}") else name)
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):
+            self._ask(self.fs.rm_file, self._at(name, MANIFEST))
+            self._delete(name)
+
+    def head(self, name: str, file: str, size: int, scratch: Path) -> str:
+        with self.open(name, file) as stream, self._copy(file, scratch).open("wb") as copy:
+            length = self._ask(stream.read, 8)
+            copy.write(length + self._ask(stream.read, int.from_bytes(length, "little")))
+            copy.truncate(size)  # the tensors are a hole until `body`
+        return copy.name
+
+    def body(self, name: str, file: str, scratch: Path) -> None:
+        self._ask(self.fs.get_file, self._at(name, file), str(self._copy(file, scratch)))
+
+    def _copy(self, file: str, scratch: Path) -> Path:
+        return scratch / file.replace("/", "-")
+
+    def _numbered(self) -> list[str]:
+        try:
+            found = self._ask(self.fs.ls, self.path, detail=True)
+        except FileNotFoundError:
+            return []
+        names = (info["name"].rstrip("/").rpartition("/")[2] for info in found if info["type"] == "directory")
+        return [name for name in names if NAME.fullmatch(name)]
+
+    def _delete(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._ask(self.fs.rm, self._at(name), recursive=True)
+
+    def _ask(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.fs.invalidate_cache()  # to see what other ranks wrote
+        try:
+            return call(*args, **options)
+        except OSError:
+            raise
+        except Exception as error:  # services have their own exceptions, e.g. for missing credentials
+            raise OSError(f"{self.spelling}: {str(error) or type(error).__name__}") from error
+
+
+def open_store(folder: Path | str) -> CheckpointStore:
+    """Return the storage at a path or an fsspec URL.
+
+    Raises:
+        UsageError: fsspec does not know the URL's protocol, or a package for it is missing.
+    """
+    if isinstance(folder, Path) or "://" not in folder:
+        return LocalStore(LocalFileSystem(), str(Path(folder).absolute()), f"{Path(folder) / 'x'}"[:-1])
+    spelling = folder if folder.endswith("/") else f"{folder}/"
+    try:
+        fs, path = url_to_fs(spelling)
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"{folder.rstrip('/')} cannot be used: {error}") from error
+    return (LocalStore if isinstance(fs, LocalFileSystem) else RemoteStore)(fs, path, spelling)
+
+
+def locate(checkpoint: Path | str) -> tuple[CheckpointStore, str]:
+    """Return the storage of a checkpoint, and its name in it."""
+    if isinstance(checkpoint, Path) or "://" not in checkpoint:
+        path = Path(checkpoint)
+        return open_store(path.parent), path.name
+    folder = checkpoint.rstrip("/")
+    name = folder.rpartition("/")[2]
+    return open_store(folder.removesuffix(name)), name
+
+
+def _delete(path: Path) -> None:
+    """Remove a file or a folder, as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,213 @@
+"""Evaluation of a network: samples of prompts from fixed noise, by a deterministic solver, scored by several evaluators."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.random import fold_in, key, uniform
+from fluvial.engines.data.labels import Split, split
+from fluvial.engines.data.records import Prompt, model_inputs
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, generate, slots
+from fluvial.engines.sampling.solvers import Solver
+from fluvial.engines.sampling.text import TextLengths
+from fluvial.engines.scoring.invalid import check_scores
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.runner import RewardRunner
+from fluvial.engines.scoring.scores import together
+from fluvial.engines.streams import Stream
+from fluvial.models import DiffusionModel, Schedule
+from fluvial.models.images import shown_frames
+from fluvial.models.protocol import Sounds, sound_rate
+
+SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
+APART = 2**32  # between the ids of a prompt's samples: more than there are prompts
+
+
+class Task(Protocol):
+    """The parts of a job that an evaluation needs."""
+
+    @property
+    def model(self) -> DiffusionModel: ...
+    @property
+    def heldout(self) -> Sequence[Prompt]: ...
+    @property
+    def evaluators(self) -> Mapping[str, Reward]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Plan(NamedTuple):
+    """The samples of an evaluation, N in all."""
+
+    places: list[int]  # index of each sample's prompt
+    ids: list[int]  # id of each sample's noise
+    names: list[str]  # of each sample, e.g. of its file
+
+
+class Scores(NamedTuple):
+    """The score of each sample by each evaluator: N samples, K evaluators."""
+
+    evaluators: tuple[str, ...]
+    names: Sequence[str]  # [N]
+    prompts: Sequence[Prompt]  # [N]
+    values: Tensor  # [N, K], float32 on the host
+
+
+class Evaluation(NamedTuple):
+    """Scores of an evaluation, and its first images."""
+
+    score: dict[str, float]  # mean score by evaluator
+    exact: dict[str, float]  # fraction of samples with the score 1 by evaluator
+    samples: int
+    prompts: Sequence[Prompt]  # of the images
+    images: Tensor  # [n, C, H, W] in [0, 1], the first of all ranks
+    images_score: Tensor | None  # [n] by the last evaluator of the job, the held-out one; None without evaluators
+    scores: Scores
+    velocity_drift: float | None = None  # from the model at the start, where a probe of it was taken
+    split: Split = {}  # noqa: RUF012  # scores by source and by tag of the prompts, see `labels.split`
+    sounds: Sounds | None = None  # of the images, where the model makes sounds
+    invalid: int = 0  # samples that an evaluator had no number for, which are left out of all else
+
+
+def drawn(prompts: int, samples: int) -> Plan:
+    """Return the plan of `samples` samples, whose prompts are drawn at random with replacement."""
+    draws = uniform(fold_in(key(SEED), Stream.EVALUATION_PROMPTS), (samples,))
+    return Plan((draws * prompts).long().tolist(), list(range(samples)), [f"{i:05d}" for i in range(samples)])
+
+
+def every(prompts: int, seeds: int, most: int | None = None) -> Plan:
+    """Return the plan of `seeds` samples of each prompt.
+
+    The noise of a sample depends on its prompt's place and on its seed alone, so more seeds, and prompts that are added at
+    the end, leave the other samples as they are.
+
+    Args:
+        seeds: number of samples per prompt.
+        most: largest number of samples; evenly spaced prompts are left out to stay within it, down to one prompt.
+    """
+    count = prompts if most is None else min(prompts, max(most // seeds, 1))
+    taken = [number * prompts // count for number in range(count)]
+    pairs = [(place, seed) for seed in range(seeds) for place in taken]
+    return Plan(
+        [place for place, _ in pairs],
+        [seed * APART + place for place, seed in pairs],
+        [f"{place:05d}-{seed}" for place, seed in pairs],
+    )
+
+
+def chunk_size(samples: int, micro_batch: int) -> int:
+    """Return the number of samples of each chunk: of the sizes that need no more chunks than `micro_batch`, the smallest."""
+    return -(-samples // -(-samples // micro_batch))
+
+
+def evaluate(
+    task: Task,
+    module: nn.Module,
+    *,
+    schedule: Schedule,
+    samples: int | None,
+    micro_batch: int,
+    world: World,
+    seeds: int | None = None,
+    guidance: Guidance = NO_GUIDANCE,
+    solver: Solver = "euler",
+    show: int = 16,
+    keep: Callable[[Sequence[str], Tensor], None] | None = None,
+    max_invalid: float = 0.25,
+) -> Evaluation:
+    """Sample prompts with the ODE and score them with every evaluator; every rank must take part.
+
+    Samples and scores do not depend on the number of ranks: every evaluator is called with the same chunks. They have one
+    size, so few samples as `micro_batch` allows without another chunk. A sample that an evaluator has no number for is left
+    out, whatever the others say of it.
+
+    Args:
+        task: model, prompts and evaluators; a job is one.
+        schedule: schedule with its timesteps on the device.
+        samples: number of samples over all ranks; with `seeds` the largest number, and None for all.
+        micro_batch: largest number of samples per chunk.
+        seeds: number of samples per prompt, see `every`; None draws `samples` prompts at random.
+        guidance: guidance of every step.
+        solver: solver of the ODE.
+        show: number of images to return.
+        keep: function of the names and the images of each chunk of this rank, e.g. to write them to files.
+        max_invalid: largest share of the samples that may be left out, because an evaluator raised or gave no finite number.
+
+    Raises:
+        RunError: it is more, or an evaluator took too long.
+    """
+    if seeds is None:
+        assert samples is not None, "without seeds, prompts are drawn"
+        plan = drawn(len(task.heldout), samples)
+    else:
+        plan = every(len(task.heldout), seeds, samples)
+    total, asked = len(plan.ids), [task.heldout[place] for place in plan.places]
+    micro_batch = chunk_size(total, micro_batch)
+    mine, real = slots(total, micro_batch=micro_batch, world=world)
+    requests = Requests(
+        [asked[slot] for slot in mine], [plan.ids[slot] for slot in mine], fold_in(key(SEED), Stream.EVALUATION_SAMPLES)
+    )
+    shown, heard, rate = list[Tensor](), list[Tensor](), sound_rate(task.model)
+    runners = [RewardRunner(evaluator, label=f"evaluator {name!r}") for name, evaluator in task.evaluators.items()]
+    show = min(show, total)
+    try:
+        tokens = TextLengths(task.model, world).of(guidance.texts(task.model, requests.prompts))
+        sampling = Sampling(task.shape, schedule, guidance, solver, text_tokens=tokens)
+        chunks = generate(task.model, module, requests, sampling, micro_batch=micro_batch)
+        for number, chunk in enumerate(chunks):
+            first = number * micro_batch
+            count = sum(real[first : first + micro_batch])  # the slots past the end, which repeat, come last
+            for runner in runners:
+                runner.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
+            if count and mine[first] < show:
+                shown.append(chunk.images[: show - mine[first]].cpu())
+                if rate is not None:
+                    final, inputs = chunk.trajectory.final[: show - mine[first]].clone(), model_inputs(chunk.prompts)
+                    heard.append(task.model.sounds(final, inputs[: len(final)]).waves.cpu())  # type: ignore[attr-defined]
+            if keep is not None:
+                with world.agreed():
+                    keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())
+        with world.agreed():
+            found = [together(runner.results()) for runner in runners]
+    finally:
+        for runner in runners:
+            runner.close()
+    local = torch.stack([each.scores for each in found], dim=1) if found else torch.zeros(len(mine), 0)
+    table = world.gather_data(local)[:total]
+    problems = [line for each in found for line in each.problems]
+    valid = check_scores(table, problems, most=max_invalid, world=world)
+    images, names = _of_all_ranks(shown, world), tuple(task.evaluators)
+    shows, keeps = valid[: len(images)], torch.nonzero(valid).flatten().tolist()
+    images, table = images[shows], table[valid]
+    asked, sampled = [asked[place] for place in keeps], [plan.names[place] for place in keeps]
+    return Evaluation(
+        score=dict(zip(names, table.mean(0).tolist(), strict=True)),
+        exact=dict(zip(names, (table == 1).float().mean(0).tolist(), strict=True)),
+        samples=len(keeps),
+        prompts=asked[: len(images)],
+        images=images,
+        images_score=table[: len(images), -1] if found else None,
+        scores=Scores(names, sampled, asked, table),
+        split=split(table, asked, names),
+        sounds=None if rate is None else Sounds(_sounds_of_all_ranks(heard, world)[shows], rate),
+        invalid=total - len(keeps),
+    )
+
+
+def _sounds_of_all_ranks(waves: Sequence[Tensor], world: World) -> Tensor:
+    """Return the sounds of all ranks in the order of their samples; every rank must take part."""
+    return torch.cat([wave for part in world.gather_items([*waves])[:: world.sequence] for wave in part])
+
+
+def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
+    """Return the images of all ranks in the order of their samples; every rank must take part."""
+    if world.size == 1:
+        return torch.cat([*images])
+    # As a sheet shows them: in 8 bits, and of a video only some frames.
+    shown = [batch[:, :, shown_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
+    own = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
+    by_rank = world.gather_items(own)[:: world.sequence]
+    return torch.cat([batch for part in by_rank for batch in part]).float() / 255

@@ -1,0 +1,120 @@
+"""The folder of an evaluation: images, scores, the table and a contact sheet.
+
+images/NAME.{png,wav}  base/NAME.{png,wav}  scores.csv  table.csv  table.json  sheet.png
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fluvial.engines.data.records import texts
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.report.images import sheet_of
+from fluvial.engines.extensions.report.sounds import write_wave
+from fluvial.engines.run.evaluation.evaluate import Evaluation
+from fluvial.engines.run.evaluation.table import Row, as_records, write_rows, write_scores
+from fluvial.models.images import as_image
+
+TABLE, IMAGES, BASE = "table.json", "images", "base"
+COLUMNS, FRAMES_PER_SECOND = 4, 16
+
+
+class EvaluationFolder:
+    """Writes what an evaluation makes; every rank writes its own images, the main rank the rest.
+
+    Args:
+        out: folder, which must not hold an evaluation.
+
+    Raises:
+        UsageError: it holds one, or cannot be made.
+    """
+
+    def __init__(self, out: Path, world: World) -> None:
+        self.out, self.world = out, world
+        with world.agreed():
+            if (out / TABLE).exists():
+                raise UsageError(f"`out` is {out}, which already holds an evaluation: set it to another folder")
+            try:
+                (out / IMAGES).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"`out` is {out}, which cannot be made: {error.strerror}") from error
+
+    def keep(self, folder: str) -> Callable[[Sequence[str], Tensor], None]:
+        """Return the function that writes images to a subfolder, see `evaluate`."""
+        (self.out / folder).mkdir(exist_ok=True)
+
+        def write(names: Sequence[str], images: Tensor) -> None:
+            for name, image in zip(names, images, strict=True):
+                write_image(self.out / folder / name, image)
+
+        return write
+
+    def finish(
+        self, found: Sequence[Row], ours: Evaluation, base: Evaluation | None, *, title: str, settings: Mapping[str, Any]
+    ) -> None:
+        """Write scores, table and sheet.
+
+        Args:
+            ours: evaluation of the model.
+            base: evaluation of the base model, if there is one.
+            settings: settings of the evaluation, as JSON holds them.
+        """
+        if not self.world.is_main:
+            return
+        write_scores(self.out / "scores.csv", ours.scores, None if base is None else base.scores)
+        write_rows(self.out / "table.csv", found)
+        for folder, part in ((IMAGES, ours), (BASE, base)):
+            if part is not None and part.sounds is not None:
+                for name, wave in zip(part.scores.names, part.sounds.waves, strict=False):
+                    write_wave(self.out / folder / f"{name}.wav", wave, part.sounds.rate)
+        contact_sheet(ours, base, title=title).save(self.out / "sheet.png")
+        record = {"model": title, "settings": settings, "rows": as_records(found)}
+        (self.out / TABLE).write_text(
+            json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )  # last: it says that all is there
+
+
+def write_image(path: Path, image: Tensor) -> None:
+    """Write an image `[C, H, W]` in [0, 1] as PNG, a video `[C, F, H, W]` as an animated lossless WebP.
+
+    Args:
+        path: path without the ending.
+    """
+    if image.ndim == 3:
+        as_image(image, width=1, colour=False).save(f"{path}.png")
+        return
+    first, *rest = (as_image(frame, width=1) for frame in image.unbind(1))
+    first.save(f"{path}.webp", save_all=True, append_images=rest, duration=1000 // FRAMES_PER_SECOND, lossless=True)
+
+
+def contact_sheet(ours: Evaluation, base: Evaluation | None, *, title: str) -> Image.Image:
+    """Return the first images with prompt and score; each is below the base's from the same noise."""
+    if base is None:
+        return sheet_of(ours.images, _captions(ours), ours.images_score, title=title, columns=COLUMNS)
+    columns = min(COLUMNS, len(ours.images))
+    count = len(ours.images) // columns * columns  # whole rows, which take turns
+    rows = [(part, slice(first, first + columns)) for first in range(0, count, columns) for part in (base, ours)]
+    images = torch.cat([part.images[cut] for part, cut in rows])
+    captions = [caption for part, cut in rows for caption in _captions(part)[cut]]
+    scores = [part.images_score[cut] for part, cut in rows if part.images_score is not None]
+    theirs = None if base.images_score is None else torch.cat([base.images_score[cut] for _, cut in rows]).tolist()
+    return sheet_of(
+        images,
+        captions,
+        torch.cat(scores) if scores else None,
+        base=theirs,
+        title=f"above: base, below: {title}",
+        columns=columns,
+    )
+
+
+def _captions(evaluation: Evaluation) -> list[str]:
+    """Return prompts that fit above their images."""
+    most = max(max(evaluation.images.shape[-1], 256) // 10 - 7, 8)
+    return [prompt if len(prompt) <= most else prompt[: most - 3] + "..." for prompt in texts(evaluation.prompts)]

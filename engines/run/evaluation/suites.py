@@ -1,0 +1,90 @@
+"""Suites: evaluations by name, each a prompt set, evaluators and how samples are drawn; a suite of one's own is one file."""
+
+import json
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fluvial.core.checks import type_of
+from fluvial.engines import plugins
+from fluvial.engines.data.prompt_sets import is_set
+from fluvial.engines.data.tables import read_text
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+
+# GenEval has four samples per prompt (arXiv 2310.11513), and flow_grpo's evaluations of SD3.5 have 40 steps. Guidance and
+# size are those of the run or of the model.
+SUITES = {
+    "geneval": EvaluationConfig(("@geneval",), ("flow_grpo:url=http://127.0.0.1:18085,form=geneval",), seeds=4, steps=40),
+    "ocr": EvaluationConfig(("@ocr",), ("ocr",), seeds=1, steps=40),
+    "compression": EvaluationConfig(("@animals",), ("jpeg",), seeds=2, steps=40),
+    "preference": EvaluationConfig(
+        ("@drawbench-like",), ("pickscore", "hpsv2", "imagereward", "clipscore"), seeds=2, steps=40
+    ),
+}
+FORMATS = {".toml": tomllib.loads, ".json": json.loads}
+
+
+def find(name: str) -> EvaluationConfig:
+    """Return the suite of a name: built in, an entry point of `fluvial.suites`, `module:name`, or a .toml or .json file.
+
+    A file has the fields of `EvaluationConfig`: `prompts` and `rewards`, and any others. Its prompts are files beside it and
+    prompt sets, or a table `[[prompts]]` (an object in JSON) per prompt with a column `prompt` and any others.
+
+    Raises:
+        UsageError: there is no such suite, or it is not one; in one line.
+    """
+    if Path(name).suffix in FORMATS:
+        return _from_file(Path(name))
+
+    def check(found: Any) -> str | None:
+        return (
+            None
+            if isinstance(found, EvaluationConfig)
+            else f"is {type_of(found)}, expected an EvaluationConfig or a .toml file"
+        )
+
+    found: EvaluationConfig = plugins.load(name, "suites", check, table=SUITES)
+    return _whole(found, f"`suite` {name!r}")
+
+
+def _from_file(path: Path) -> EvaluationConfig:
+    """Return the suite in a file."""
+    label = f"suite {path}"
+    try:
+        record = FORMATS[path.suffix](read_text(path, label))
+    except ValueError as error:
+        raise UsageError(f"{label} is not {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(record, dict):
+        raise UsageError(f"{label} holds {type_of(record)}, expected an object of fields")
+    known = [each.name for each in fields(EvaluationConfig)]
+    if unknown := [name for name in record if name not in known]:
+        raise UsageError(f"{label} has the unknown field {unknown[0]!r}, expected {', '.join(known)}")
+    prompts = record.get("prompts", [])
+    if isinstance(prompts, list) and prompts and all(isinstance(prompt, dict) for prompt in prompts):
+        record["prompts"] = [str(path)]  # read as a file of records
+    elif isinstance(prompts, list):
+        record["prompts"] = [_beside(path, word) for word in prompts]
+    for name in ("prompts", "rewards"):
+        words = record.get(name, [])
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise UsageError(f"{label}: {name} is {words!r}, expected a list of text")
+        record[name] = tuple(words)
+    try:
+        return _whole(EvaluationConfig(**record), label)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{label}: {error}") from error
+
+
+def _whole(suite: EvaluationConfig, label: str) -> EvaluationConfig:
+    """Return a suite that says what is evaluated, and by what."""
+    for name in ("prompts", "rewards"):
+        if not getattr(suite, name):
+            raise UsageError(f"{label} has no {name}, expected at least one")
+    return suite
+
+
+def _beside(path: Path, word: Any) -> Any:
+    """Return the path of a file that a suite names, which starts from the suite's folder."""
+    return str(path.parent / word) if isinstance(word, str) and not is_set(word) else word

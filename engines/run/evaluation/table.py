@@ -1,0 +1,243 @@
+"""The table of an evaluation: one row per evaluator and part of the samples, alone or beside a base model."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import rich.table
+import torch
+
+from fluvial.engines.data.labels import split
+from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.evaluation import statistics
+from fluvial.engines.run.evaluation.evaluate import Scores
+
+Part = Literal["all", "source", "tag", "tags", "prompts"]
+MEANS: dict[Part, str] = {"tags": "mean over tags", "prompts": "any sample of a prompt"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An evaluator's results for a part of the samples.
+
+    The part is what they have in common: nothing (all), a source or a tag. An evaluator that passes or fails samples also
+    has the parts tags (mean over the tags, GenEval's overall score) and prompts (fraction with a passed sample).
+    """
+
+    evaluator: str
+    part: Part
+    name: str  # of the source or the tag
+    samples: int
+    mean: float
+    mean_low: float | None = None  # 95 % bootstrap interval of the mean, over prompts; None of one prompt
+    mean_high: float | None = None
+    std: float | None = None  # of the scores of the samples
+    exact: float | None = None  # fraction of samples with the score 1
+    base_mean: float | None = None  # mean score of the base model
+    win_rate: float | None = None  # fraction of samples above the base model's from the same noise; a tie counts one half
+    difference: float | None = None  # mean of score - base's score
+    low: float | None = None  # 95 % bootstrap interval of the difference, over prompts
+    high: float | None = None
+
+
+def rows(scores: Scores, base: Scores | None = None) -> list[Row]:
+    """Return the rows of an evaluation: per evaluator all samples, each source, each tag, and overall pass rates.
+
+    Samples that one of the two evaluations left out are not compared, and count in no row.
+
+    Args:
+        scores: scores of the samples.
+        base: scores of a base model on the same prompts from the same noise.
+
+    Raises:
+        ValueError: the base's samples are others.
+    """
+    if base is not None:
+        if not same_samples(scores, base):
+            raise ValueError("the scores of the base are of other samples or by other evaluators")
+        scores, base = _only(scores, base.names), _only(base, scores.names)
+    return [row for place in range(len(scores.evaluators)) for row in _of_evaluator(scores, base, place)]
+
+
+def same_samples(scores: Scores, other: Scores) -> bool:
+    """Return whether two evaluations are of the same prompts and noise, by the same evaluators.
+
+    Each may have left out a few samples that it had no score for.
+    """
+    known = dict(zip(other.names, texts(other.prompts), strict=True))
+    shared = [(known[name], prompt.text) for name, prompt in zip(scores.names, scores.prompts, strict=True) if name in known]
+    return (
+        tuple(scores.evaluators) == tuple(other.evaluators)
+        and 2 * len(shared) > max(len(scores.names), len(other.names))
+        and all(own == its for own, its in shared)
+    )
+
+
+def _only(scores: Scores, names: Sequence[str]) -> Scores:
+    """Return the scores of the samples with the given names, in their own order."""
+    wanted = set(names)
+    rows = [row for row, name in enumerate(scores.names) if name in wanted]
+    return Scores(
+        scores.evaluators,
+        [scores.names[row] for row in rows],
+        [scores.prompts[row] for row in rows],
+        scores.values[torch.tensor(rows, dtype=torch.int64)],
+    )
+
+
+def overall(scores: Scores) -> dict[str, float]:
+    """Return the mean over tags of each evaluator that passes or fails samples; empty if no prompt has a tag."""
+    tags = [prompt.tag for prompt in scores.prompts]
+    if not any(tag is not None for tag in tags):
+        return {}
+    columns = {name: scores.values[:, place] for place, name in enumerate(scores.evaluators)}
+    return {
+        name: statistics.pass_rates(column, tags, texts(scores.prompts)).overall
+        for name, column in columns.items()
+        if statistics.is_pass_fail(column)
+    }
+
+
+def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[Row]:
+    """Yield the rows of one evaluator."""
+    name, prompts = scores.evaluators[place], scores.prompts
+    sources, tags = [prompt.source for prompt in prompts], [prompt.tag for prompt in prompts]
+    parts: list[tuple[Part, str, list[int]]] = [("all", "", list(range(len(prompts))))]
+    found = split(scores.values, prompts, scores.evaluators)  # tells which parts there are, as in a run's records
+    labels: tuple[tuple[Part, str, Sequence[str | None]], ...] = (("source", "sources", sources), ("tag", "tags", tags))
+    for part, kind, given in labels:
+        parts += [
+            (part, label, [number for number, other in enumerate(given) if other == label]) for label in found.get(kind, {})
+        ]
+    for part, label, numbers in parts:
+        values = scores.values[torch.tensor(numbers)]
+        texts_of = [prompts[number].text for number in numbers]
+        interval = statistics.bootstrap_interval(values[:, place], texts_of) if len({*texts_of}) > 1 else None
+        row: dict[str, Any] = {
+            "mean": values.mean(0)[place].item(),
+            "mean_low": None if interval is None else interval.low,
+            "mean_high": None if interval is None else interval.high,
+            "std": values[:, place].double().std(correction=0).item(),
+            "exact": (values[:, place] == 1).double().mean().item(),
+        }
+        if base is not None:
+            theirs = base.values[torch.tensor(numbers)]
+            compared = statistics.compare(values[:, place], theirs[:, place], texts_of)
+            row |= {
+                "base_mean": theirs.mean(0)[place].item(),
+                "win_rate": compared.win_rate,
+                "difference": compared.difference,
+                "low": compared.interval.low,
+                "high": compared.interval.high,
+            }
+        yield Row(name, part, label, len(numbers), **row)
+    yield from _pass_rates(scores, base, place, tags)
+
+
+def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[str | None]) -> Iterator[Row]:
+    """Yield the overall rows of an evaluator that passes or fails samples, where prompts have tags."""
+    columns = [each.values[:, place] for each in (scores, base) if each is not None]
+    if not any(tag is not None for tag in tags) or not all(map(statistics.is_pass_fail, columns)):
+        return
+    ours, *theirs = (statistics.pass_rates(column, tags, texts(scores.prompts)) for column in columns)
+    parts: tuple[Part, ...] = ("tags", "prompts")
+    for part, field in zip(parts, ("overall", "prompts"), strict=True):
+        mean = float(getattr(ours, field))
+        row: dict[str, float] = {}
+        for other in theirs:
+            row = {"base_mean": getattr(other, field), "difference": mean - getattr(other, field)}
+        yield Row(scores.evaluators[place], part, MEANS[part], len(scores.prompts), mean, **row)
+
+
+def printed(title: str, found: Sequence[Row]) -> list[rich.table.Table]:
+    """Return rows as tables for the console: the scores, and if there is a base the comparison with it."""
+    exact = any(row.exact for row in found)
+    scores = _table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))
+    for row in found:
+        cells = (str(row.samples), _mean(row), _number(row.std), *([_number(row.exact)] if exact else []))
+        scores.add_row(row.evaluator, _part(row), *cells)
+    if all(row.base_mean is None for row in found):
+        return [scores]
+    compared = _table("against the base on the same noise", ("base", "win rate", "difference [95 %]"))
+    for row in found:
+        compared.add_row(row.evaluator, _part(row), _number(row.base_mean), _number(row.win_rate), _difference(row))
+    return [scores, compared]
+
+
+def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
+    sheet = rich.table.Table(title=title, title_justify="left")
+    for name in ("evaluator", "of"):
+        sheet.add_column(name, overflow="fold")
+    for name in columns:
+        sheet.add_column(name, justify="right")
+    return sheet
+
+
+def _part(row: Row) -> str:
+    return "all" if row.part == "all" else row.name if row.part in MEANS else f"{row.part} {row.name}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _mean(row: Row) -> str:
+    interval = "" if row.mean_low is None else f" [{_number(row.mean_low)}, {_number(row.mean_high)}]"
+    return _number(row.mean) + interval
+
+
+def _difference(row: Row) -> str:
+    if row.difference is None:
+        return ""
+    return f"{row.difference:+.4f}" + ("" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]")
+
+
+def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return rows as JSON holds them, without what there is no number of."""
+    return [{name: value for name, value in asdict(row).items() if value is not None} for row in found]
+
+
+def write_rows(path: Path, found: Sequence[Row]) -> None:
+    """Write rows as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow([field.name for field in fields(Row)])
+        writer.writerows(["" if value is None else value for value in asdict(row).values()] for row in found)
+
+
+def write_scores(path: Path, scores: Scores, base: Scores | None = None) -> None:
+    """Write the score of each sample as CSV: its name, prompt, source and tag, a column per evaluator, and those of a base.
+
+    Numbers are written so that `read_scores` reads the same ones.
+    """
+    names = [*scores.evaluators, *(f"base {name}" for name in (() if base is None else base.evaluators))]
+    values = scores.values if base is None else torch.cat([scores.values, base.values], dim=1)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["sample", "prompt", "source", "tag", *names])
+        for name, prompt, line in zip(scores.names, scores.prompts, values.tolist(), strict=True):
+            writer.writerow([name, prompt.text, prompt.source, "" if prompt.tag is None else prompt.tag, *line])
+
+
+def read_scores(path: Path) -> Scores:
+    """Return the scores of a file that `write_scores` wrote without a base; of prompts only the text.
+
+    Raises:
+        UsageError: the file is no such file.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            table = csv.DictReader(stream)
+            names, lines = list(table.fieldnames or ())[4:], list(table)
+        values = torch.tensor([[float(line[name]) for name in names] for line in lines], dtype=torch.float32)
+        return Scores(
+            tuple(names),
+            [line["sample"] for line in lines],
+            [Prompt(line["prompt"]) for line in lines],
+            values.reshape(len(lines), len(names)),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} does not hold the scores of an evaluation: {error}") from error

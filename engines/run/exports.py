@@ -1,0 +1,301 @@
+"""Export of a run: of any of its checkpoints while training goes on, every so many updates, and at its end."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fluvial.engines.engine.config import DTYPES
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.export import writing
+from fluvial.engines.engine.files import stored_digests
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.export.card import Card, write_card
+from fluvial.engines.export.folder import drafted, is_exported
+from fluvial.engines.export.formats import Format, check_format, write
+from fluvial.engines.methods.table import name_of
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.checkpoint.storage import MANIFEST
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.weights import configuration, is_run
+from fluvial.engines.run.record import CONVERTER, as_record, locate_paths, recorded
+from fluvial.models import DiffusionModel
+from fluvial.models.catalogue import KNOWN
+from fluvial.models.digests import join_digests
+from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, recorded_lora
+from fluvial.models.protocol import Weights
+
+EXPORTS = "exports"  # in a run folder
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
+
+
+class Exported(NamedTuple):
+    """Contents of an export, as its record says."""
+
+    format: Format
+    update: int  # number of updates that the weights have seen
+    average: bool  # whether they are the moving average
+    dtype: str  # of the files
+    merge: bool = False  # whether comfyui gets the weights with the adapter merged into them
+    checkpoint: str | None = None  # seal of the checkpoint that it was read from
+
+
+def export_run(
+    path: Path | str,
+    kind: Format | None = None,
+    *,
+    out: Path | None = None,
+    average: bool = False,
+    dtype: str | None = None,
+    merge: bool = False,
+    job: jobs.Job | None = None,
+    world: World,
+) -> tuple[Path, bool]:
+    """Export a checkpoint of a run; return the folder, and whether it had been exported there before.
+
+    One process is enough, whatever the number of ranks that wrote the checkpoint, and training may go on meanwhile.
+
+    Memory on the host: the network in float32, the trained tensors once more, and the tensors of one file. An adapter alone
+    needs only its own tensors.
+
+    Args:
+        path: folder of a run, whose newest checkpoint is exported, or folder or URL of a checkpoint.
+        kind: format; by default lora where an adapter was trained, else merged.
+        out: folder of the export; by default `exports/UPDATE-FORMAT` in the run folder.
+        average: whether the moving average of the weights is exported.
+        dtype: name of the dtype of the files; by default `export_dtype` of the run.
+        merge: whether comfyui gets the weights with the adapter merged into them.
+        job: job of the run, if it was built in Python; by default what the run's configuration describes.
+
+    Raises:
+        UsageError: there is no such run or checkpoint, it cannot be exported so, or something else is in `out`.
+        RunError: the checkpoint is damaged or of another model, or the export cannot be written.
+    """
+    with world.agreed():
+        place, run = _located(path)
+    start = "average." if average else "weight."
+    tensors, manifest = checkpoint.read(place, lambda key: key.startswith(start) and _is_trained(key), world=world)
+    with world.agreed():
+        config, adapter = _settings(manifest, place, run)
+        if average and not tensors:
+            raise UsageError(
+                f"`ema` has no effect with checkpoint {place}, without an average (`optimizer.ema_decay` is 0); remove it"
+            )
+        job = _job(config) if job is None else job
+        kind = kind or ("merged" if adapter is None else "lora")
+        check_format(kind, job.model, adapted=adapter is not None, merge=merge)
+        exported = Exported(kind, int(manifest["update"]), average, dtype or config.export_dtype, merge, manifest["seal"])
+        name = f"{exported.update:06d}-{kind}{'-merged' if merge else ''}{'-ema' if average else ''}"
+        out = (run or Path()) / EXPORTS / name if out is None else out
+        if is_exported(out, exported._asdict()):
+            return out, True
+        measured = adapter is not None and isinstance(recorded_lora(adapter).form, Dora)  # by the rows of the base weights
+        alone = not measured and (kind == "lora" or (kind == "comfyui" and not merge))
+        module = _trained(config, job, adapter, tensors, manifest, place, alone=alone)
+    _write(exported, config, job.model, module, out, run=run, world=world)
+    return out, False
+
+
+def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Module, Weights | None]:
+    """Return the network of a checkpoint with the policy, before sharding, and the folder of its base weights.
+
+    Where an adapter was trained, the parameters of the network itself are on the meta device, and are to be read from that
+    folder. Without one the network is whole, and there is no folder. Every rank must take part.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        average: whether the moving average of the weights is taken, if there is one.
+
+    Raises:
+        UsageError: there is no such checkpoint, or its model cannot be opened.
+        RunError: the checkpoint is damaged or of another model.
+    """
+    starts = ("average.", "weight.") if average else ("weight.",)
+    tensors, manifest = checkpoint.read(path, lambda key: key.startswith(starts) and _is_trained(key), world=world)
+    start = starts[0] if any(key.startswith(starts[0]) for key in tensors) else "weight."
+    with world.agreed():
+        config, adapter = _settings(manifest, path, _located(path)[1])
+        job = _job(config)
+        tensors = {key: tensor for key, tensor in tensors.items() if key.startswith(start)}
+        module = _trained(config, job, adapter, tensors, manifest, path, alone=True)
+    return module.requires_grad_(False), None if adapter is None else job.model.weights
+
+
+def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Path:
+    """Export the present weights of a run to its `exports`, and return the folder. Every rank must take part.
+
+    Raises:
+        RunError: the folder cannot be written.
+    """
+    average = engine.averaged() if config.evaluation.average else {}
+    exported = Exported(format_of(config), engine.updates, bool(average), config.export_dtype)
+    out = config.out / EXPORTS / f"{exported.update:06d}-{exported.format}"
+    _write(exported, config, model, engine.module, out, run=config.out, world=engine.world, weights=average)
+    return out
+
+
+def _write(
+    exported: Exported,
+    config: TrainConfig,
+    model: DiffusionModel,
+    module: nn.Module,
+    out: Path,
+    *,
+    run: Path | None,
+    world: World,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write an export with its model card; every rank must take part."""
+    card = _card(config, model, module, exported)
+    with drafted(out, exported._asdict(), world) as draft:
+        dtype = EXPORT_DTYPES[exported.dtype]
+        write(exported.format, module, model, draft, average=weights, dtype=dtype, merge=exported.merge, world=world)
+        with writing(out, world, "export"):
+            if world.is_main:
+                write_card(card, draft, run=run)
+
+
+def check_exports(config: TrainConfig, model: DiffusionModel) -> None:
+    """Raise UsageError if the exports that a run is asked for during training cannot be made."""
+    if config.export_every:
+        try:
+            check_format(format_of(config), model, adapted=config.train == "lora")
+        except UsageError as error:
+            raise UsageError("export_as", config.export_as, hint=f"{error}") from error
+
+
+def format_of(config: TrainConfig) -> Format:
+    """Return the format of the exports during training."""
+    if config.export_as != "auto":
+        return config.export_as
+    return "lora" if config.train == "lora" else "merged"
+
+
+def write_cards(engine: Engine, config: TrainConfig, model: DiffusionModel) -> None:
+    """Write a model card beside the weights, and the adapter, that a run leaves in its folder. Only rank 0 calls it."""
+    average = bool(engine.average) and config.evaluation.average
+    kinds: dict[str, Format] = {"weights": "merged", **({"lora": "lora"} if config.train == "lora" else {})}
+    for folder, kind in kinds.items():
+        exported = Exported(kind, engine.updates, average, config.export_dtype)
+        write_card(_card(config, model, engine.module, exported), config.out / folder, run=config.out)
+
+
+def _located(path: Path | str) -> tuple[Path | str, Path | None]:
+    """Return the checkpoint that a path stands for, and the folder of its run, if it lies in one."""
+    if "://" in str(path):
+        return str(path), None
+    folder = Path(path)
+    if is_run(str(folder)):
+        config = configuration(folder)
+        found = checkpoint.newest_first(config.checkpoint_folders, recover=False)
+        if not found:
+            raise UsageError(
+                f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint_every} updates"
+            )
+        return found[0], folder
+    if not folder.exists():
+        raise UsageError(f"{folder} is neither a run nor a checkpoint: there is no such folder")
+    if not (folder / MANIFEST).is_file() and not folder.name.startswith(".partial-"):
+        raise UsageError(f"{folder} is neither a run (config.json, metrics.jsonl) nor a checkpoint ({MANIFEST})")
+    return folder, folder.parent.parent if is_run(str(folder.parent.parent)) else None
+
+
+def _is_trained(key: str) -> bool:
+    """Return whether a tensor of a checkpoint is of the policy, not of an adapter that follows it."""
+    return not is_adapter(key) or key.removesuffix(".weight").endswith(".default")
+
+
+def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter."""
+    try:
+        run = recorded(manifest["meta"]["run"])
+        return locate_paths(run, folder or run.out), manifest["meta"]["lora"]
+    except (KeyError, ValueError) as error:
+        raise RunError(
+            f"checkpoint {place} does not say which run it is of, as those of this version do: {error}"
+        ) from error
+
+
+def _job(config: TrainConfig) -> jobs.Job:
+    """Return the job of a run, without its prompts and rewards."""
+    rollout = config.rollout
+    return jobs.to_sample(
+        config.model, config.pipeline, steps=rollout.steps, guidance=rollout.guidance, weights=config.weights
+    )
+
+
+def _trained(
+    config: TrainConfig,
+    job: jobs.Job,
+    adapter: dict[str, Any] | None,
+    tensors: dict[str, Tensor],
+    manifest: dict[str, Any],
+    place: Path | str,
+    *,
+    alone: bool,
+) -> nn.Module:
+    """Return the network with the tensors of a checkpoint; base weights are not read if only an adapter is needed."""
+    folder = job.model.weights
+    alone = alone and adapter is not None and folder is not None
+    if not alone and config.init == "sharded" and folder is not None:
+        known = str(manifest["fingerprint"]["base_weights"]).partition(" ")[0]
+        if join_digests(stored_digests(folder)) != known:
+            raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
+    module = jobs.build(job, empty=alone)
+    if adapter is not None:
+        try:
+            add_lora(module, recorded_lora(adapter), adapter["layers"])
+        except ValueError as error:
+            raise RunError(f"the adapter of the checkpoint does not fit {config.model}: {error}") from error
+    parameters = dict(module.named_parameters())
+    for key, tensor in tensors.items():
+        name = key.partition(".")[2]  # after weight. or average.
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            here = list(parameters[name].shape) if name in parameters else "nothing"
+            raise RunError(
+                f"checkpoint {place} is of another model: {name} has shape {list(tensor.shape)} there, {here} here; a "
+                "run of a job of your own is exported in Python, with the job"
+            )
+        parameters[name].data.copy_(tensor)
+    return module
+
+
+def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exported: Exported) -> Card:
+    """Return the model card of an export."""
+    from diffusers import ConfigMixin
+
+    networks = list(module.values()) if isinstance(module, nn.ModuleDict) else [module]
+    first = next(kind for kind in type(networks[0]).__mro__ if not issubclass(kind, FSDPModule))
+    pipeline = getattr(model, "pipeline", None)
+    makes = {known.pipeline: known.makes for known in KNOWN}
+    settings, adapter = as_record(config), lora_settings(module)
+    if adapter is not None:  # they may be those of a file
+        settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
+        settings["lora"]["form"] |= adapter["form"]
+    objective: Any = config.objective
+    defaults: dict[str, Any] = {"name": name_of(objective)}
+    for field in dataclasses.fields(objective):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = CONVERTER.unstructure(field.default)
+    return Card(
+        kind=exported.format,
+        model=config.model,
+        pipeline=pipeline,
+        network=first.__name__ if issubclass(first, ConfigMixin) else None,
+        parts=tuple(module) if isinstance(module, nn.ModuleDict) else (),
+        video=config.pipeline.frames > 1 or makes.get(str(pipeline)) == "videos",
+        folder=getattr(model, "folder", None),
+        objective=name_of(objective),
+        settings=settings,
+        defaults={**as_record(TrainConfig(config.out)), "objective": defaults},
+        update=exported.update,
+        average=exported.average,
+        dtype=exported.dtype,
+        merge=exported.merge,
+    )

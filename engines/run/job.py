@@ -1,0 +1,378 @@
+"""The job of a model, built-in, of diffusers or user-defined, and its network."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fluvial.core.random import Key
+from fluvial.engines.data.prompts import with_recorded_sizes
+from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import RunError, UsageError, no_effect
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.jobs.base import Job
+from fluvial.engines.run.jobs.images import cache_folder, with_images
+from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.run.jobs.pipeline import (
+    PromptsOfRun,
+    check_exists,
+    check_second_scale,
+    is_adapter,
+    opened,
+    read_prompts_of,
+    read_training,
+)
+from fluvial.engines.run.jobs.weights import OtherWeights, from_run, with_base
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.models import is_recorded
+from fluvial.models.device import default_device
+from fluvial.models.lora import lora_layers
+
+__all__ = [
+    "Job",
+    "build",
+    "edit_words",
+    "from_run",
+    "handwriting",
+    "named",
+    "of_run",
+    "opened",
+    "to_sample",
+    "to_train",
+    "words",
+]
+
+
+def handwriting(
+    *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = (), unet: bool = False
+) -> Job:
+    """Return the built-in job: write 4-digit codes so that a recogniser reads them.
+
+    Args:
+        weights, prompts, data: see `named`.
+        unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
+    """
+    from fluvial.models import handwriting as built_in
+    from fluvial.models.handwriting import codes, heldout_recogniser, likeness, reward_recogniser, write
+
+    kind: Callable[[Path], Any] = built_in.HandwritingUNet if unet else built_in.Handwriting
+    base = built_in.BASE_UNET if unet else built_in.BASE
+    recogniser = reward_recogniser()
+    machine, neighbours = recogniser.each()
+    rewards: dict[str, Reward] = {
+        "characters": recogniser.characters,
+        "machine": machine.characters,
+        "neighbours": neighbours.characters,
+        "likeness": likeness,
+    }
+    evaluators = {"reward": recogniser.characters, "heldout": heldout_recogniser().characters}
+    return _built_in(kind, weights or base, codes, write, rewards, evaluators, prompts, data)
+
+
+def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return `handwriting` with the UNet; the arguments are the same."""
+    return handwriting(weights=weights, prompts=prompts, data=data, unet=True)
+
+
+def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return the job: draw words of 3 to 6 letters so that RapidOCR reads them; ddddocr evaluates held-out words.
+
+    The arguments are those of `named`.
+
+    Raises:
+        UsageError: a package of the recognisers is not installed, or a file holds a line that is not a word.
+    """
+    from fluvial.models import words as built_in
+
+    rewards, evaluators = _read_by_ocr("words")
+    base = weights or built_in.BASE
+    return _built_in(built_in.Words, base, built_in.words, built_in.write, rewards, evaluators, prompts, data)
+
+
+def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return the job: correct a wrong letter of an image of a word; RapidOCR reads it, and the other letters have to stay.
+
+    The arguments are those of `named`. The records of a file of prompts have a column `image`.
+
+    Raises:
+        UsageError: a package of the recognisers is not installed, or a record is not a word with an image of 24x96 pixels.
+    """
+    from fluvial.models import words as built_in
+
+    def known(split: Literal["train", "heldout"]) -> list[Prompt]:
+        images = built_in.misspelt_images(split)
+        return [Prompt(word, media={"image": image}) for word, image in images.items()]
+
+    def write(key: Key, prompts: Sequence[Any]) -> Tensor:
+        return built_in.correct(prompts)
+
+    rewards, evaluators = _read_by_ocr("edit-words")
+    rewards["unchanged"] = built_in.unchanged
+    evaluators = {"unchanged": built_in.unchanged, **evaluators}
+    base = weights or built_in.EDIT_BASE
+    job = _built_in(built_in.EditWords, base, known, write, rewards, evaluators, prompts, data)
+    try:
+        job.model.encode(model_inputs(job.prompts))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return job
+
+
+def _read_by_ocr(name: str) -> tuple[dict[str, Reward], dict[str, Reward]]:
+    """Return the rewards and the evaluators of a job of words; UsageError if a package of theirs is not installed."""
+    from fluvial.models import words as built_in
+    from fluvial.models.words.recognisers import INSTALL, missing
+
+    if absent := missing():
+        raise UsageError(f"the {name} job needs {', '.join(absent)}, not installed: {INSTALL}")
+    letters = built_in.reward_recogniser().letters
+    rewards: dict[str, Reward] = {"letters": letters, "legibility": built_in.legibility}
+    return rewards, {"reward": letters, "heldout": built_in.heldout_recogniser().letters}
+
+
+def _built_in(
+    load: Callable[[Path], Any],
+    weights: Path,
+    known: Callable[[Any], Sequence[str | Prompt]],
+    write: Callable[[Key, Sequence[Any]], Tensor],
+    rewards: Mapping[str, Reward],
+    evaluators: Mapping[str, Reward],
+    prompts: Sequence[str],
+    data: Sequence[str],
+) -> Job:
+    """Return the job of a built-in model, whose prompts are `known("train")` unless there are files of them."""
+    model, heldout = load(weights), as_prompts(known("heldout"))
+    train, source_weights = as_prompts(known("train")), dict[str, float]()
+    if prompts or data:
+        columns, apart = media_columns(model, ()), texts(heldout)
+        train, source_weights = read_training(prompts, data, check=model.check_prompt, heldout=apart, media=columns)
+        check_columns(model, train, columns)
+    return Job(
+        model,
+        train,
+        rewards,
+        heldout=heldout,
+        evaluators=evaluators,
+        load=load,
+        data=lambda key, prompts: write(key, model_inputs(prompts)),
+        encode=lambda images: images * 2 - 1,
+        source_weights=source_weights,
+    )
+
+
+def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+    """Return the job of a built-in model.
+
+    Args:
+        weights: folder of the model's weights; the shipped base by default.
+        prompts: files of prompts to train on, see `data.prompts.sources`; by default all that are not held out.
+        data: images with their prompts as captions, see `data.images.read_images`.
+
+    Raises:
+        UsageError: there is no such model, or a file holds a line that is not a prompt.
+    """
+    if model not in MODELS:
+        raise UsageError(
+            "model", model, f"{' or '.join(MODELS)}, a folder, or an id on the Hub such as owner/name (fluvial models)"
+        )
+    job: Job = resolve_name(MODELS[model].job)(weights=weights, prompts=prompts, data=data)
+    return job
+
+
+def to_sample(
+    name: str,
+    settings: PipelineConfig,
+    *,
+    steps: int,
+    guidance: Guidance,
+    weights: Path | None = None,
+    compute: torch.dtype = torch.float32,
+    prompts: Sequence[str] = (),
+) -> Job:
+    """Return the job of a model that is only sampled from: without training prompts, unless they come with the model.
+
+    Args:
+        name: built-in model, folder or id on the Hub of a pipeline, or `module:name`.
+        settings: size of the images, and how a pipeline is opened.
+        steps: number of steps per sample.
+        guidance: guidance of its steps.
+        weights: folder of weights in place of the model's own.
+        compute: dtype that the network computes in.
+        prompts: files of prompts that a pipeline without an adapter is recorded on, see `to_train`.
+
+    Raises:
+        UsageError: there is no such model, the weights are of another, or prompts would be ignored.
+    """
+    if name in MODELS:
+        _check_unset(name, settings)
+        if prompts:
+            raise no_effect("prompts", f"with model {name}, which is sampled from any")
+        return named(name, weights=weights)
+    read = partial(_with_prompts, settings=settings, prompts=prompts, data=(), preferences=None) if prompts else None
+    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
+    model: Any = job.model
+    if prompts and not is_recorded(model):
+        raise no_effect("prompts", f"with model {name}, whose adapter takes any")
+    load = partial(OtherWeights, model) if is_adapter(name) else model.with_weights
+    return with_base(replace(job, load=load), weights)
+
+
+def to_train(
+    name: str,
+    settings: PipelineConfig,
+    *,
+    steps: int,
+    guidance: Guidance,
+    weights: Path | None = None,
+    compute: torch.dtype = torch.float32,
+    prompts: Sequence[str] = (),
+    data: Sequence[str] = (),
+    preferences: Path | None = None,
+) -> Job:
+    """Return the job of training a model: a built-in one, a diffusers pipeline, or a user-defined one.
+
+    Args:
+        name, settings, steps, guidance, weights, compute: see `to_sample`.
+        prompts: files of prompts to train on, see `data.prompts.sources`.
+        data: images with captions, which are the prompts then, see `data.images.read_images`.
+        preferences: folder of preferences, whose prompts are the job's where there is no such file.
+
+    Raises:
+        UsageError: there are no prompts, the model cannot be opened or trained, or it makes no images of that size.
+    """
+    if not _is_opened(name):
+        if name in MODELS:
+            _check_unset(name, settings)
+        return named(name, weights=weights, prompts=prompts, data=data)
+    if not prompts and not data and preferences is None:
+        check_exists(name)
+        raise UsageError(
+            f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
+            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            "captions"
+        )
+
+    read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences)
+    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
+    model: Any = job.model
+    train = job.prompts
+    if job.sizes and prompts:
+        train = with_recorded_sizes(train, list(job.sizes))
+    job = replace(job, prompts=train)
+    if is_adapter(name):
+        return with_base(job, weights)
+
+    def prepare(world: World, texts: Sequence[Any]) -> None:
+        if settings.text_cache is not None:
+            with world.agreed():  # until every rank has written its prompts
+                try:
+                    for prompt in texts[world.rank :: world.size]:
+                        model.encode([prompt])
+                except ValueError as error:
+                    raise UsageError(f"model {name}: {error}") from error
+                except OSError as error:
+                    raise RunError(f"{error}; what is encoded is kept, start again to go on") from error
+            model.release()
+
+    def check(module: nn.Module) -> str:
+        error = model.check(module, model_inputs((train * 2)[:2]))
+        given = media_columns(model, settings.media)
+        from_columns = "".join(f", {name} from the column {given[name]}" for name in train[0].media)
+        layers, trained = len(lora_layers(module)), sum(part.numel() for part in module.parameters() if part.requires_grad)
+        adapted = f"; LoRA adapts {layers} linear layers, {trained} parameters" if layers else ""
+        asked, (height, width) = settings.size, model.decode(torch.zeros(1, *job.shape)).shape[-2:]
+        scale = model.asked.get("guidance_scale", guidance.scale)
+        own = f"; guidance_scale {scale:g}, the pipeline's default" if guidance.scale == 1 and scale not in (1, None) else ""
+        other = f"; its images have {width}x{height} pixels, not the {asked.width}x{asked.height} asked for"
+        return (
+            f"no adapter for {model.pipeline}: replayed as it was recorded{from_columns}, "
+            f"velocities and images within {error:.1g}{adapted}{own}{other if asked != (height, width) else ''}"
+        )
+
+    job = replace(job, load=model.with_weights, prepare=prepare, check=check if is_recorded(model) else None)
+    return with_base(job, weights)
+
+
+def _with_prompts(
+    model: Any, *, settings: PipelineConfig, prompts: Sequence[str], data: Sequence[str], preferences: Path | None
+) -> tuple[Any, PromptsOfRun]:
+    """Return the model for the prompts of a run, and these; the arguments are those of `to_train`."""
+    columns = {} if data else media_columns(model, settings.media)
+    found = read_prompts_of(
+        settings, prompts=prompts, preferences=preferences, data=data, check=model.check_prompt, media=columns
+    )
+    if not data:
+        check_columns(model, [*found.train, *found.heldout], columns)
+    if is_recorded(model):
+        model = model.given(model_inputs([*found.train, *found.heldout]))
+    return model, found
+
+
+def _check_unset(name: str, settings: PipelineConfig) -> None:
+    """Raise UsageError for settings of a pipeline, which a built-in model does not take."""
+    for field in fields(settings):
+        if getattr(settings, field.name) != field.default:
+            raise no_effect(f"pipeline.{field.name}", f"with model {name}")
+
+
+def check_has_reward(model: str, rewards: Sequence[str]) -> None:
+    """Raise UsageError for a pipeline or a custom model, which comes without a reward, if none is named."""
+    if _is_opened(model) and not rewards:
+        raise UsageError(
+            f"model {model} comes without a reward to learn from: set `rewards`, e.g. to pickscore, or to your own "
+            "module:name (fluvial rewards lists them)"
+        )
+
+
+def _is_opened(name: str) -> bool:
+    """Return whether a name is not that of a built-in model, but of a pipeline, its folder, or a custom model."""
+    return name not in MODELS and ("/" in name or Path(name).is_dir() or is_adapter(name))
+
+
+def of_run(config: TrainConfig) -> Job:
+    """Return the job that a run's configuration describes: a built-in model's, or a pipeline's.
+
+    Raises:
+        UsageError: there is no such model, or it cannot be trained as configured.
+    """
+    config = from_run(config)
+    asked, preferences = config.pipeline, config.objective.traits.preferences
+    if config.model not in MODELS and (config.data or preferences is not None) and asked.text_cache is None:
+        asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
+    if (config.prompts or config.data) and config.scores_samples and config.objective.traits.rewards != "nothing":
+        check_has_reward(config.model, config.rewards)
+    job = to_train(
+        config.model,
+        asked,
+        steps=config.rollout.steps,
+        guidance=config.rollout.guidance,
+        weights=config.weights,
+        compute=config.engine.compute_dtype(default_device()),
+        prompts=config.prompts,
+        data=config.data,
+        preferences=preferences,
+    )
+    check_second_scale(job.model, guided=config.is_guided)
+    return with_images(job, config)
+
+
+def build(job: Job, *, empty: bool = False) -> nn.Module:
+    """Return a job's network with its weights on the CPU, or, if `empty`, with parameters on the meta device.
+
+    Raises:
+        UsageError: the weights are missing, damaged or of another model.
+    """
+    try:
+        return job.model.build(empty=empty)
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"the model cannot be loaded: {reason}") from error

@@ -1,0 +1,130 @@
+"""A job as it is evaluated: with the prompts, the evaluators and the image size of an evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fluvial.engines.data.prompts import read_heldout
+from fluvial.engines.data.records import Prompt, model_inputs
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
+from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.scoring.heard import heard
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.registry import check_rewards, select
+from fluvial.models import decoded, is_recorded
+
+
+def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
+    """Return the job whose held-out prompts, evaluators and shape are those of an evaluation.
+
+    Args:
+        pipeline: size of the images where the evaluation has none of its own.
+
+    Raises:
+        UsageError: a file or an evaluator is not what it should be, or the model makes no images of that size.
+    """
+    changes: dict[str, Any] = {}
+    if config.prompts:
+        columns, field = media_columns(job.model, pipeline.media), "evaluation.prompts"
+        heldout = read_heldout(config.prompts, (), check=job.model.check_prompt, field=field, media=columns)
+        check_columns(job.model, [*job.prompts[:1], *heldout], columns)
+        changes["heldout"] = heldout
+    if config.rewards:
+        changes["evaluators"] = evaluators(job, config.rewards, field="evaluation.rewards")
+    if config.height is not None or config.width is not None:
+        height, width = config.height or pipeline.size.height, config.width or pipeline.size.width
+        changes["shape"] = _shape(job, height, width, pipeline.frames)
+    return replace(job, **changes) if changes else job
+
+
+def with_size_of(job: Job, pipeline: PipelineConfig) -> PipelineConfig:
+    """Return the settings of a pipeline with the size of a job's samples, which the record of a run says.
+
+    Raises:
+        UsageError: no size of the model has samples of that shape.
+    """
+    if job.sizes:
+        first = [size for size, shape in job.sizes.items() if tuple(shape) == job.shape]
+        if not first:
+            raise UsageError(f"job: shape is {list(job.shape)}, expected that of one of its sizes")
+        words = tuple(map(str, dict.fromkeys([*first, *job.sizes])))
+        return replace(pipeline, sizes=words, height=PipelineConfig.height, width=PipelineConfig.width)
+    if (has_one_size(job.model) and only_shape(job.model) == job.shape) or _makes(job, *pipeline.size, pipeline.frames):
+        return pipeline
+    with torch.no_grad():
+        made = decoded(job.model, torch.zeros(1, *job.shape), model_inputs(job.prompts[:1])).shape
+    frames, (height, width) = made[2] if len(made) == 5 else 1, made[-2:]
+    if not (is_recorded(job.model) or _makes(job, height, width, frames)):
+        raise UsageError(
+            f"job: shape is {list(job.shape)}, and its images have {width}x{height} pixels, for which the model has another "
+            "shape: pass shape=model.latent_shape(height, width)"
+        )
+    return replace(pipeline, sizes=(), height=height, width=width, frames=frames)
+
+
+def _makes(job: Job, height: int, width: int, frames: int) -> bool:
+    """Return whether the job's samples are those of a size."""
+    try:
+        return tuple(job.model.latent_shape(height, width, frames)) == job.shape
+    except ValueError:
+        return False
+
+
+def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Reward]:
+    """Return evaluators by name: rewards and evaluators of the job, installed ones, or `module:name`.
+
+    Raises:
+        UsageError: a name is unknown or stands twice, or is not a reward.
+    """
+    selected = select({**job.rewards, **job.evaluators}, names, field=field)
+    if weighted := [name for name, (_, weight) in selected.items() if weight != 1]:
+        raise UsageError(
+            f"`{field}` gives {weighted[0]!r} a weight, and evaluators have none, because each is reported alone: remove "
+            "the weight"
+        )
+    found = {name: reward for name, (reward, _) in selected.items()}
+    check_rewards(found, label="evaluator")
+    return heard(found, job.model)
+
+
+def encoded_texts(job: Job, asked: Job, guidance: Guidance) -> list[Any]:
+    """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts."""
+    return list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout])))
+
+
+def check_negatives(prompts: Sequence[Prompt], *, guided: bool, field: str) -> None:
+    """Raise UsageError if a prompt has a negative prompt of its own and there is no guidance.
+
+    Args:
+        guided: whether samples are guided.
+        field: setting of the guidance, for the message.
+    """
+    own = next((prompt for prompt in prompts if prompt.negative is not None), None)
+    if own is not None and not guided:
+        raise UsageError(
+            f"prompt {own.text!r} has a negative prompt, which is of no use without guidance: set {field}, or leave the "
+            "column negative_prompt out"
+        )
+
+
+def _shape(job: Job, height: int, width: int, frames: int) -> tuple[int, ...]:
+    """Return the shape of a sample of another size."""
+    if is_recorded(job.model):
+        raise UsageError(
+            "`evaluation.height` and `evaluation.width` have no effect with a model without adapter, which "
+            "knows only the size of the rollout; remove them"
+        )
+    if has_one_size(job.model):
+        raise UsageError(
+            "`evaluation.height` and `evaluation.width` have no effect: the model has images of one size only; remove them"
+        )
+    try:
+        return tuple(job.model.latent_shape(height, width, frames))
+    except ValueError as error:
+        raise UsageError(f"`evaluation.height` is {height} and `evaluation.width` is {width}: {error}") from error

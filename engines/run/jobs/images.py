@@ -1,0 +1,116 @@
+"""Jobs that learn from images: captions of a folder or pairs of preferences, encoded once into a cache."""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key
+from fluvial.engines.data.image_cache import ImageCache
+from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.records import Prompt, texts
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.base import Job
+from fluvial.models.digests import digest_file
+
+
+def with_images(job: Job, config: TrainConfig) -> Job:
+    """Return a job whose data, or given preferences, are encoded images; as it is where the run learns from none.
+
+    Raises:
+        UsageError: the model has no way from images to samples.
+    """
+    preferences = config.objective.traits.preferences
+    if not config.data and preferences is None:
+        return job
+    encode = _encoder(job, config)
+    shapes: Any = job.sizes or {config.pipeline.size: job.shape}
+    cache = ImageCache(
+        cache_folder(config),
+        settings=_settings(job, config),
+        encode=encode,
+        shapes=shapes if job.encode is None else {None: job.shape},
+        skip=config.data_errors == "skip",
+    )
+    # Held-out prompts that the job brings must not be there; those that were split off are skipped.
+    apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
+
+    def prepare(world: World, texts: Sequence[Any]) -> tuple[Prompt, ...]:
+        groups: list[tuple[Path | bytes, ...]]
+        if preferences is None:
+            groups = [(image,) for prompt in job.prompts if (image := prompt.image) is not None]
+        else:
+            records = preference_records(preferences, check=job.model.check_prompt, skip=apart)
+            groups = [(record.win, record.lose) for record in records]
+        cache.fill(groups, world)
+        if job.prepare is not None:
+            job.prepare(world, texts)
+        if preferences is not None:
+            return job.prompts
+        found = ((prompt, image) for prompt in job.prompts if (image := prompt.image) is not None)
+        kept = tuple(replace(prompt, size=cache.sizes[image]) for prompt, image in found if (image,) not in cache.left_out)
+        if not kept:
+            raise UsageError("no image of data can be used: each cannot be read, or fits none of the sizes")
+        return kept
+
+    def data(drawn: Key, prompts: Sequence[Prompt]) -> Tensor:
+        given = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
+        return torch.stack([cache.sample(image, size) for image, size in given])
+
+    return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data else job.data)
+
+
+def cache_folder(config: TrainConfig) -> Path:
+    """Return the folder of a run's encoded images."""
+    return config.out / "encoded" if config.data_cache is None else config.data_cache
+
+
+def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """Return the function from images to clean samples: the job's own, or that of its model."""
+    if job.encode is not None:
+        return job.encode
+    encode_images: Any = getattr(job.model, "encode_images", None)
+    if encode_images is None:
+        raise UsageError(
+            f"images cannot be encoded into samples of {config.model}, which has no encode_images(images): add the "
+            "method, or pass encode to the job"
+        )
+
+    def encode(images: Tensor) -> Tensor:
+        samples: Tensor = encode_images(images, key=_keys(images) if config.pipeline.latents == "sample" else None)
+        return samples
+
+    return encode
+
+
+def _keys(images: Tensor) -> Key:
+    """Return a key per image, which depends on its pixels alone."""
+    digests = [hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images.cpu().contiguous()]
+    return fold_in(key(0), torch.tensor([int(digest[:15], 16) for digest in digests]))
+
+
+def _settings(job: Job, config: TrainConfig) -> dict[str, str]:
+    """Return what an encoded image depends on besides its file and its size."""
+    fingerprint: Any = getattr(job.model, "image_encoder", None)
+    if job.encode is not None or fingerprint is None:
+        known = f"{config.model} {_code_of(job.encode or cast(Any, job.model).encode_images)}"
+    else:
+        known = fingerprint()
+    return {"encoder": f"{type(job.model).__name__} {known}", "latents": config.pipeline.latents}
+
+
+def _code_of(function: Any) -> str:
+    """Return the name of a function, with a digest of its source where Python has it."""
+    inner = inspect.unwrap(function)
+    name = f"{inner.__module__}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+    try:
+        return f"{name} {digest_file(inspect.getsource(inner).encode())}"
+    except (OSError, TypeError):
+        return name

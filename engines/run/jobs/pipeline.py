@@ -1,0 +1,211 @@
+"""Jobs of diffusers' pipelines, and of a user-defined model."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from fluvial.engines.data.images import read_images
+from fluvial.engines.data.preferences import preference_records
+from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
+from fluvial.engines.data.records import Prompt, model_inputs, texts
+from fluvial.engines.data.sizes import shapes_of
+from fluvial.engines.engine.config import DTYPES
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.models.device import default_device, has_values, is_accelerator
+
+
+class PromptsOfRun(NamedTuple):
+    """The prompts of a run."""
+
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    weights: dict[str, float]  # of each file of training prompts by its name
+
+
+def read_prompts_of(
+    config: PipelineConfig,
+    *,
+    prompts: Sequence[str],
+    preferences: Path | None,
+    data: Sequence[str],
+    check: Callable[[str], None],
+    media: Mapping[str, str] = MappingProxyType({}),
+) -> PromptsOfRun:
+    """Return the prompts that a run trains on, and those that it holds out.
+
+    Args:
+        config, prompts, preferences, data: settings and arguments of `job.to_train`.
+        check: function that raises ValueError for a string that is not a prompt of the model.
+        media: column of each argument of the pipeline's call that is an image.
+    """
+    heldout = read_heldout(config.heldout, prompts or data, check=check, media=media)
+    apart = model_inputs(heldout)
+    train: tuple[Prompt, ...]
+    weights: dict[str, float] = {}
+    if prompts or data:
+        train, weights = read_training(prompts, data, check=check, heldout=apart, media=media)
+    else:
+        assert preferences is not None
+        records = preference_records(preferences, check=check, heldout=texts(heldout))
+        train = tuple(dict.fromkeys(record.prompt for record in records))
+    if not heldout:
+        train, heldout = hold_out(train, prompts, check=check, media=media)
+    return PromptsOfRun(train, heldout, weights)
+
+
+def read_training(
+    prompts: Sequence[str],
+    data: Sequence[str],
+    *,
+    check: Callable[[str], None],
+    heldout: Collection[object],
+    media: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[tuple[Prompt, ...], dict[str, float]]:
+    """Return the prompts of files, else the captions of images, and the weight of each source by its name."""
+    if prompts:
+        return read_sources(prompts, check=check, heldout=heldout, read=partial(read_prompts, media=media))
+    return read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
+
+
+def opened(
+    name: str,
+    config: PipelineConfig,
+    *,
+    steps: int,
+    guidance: Guidance,
+    compute: torch.dtype = torch.float32,
+    prompts: Callable[[Any], tuple[Any, PromptsOfRun]] | None = None,
+) -> Job:
+    """Return the job of a pipeline without rewards and evaluators.
+
+    Args:
+        name, config, steps, guidance, compute: see `job.to_sample`.
+        prompts: function from the model to the model as it is used and the prompts of the run; without it there are none.
+
+    Raises:
+        UsageError: the pipeline cannot be opened, or makes no images of that size.
+    """
+    found = PromptsOfRun((), (), {})
+    try:
+        adapted = is_adapter(name)
+        model: Any = (
+            _adapted(name, config)
+            if adapted
+            else _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+        )
+        if prompts is not None:
+            model, found = prompts(model)
+        shape = _shape(model, config, adapted=adapted)
+        sizes = shapes_of(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
+    except UsageError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UsageError(f"model {name}: {error}") from error
+    return Job(model, found.train, heldout=found.heldout, shape=shape, sizes=sizes, source_weights=found.weights)
+
+
+def _shape(model: Any, config: PipelineConfig, *, adapted: bool) -> tuple[int, ...]:
+    """Return the shape of a sample; a user-defined model of one size gives it by defaults, and then need not be told."""
+    if adapted and replace(config, heldout=()) == PipelineConfig() and has_one_size(model):
+        return only_shape(model)
+    shape: tuple[int, ...] = model.latent_shape(**config.size._asdict(), frames=config.frames)
+    return shape
+
+
+def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Guidance, compute: torch.dtype) -> Any:
+    """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
+    from fluvial.models.pipelines.base import VaeOptions
+    from fluvial.models.pipelines.folder import local_folder
+    from fluvial.models.pipelines.open import calls_of, has_adapter, open_model
+    from fluvial.models.replay.any_pipeline import AnyPipeline
+
+    half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
+    dtype = torch.bfloat16 if half else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "cache": config.text_cache, "trust_remote_code": config.trust_remote_code}
+    if config.text_tokens is not None:
+        options["text_tokens"] = config.text_tokens
+    folder = local_folder(name, trust_remote_code=config.trust_remote_code)
+    if has_adapter(folder):
+        call, known = dict(map(_named_value, config.call)), calls_of(folder)
+        if not call.keys() <= {*known}:
+            raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
+        options |= call
+        if "height" in known:  # a pipeline with images
+            sized = {**config.size._asdict(), "frames": config.frames}
+            options |= {name: count for name, count in sized.items() if name in known}
+        elif config.media:
+            raise no_effect("pipeline.media", "with an adapter, which takes text only")
+        if config.shift is not None:
+            options["shift"] = config.shift
+        if config.text_base != "auto":
+            options["text_base"] = config.text_base
+        vae = VaeOptions(DTYPES.get(config.vae_dtype), config.vae_tile, config.vae_offload)
+        if vae != VaeOptions():
+            options["vae"] = vae
+        return open_model(folder, **options)
+    if not has_values(default_device()):
+        options["device"] = "cpu"  # such a pipeline is recorded as it runs, and a simulated GPU has no values
+    for name in ("text_base", "vae_dtype", "vae_tile", "vae_offload"):
+        if getattr(config, name) != getattr(PipelineConfig, name):
+            raise no_effect(f"pipeline.{name}", "without an adapter, because the pipeline runs its own parts")
+    if config.shift is not None:
+        raise no_effect("pipeline.shift", "without an adapter, because the pipeline makes its own schedule")
+    if config.sizes:
+        raise no_effect("pipeline.sizes", "without an adapter, because the pipeline then has one size (height and width)")
+    if config.frozen == "auto" and compute == torch.bfloat16:  # most pipelines mix no dtypes
+        options["dtype"] = compute
+    options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
+    size = {**config.size._asdict(), "frames": config.frames}
+    return AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
+
+
+def check_second_scale(model: Any, *, guided: bool) -> None:
+    """Raise UsageError if a model with an adapter has a second scale of guidance, and nothing is guided."""
+    if not guided and getattr(model, "guidance_scale_2", None) is not None:
+        raise no_effect("pipeline.call", "with guidance_scale_2 without guidance, which a scale of 1 is")
+
+
+def check_exists(name: str) -> None:
+    """Raise UsageError if a model is neither a folder, nor `module:name`, nor a pipeline that the Hub or its cache has."""
+    from fluvial.models.pipelines.folder import check_known
+
+    if not is_adapter(name):
+        try:
+            check_known(name)
+        except ValueError as error:
+            raise UsageError(f"model {name}: {error}") from error
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a model's name is `module:name`."""
+    return ":" in name and not Path(name).is_dir()
+
+
+def _adapted(name: str, config: PipelineConfig) -> Any:
+    """Return a user-defined model."""
+    from fluvial.models import load_adapter
+
+    sized = PipelineConfig(config.height, config.width, config.sizes, config.frames)
+    if config != replace(sized, heldout=config.heldout):
+        raise ValueError(
+            "a model of your own takes only height, width, sizes, frames and heldout of pipeline: leave the rest"
+        )
+    return load_adapter(name)
+
+
+def _named_value(word: str) -> tuple[str, Any]:
+    """Return the name and the value of name=value; the value is JSON, or else text."""
+    name, _, value = word.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

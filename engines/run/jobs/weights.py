@@ -1,0 +1,189 @@
+"""Start of a run: the export of another run, other base weights, or an adapter to continue from."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fluvial.engines.engine.files import stored
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.base import Job
+from fluvial.models import LoraConfig
+from fluvial.models.digests import digest_tensors, join_digests
+from fluvial.models.lora import add_lora
+from fluvial.models.lora_files import LoraFile, count_rows, load_lora, read_lora
+from fluvial.models.original.convert import adapter_from_original
+
+RECORD, WEIGHTS = "config.json", "weights"  # in a run folder
+
+
+def is_run(name: str) -> bool:
+    """Return whether a model's name is the folder of a run."""
+    folder = Path(name)
+    return (folder / "metrics.jsonl").is_file() and (folder / RECORD).is_file()
+
+
+def configuration(folder: Path) -> TrainConfig:
+    """Return the configuration of the run in a folder, which may have been moved since.
+
+    Raises:
+        UsageError: its record is of another version, or damaged.
+    """
+    from fluvial.engines.run.record import locate_paths, recorded
+
+    file = folder / RECORD
+    try:
+        run = locate_paths(recorded(json.loads(file.read_text(encoding="utf-8"))), folder)
+        return replace(run, out=folder, resume=False, resume_from=None)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
+
+
+def base_model(name: str) -> str:
+    """Return the model that a run trained, or the name itself if it is no run's.
+
+    Raises:
+        UsageError: the record of the run cannot be read.
+    """
+    from fluvial.engines.run.record import Finder
+
+    if not is_run(name):
+        return name
+    try:
+        record = json.loads((Path(name) / RECORD).read_text(encoding="utf-8"))
+        return Finder(Path(record.get("out", name)), Path(name)).model(str(record["model"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"`model` is {name}, whose {RECORD} is not the record of a run") from error
+
+
+def from_run(config: TrainConfig) -> TrainConfig:
+    """Return a run whose model is the folder of another run as one of that run's model with its exported weights.
+
+    Raises:
+        UsageError: the other run has exported none, or other weights are asked for as well.
+    """
+    if not is_run(config.model):
+        return config
+    weights = Path(config.model) / WEIGHTS
+    if config.weights not in (None, weights):
+        raise UsageError("weights", config.weights, hint=f"model {config.model} is a run with its own; leave one out")
+    if not weights.is_dir():
+        advice = f"let it end (--resume), or export a checkpoint: fluvial export {config.model} --as merged --out {weights}"
+        raise UsageError(f"`model` is {config.model}, a run that has exported no weights: {advice}")
+    return replace(config, model=base_model(config.model), weights=weights)
+
+
+class OtherWeights:
+    """A user-defined model with the network of a folder of weights, such as the `weights` of a run.
+
+    Args:
+        model: the model.
+        folder: weights with the names of its network's parameters; `build` reads them all.
+    """
+
+    weights = None  # no folder that an empty network is filled from
+
+    def __init__(self, model: Any, folder: Path) -> None:
+        self._model, self._folder = model, folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """Return the network with the weights of the folder; with `empty`, with parameters on the meta device."""
+        module: nn.Module = self._model.build(empty=empty)
+        if not empty:
+            try:
+                module.load_state_dict(dict(stored(self._folder)))
+            except RuntimeError as error:
+                raise UsageError(f"{self._folder} holds another network: {' '.join(str(error).split())}") from error
+        return module
+
+
+def with_base(job: Job, weights: Path | None) -> Job:
+    """Return the job of a pipeline with the base weights of another folder.
+
+    Raises:
+        UsageError: there is no such folder, or it holds another network.
+    """
+    if weights is None:
+        return job
+    if not weights.is_dir():
+        hint = "there is no such folder, expected a network as diffusers saves one"
+        if is_run(str(weights.parent)):
+            run = weights.parent
+            hint = f"the run has exported none yet; export a checkpoint: fluvial export {run} --as merged --out {weights}"
+        raise UsageError("weights", weights, hint=hint)
+    expected, file = getattr(job.model, "network", None), weights / RECORD
+    if file.is_file() and expected is not None:
+        held = json.loads(file.read_text(encoding="utf-8")).get("_class_name")
+        if held not in (None, expected):
+            raise UsageError(f"`weights` is {weights}, which holds a {held}, expected a {expected}")
+    return job.with_weights(weights)
+
+
+def add_adapter(module: nn.Module, job: Job, path: Path, *, field: str) -> None:
+    """Add the adapter of a file or a folder to a network, in place, for forward passes.
+
+    Args:
+        module: network without adapters.
+        job: job of the network.
+        path: the file or folder.
+        field: setting that names it, for messages.
+
+    Raises:
+        UsageError: it cannot be read, or does not fit the network.
+    """
+    found = read_adapter(path, job, module, field)
+    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
+    load_lora(module, found.tensors, "default")
+
+
+def read_adapter(path: Path, job: Job, module: nn.Module, field: str) -> LoraFile:
+    """Return the adapter of a file or a folder; UsageError if it cannot be read, or does not fit the network."""
+    kind: Any = getattr(job.model, "pipeline", None)
+    try:
+        return read_lora(path, module, convert=None if kind is None else converter(kind, module))
+    except ValueError as error:
+        raise UsageError(f"`{field}`: {error}") from error
+
+
+def digest(adapter: LoraFile) -> str:
+    """Return a fingerprint of an adapter."""
+    return join_digests({**digest_tensors(adapter.tensors.items()), "": f"{adapter.rank} {adapter.alpha} {adapter.form}"})
+
+
+def converter(pipeline: str, module: nn.Module | None = None) -> Any:
+    """Return a function from the keys of other programs to diffusers' own.
+
+    It knows the original layout, as `fluvial export` writes it, and what diffusers' pipeline knows.
+
+    Args:
+        pipeline: class of diffusers' pipeline.
+        module: network that is adapted; without it only diffusers is asked.
+    """
+
+    def convert(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        import diffusers
+
+        from fluvial.models.pipelines.folder import quietly
+
+        network = next(iter(module.values())) if isinstance(module, nn.ModuleDict) else module
+        if network is not None:
+            with suppress(ValueError):  # then it is of another layout
+                return adapter_from_original(pipeline, tensors, network)
+        with quietly():
+            found: Any = getattr(diffusers, pipeline).lora_state_dict(tensors, return_alphas=True)
+        state, *rest = found if isinstance(found, tuple) else (found,)
+        if count_rows(state) != count_rows(tensors):
+            raise ValueError(f"diffusers leaves out layers of an adapter of {pipeline}")
+        alphas = rest[0] if rest and rest[0] else {}
+        return {**state, **{name: torch.as_tensor(value) for name, value in alphas.items()}}
+
+    return convert

@@ -1,0 +1,298 @@
+"""Records of a run's updates and evaluations, lines for the console, and the summary."""
+
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from fluvial.engines.data.labels import split
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.engine import flops
+from fluvial.engines.engine.engine import Engine, UpdateInfo
+from fluvial.engines.engine.items import Parts
+from fluvial.engines.extensions.report.progress import table
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.evaluation.evaluate import Evaluation
+from fluvial.engines.run.evaluation.table import overall
+from fluvial.engines.run.learner import Learnt
+from fluvial.engines.sampling.items.noised import TENTHS
+from fluvial.engines.scoring.gather import Rewards
+
+PHASES = ("rollout", "reward", "update")
+# Edges of the histogram of advantages; the outer bins have no end.
+EDGES = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
+# Diagnostics that need no splitting: the log-ratio says what the ratio does.
+WHOLE = {"ratio", "log_ratio"}
+
+
+class RolloutResult(NamedTuple):
+    """Results of a rollout and its updates."""
+
+    learnt: Learnt
+    rewards: Rewards
+    samples: int  # of all ranks
+    weights: Tensor | None = None  # weight of each reward in the record's mean, `[K]`
+    names: Sequence[str] = ()  # of the rewards; none where the run makes no samples
+    asked: Sequence[Prompt] = ()  # prompt of each group, or of each sample
+    size: Size | None = None  # of the samples, where there are several
+    diversity: float | None = None
+    staleness: dict[str, int] | None = None  # of rollouts ahead of the updates
+    multipliers: dict[str, float] | None = None  # of rewards that have a floor
+
+
+def update_record(
+    config: TrainConfig,
+    result: RolloutResult,
+    seconds: dict[str, float],
+    engine: Engine,
+    *,
+    samples: int,
+    compiled: int | None,
+) -> dict[str, Any]:
+    """Return the record of a rollout and its updates.
+
+    Args:
+        result: what they gave.
+        seconds: seconds of each phase.
+        engine: engine that made the updates.
+        samples: number of samples so far.
+        compiled: number of programs that were compiled meanwhile; None where nothing is compiled.
+    """
+    learnt, scored, device = result.learnt, result.rewards if result.names else None, engine.world.device
+    optional = {
+        "staleness": result.staleness,
+        "multipliers": result.multipliers,
+        **(advantage_record(learnt.advantage) if scored else {}),
+    }
+    record = {
+        "update": engine.updates,
+        "samples": samples,
+        **learnt_record(learnt, result.size),
+        **parts_record(learnt.updates[-1].parts, steps=config.objective.traits.trains_on == "steps"),
+        **reward_record(result, group=config.rollout.group),
+        **optional,
+        "speed": speed(result, seconds, device, config.engine.compute_dtype(device)),
+        "memory": memory(learnt.updates[-1]),
+        "skipped_steps": engine.skipped,
+        "seconds": seconds,
+        "compiled_programs": compiled,
+        "diversity": result.diversity,
+    }
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def reward_record(result: RolloutResult, *, group: int) -> dict[str, Any]:
+    """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
+
+    Their mean is split by the tags and sources of the prompts.
+    """
+    found, names, weights, asked = result.rewards, list(result.names), result.weights, result.asked
+    if weights is None or not names:
+        return {}
+    rewards, batch = found.scores[found.kept], len(found.scores)
+    prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(found.kept).flatten().tolist()] if asked else []
+    total = rewards @ weights
+    record: dict[str, Any] = {"reward": {"mean": total.mean().item(), "std": total.std().item()}}
+    if len(names) > 1:
+        record["rewards"] = dict(zip(names, rewards.mean(0).tolist(), strict=True))
+    if found.parts:
+        record["reward_parts"] = found.parts
+    record["invalid"] = found.invalid
+    return {**record, **split(total[:, None], prompts, ["reward"]), **group_record(rewards, weights, group)}
+
+
+def learnt_record(learnt: Learnt, size: Size | None = None) -> dict[str, Any]:
+    """Return the record of a rollout's updates; where there are several, most numbers are those of the last.
+
+    Args:
+        size: size of the samples, where there are several.
+    """
+    first, last = learnt.updates[0], learnt.updates[-1]
+    record: dict[str, Any] = {
+        "loss": last.loss,
+        "grad_norm": last.grad_norm,
+        "lr": last.lr,
+        "objective": last.mean,
+        "pairs": sum(update.items for update in learnt.updates),
+    }
+    if "log_ratio" in first.max_abs:
+        record["first_pass_max_abs_log_ratio"] = first.max_abs["log_ratio"]
+    if learnt.correction is not None:
+        names = learnt.correction._fields
+        record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
+    if size is not None:
+        record["size"] = size._asdict()
+    if (padding := learnt.padding) is not None:
+        record["text"] = {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved}
+    return record
+
+
+def group_record(rewards: Tensor, weights: Tensor, group: int) -> dict[str, Any]:
+    """Return how far rewards `[B, K]` differ within groups of consecutive samples; empty without rewards or groups.
+
+    `reward_std` is the mean over the groups of the standard deviation of the weighted sum. `without_signal` is the share of
+    groups whose samples all have the same rewards, so that advantages cannot tell them apart.
+    """
+    if group < 2 or not rewards.numel():
+        return {}
+    each = rewards.unflatten(0, (-1, group))
+    equal = (each.amax(1) == each.amin(1)).all(1)
+    return {
+        "groups": {
+            "reward_std": (each @ weights).std(1).mean().item(),
+            "without_signal": equal.to(rewards.dtype).mean().item(),
+        }
+    }
+
+
+def advantage_record(advantage: Tensor | None) -> dict[str, Any]:
+    """Return the distribution of advantages `[B]`: share of zeros, standard deviation, largest size, and a histogram.
+
+    The histogram is the share of the samples in each bin, by the lower edge of the bin, which is part of it.
+    """
+    if advantage is None or not len(advantage):
+        return {}
+    bins = torch.bucketize(advantage, torch.tensor(EDGES, dtype=advantage.dtype), right=True)
+    shares = (torch.bincount(bins, minlength=len(EDGES) + 1) / len(advantage)).tolist()
+    return {
+        "advantage": {
+            "zero": (advantage == 0).float().mean().item(),
+            "std": advantage.std(correction=0).item(),
+            "max_abs": advantage.abs().max().item(),
+            "histogram": dict(zip(["below", *(f"{edge:g}" for edge in EDGES)], shares, strict=True)),
+        }
+    }
+
+
+def parts_record(parts: Parts | None, *, steps: bool) -> dict[str, Any]:
+    """Return the diagnostics by recorded step, or by tenth of the noise levels; parts without items are left out.
+
+    Args:
+        parts: diagnostics of an update, split by the `parts` of its items.
+        steps: whether the parts are steps.
+    """
+    if parts is None:
+        return {}
+    held = {str(i) if steps else f"{i / TENTHS:g}": i for i, count in enumerate(parts.items) if count}
+    found = {name: numbers for name, numbers in parts.mean.items() if name not in WHOLE}
+    if "log_ratio" in parts.mean_abs:
+        found["abs_log_ratio"] = parts.mean_abs["log_ratio"]
+    split = {name: {part: numbers[i] for part, i in held.items()} for name, numbers in found.items()}
+    return {"by_step" if steps else "by_level": split} if held else {}
+
+
+def speed(result: RolloutResult, seconds: Mapping[str, float], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
+
+    FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
+    share of the time in which no update was computed, because rollout or rewards were waited for. The seconds that this
+    rank's rewards computed are those behind the rollout (`reward_hidden`) and those that were waited for (`reward_waited`).
+
+    Args:
+        result: what the rollout and its updates gave.
+        seconds: seconds of each phase.
+        dtype: dtype of the computation.
+    """
+    work, rewards = sum(update.flops for update in result.learnt.updates), result.rewards
+    total = sum(seconds.values())
+    found = {
+        "samples_per_second": result.samples / total,
+        "update_flops": work / seconds["update"],
+        "trainer_idle": 1 - seconds["update"] / total,
+    }
+    if (most := flops.peak(device, dtype)) is not None:
+        found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
+    if result.names:
+        found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
+    return found
+
+
+def memory(update: UpdateInfo) -> dict[str, float]:
+    """Return the largest memory of the ranks since they began, in GiB: allocated and reserved on GPUs, else resident."""
+    names = ("allocated", "reserved") if len(update.memory) == 2 else ("resident",)
+    return {name: size / 2**30 for name, size in zip(names, update.memory, strict=True)}
+
+
+def shown(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record that the progress line shows."""
+    reward = {"reward": record["reward"]["mean"]} if "reward" in record else {}
+    names = {"ratio": "ratio", "kl_ref": "KL", "clipped": "clipped", "error": "error", "accuracy": "accuracy"}
+    return reward | {label: record["objective"][name] for name, label in names.items() if name in record["objective"]}
+
+
+def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the record of an evaluation: per evaluator, per source and per tag."""
+    numbers: dict[str, Any] = {
+        "score": evaluation.score,
+        "exact": evaluation.exact,
+        "drift": evaluation.velocity_drift,
+        **evaluation.split,
+    }
+    if evaluation.invalid:
+        numbers["invalid"] = {"samples": evaluation.invalid}
+    found = overall(evaluation.scores)
+    return {**numbers, "overall": found} if found else numbers
+
+
+def evaluation_line(when: str, evaluation: Evaluation) -> str:
+    """Return an evaluation as a line for the console."""
+    if not evaluation.score:
+        return f"{when}: samples of held-out prompts, without a score: evaluation.rewards names evaluators"
+    exactly = any(evaluation.exact.values())
+    numbers = evaluation.exact if exactly else evaluation.score
+    parts = (f"{number:.3f} by the {evaluator} evaluator" for evaluator, number in numbers.items())
+    return f"{when}: {'exactly right' if exactly else 'score'} on held-out prompts {', '.join(parts)}"
+
+
+def evaluation_title(name: str, evaluation: Evaluation) -> str:
+    """Return the title of an evaluation's images: what the last evaluator says of all samples."""
+    if not evaluation.exact:
+        return name
+    evaluator, right = list(evaluation.exact.items())[-1]
+    said = f"{right:.0%} of held-out prompts exactly right" if right else f"{evaluation.score[evaluator]:.3f} by {evaluator}"
+    return f"{name}: {said}"
+
+
+def before_after(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> Table:
+    """Return the table of an evaluation before and after training."""
+    now = {"exact": after.exact, "score": after.score}
+    rows = {
+        f"{what}, by the {evaluator} evaluator": (f"{before[part][evaluator]:.3f}", f"{now[part][evaluator]:.3f}")
+        for part, what in (("exact", "exactly right"), ("score", "score"))
+        for evaluator in now[part]
+        if evaluator in before[part]  # a resumed run may have other evaluators
+        and (part == "score" or after.exact[evaluator] or before["exact"][evaluator])
+    }
+    return table(f"held-out prompts, {after.samples} samples", ("before", "after"), rows)
+
+
+def evaluation_summary(before: Mapping[str, Mapping[str, float]], after: Evaluation) -> dict[str, float]:
+    """Return an evaluation before and after training as the flat fields of a summary."""
+    return {
+        **{f"{evaluator}_exact_before": right for evaluator, right in before["exact"].items()},
+        **{f"{evaluator}_exact_after": right for evaluator, right in after.exact.items()},
+        **{f"{evaluator}_score_before": score for evaluator, score in before["score"].items()},
+        **{f"{evaluator}_score_after": score for evaluator, score in after.score.items()},
+        "eval_samples": after.samples,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a result depends on."""
+    packages = ("fluvial", "torch", "diffusers", "peft", "scikit-learn")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the wall-clock seconds of the block to those of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

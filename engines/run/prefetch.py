@@ -1,0 +1,355 @@
+"""Rollouts ahead of the trainer: a thread of each rank makes them in their order, with the weights that belong to each.
+
+Rollout j is made with the weights of version max(0, j - K), where a version counts the rollouts that were learnt from. So
+what is computed depends on K and not on how fast samples are made or learnt from. Prompts, keys and lengths are found on the
+main thread, where all collectives are; the thread pushes weights, makes samples and hands their images to the rewards.
+"""
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from queue import Queue
+from threading import Event, Thread
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
+from fluvial.engines.run.rollouts import Rollout, RolloutPlan, Rollouts
+from fluvial.engines.sampling.generate import Chunk, SampleBatch, joined
+from fluvial.engines.sampling.sampler_copy import Copy, held
+from fluvial.engines.scoring.runner import Collected, RewardRunners
+from fluvial.models import DiffusionModel
+from fluvial.models.device import compute_on, is_accelerator
+
+FAILED = "failed"
+PAUSE = 0.01  # seconds between two looks at the store
+PREFIX = "ahead."  # of the names of a checkpoint's tensors
+FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final")  # of a trajectory, each `[B, ...]`
+ENDING = 30.0  # seconds that the end of a chunk is waited for when a run ends early
+
+
+@dataclass
+class Requested:
+    """A rollout that has been asked for."""
+
+    number: int
+    version: int  # number of updates of the weights that make it
+    plan: RolloutPlan
+    runners: RewardRunners  # the rewards of this rollout
+    batch: Future[SampleBatch]  # this rank's samples, once they are made
+    collected: Collected | None = None  # what the rewards of this rank say, where they were waited for already
+
+
+class Ahead:
+    """Makes the rollouts of a run ahead of its updates.
+
+    Args:
+        rollouts: plans of rollouts, whose source may be called on another thread. Every rank must take part.
+        runners: threads of the rewards.
+        copy: network that takes the weights of each version.
+    """
+
+    def __init__(self, rollouts: Rollouts, runners: RewardRunners, copy: Copy) -> None:
+        self.config, self.world, self.engine = rollouts.config, rollouts.world, rollouts.engine
+        self.rollouts, self.runners, self.copy = rollouts, runners, copy
+        self.local = not self.config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
+        self.requested: dict[int, Requested] = {}
+        self._work: Queue[tuple[Requested, dict[str, Tensor] | None] | None] = Queue()
+        self._ending = Event()
+        self._order = PushOrder(self.world, self._ending.is_set)
+        self._thread: Thread | None = None
+
+    def next(self) -> tuple[Rollout, Requested]:
+        """Return the next rollout and how it was asked for, and ask for those after it; every rank must take part.
+
+        Raises:
+            RunError: it could not be made.
+        """
+        every = self.config.updates_per_rollout
+        number = self.engine.updates // every
+        self._ask(range(number, min(number + self.config.asynchronous.ahead + 1, self.config.updates // every)))
+        found = self.requested.pop(number)
+        with self.world.agreed():
+            batch = found.batch.result()
+        found.batch = Future()  # so that the samples are freed with the items of their updates
+        return self.rollouts.rollout(self._root(self.engine.updates), found.plan, batch), found
+
+    def staleness(self, found: Requested) -> dict[str, int]:
+        """Return how many samples of a rollout are how many updates old; every rank must take part."""
+        begun = found.number * self.config.updates_per_rollout
+        own = [begun - found.version for place in found.plan.numbers if place >= 0]
+        ranks = self.world.gather_items(own)[:: self.world.sequence]
+        return {str(age): count for age, count in sorted(Counter(age for ages in ranks for age in ages).items())}
+
+    def collect(self, found: Requested) -> Collected:
+        """Return what this rank's rewards say of a rollout; every rank must take part."""
+        if found.collected is None:
+            found.runners.exchange(self.world)
+            with self.world.agreed():
+                found.collected = found.runners.collect(batch=self.config.rollout.batch)
+        return found.collected
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the rollouts that were asked for, once they are made and scored; every rank must take part.
+
+        Returns:
+            Tensors, the same on every rank, and values that JSON can hold.
+        """
+        tensors, meta = dict[str, Tensor](), dict[str, Any]()
+        for number, found in sorted(self.requested.items()):
+            with self.world.agreed():
+                batch = found.batch.result()
+            own, meta[str(number)] = packed(batch, self.collect(found), self.config.rollout.batch, self.world)
+            meta[str(number)]["version"] = found.version
+            tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
+        return tensors, meta
+
+    def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        """Take over rollouts as `state` returned them, on any number of ranks; every rank must take part."""
+        for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
+            found = self._planned(int(name), values["version"])
+            prefix = f"{PREFIX}{name}."
+            own = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
+            batch, found.collected = unpacked(
+                own, values, found.plan, self.rollouts.job.model, self.config.samples_per_pass, self.world
+            )
+            found.batch.set_result(batch)
+            self.requested[found.number] = found
+
+    def close(self) -> None:
+        """End the thread after the chunk that it makes now."""
+        self._ending.set()
+        self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(ENDING)
+
+    def _ask(self, numbers: range) -> None:
+        """Ask for the rollouts that were not asked for, with the current weights; every rank must take part."""
+        new = [number for number in numbers if number not in self.requested]
+        if not new:
+            return
+        if self._thread is None:
+            # A daemon: a source that hangs does not keep the process alive.
+            self._thread = Thread(target=self._serve, name="rollouts", daemon=True)
+            self._thread.start()
+        weights: dict[str, Tensor] | None = held(self.engine)
+        for number in new:
+            self.requested[number] = self._planned(number, self.engine.updates)
+            self._work.put((self.requested[number], weights))
+            weights = None  # the next ones have the same
+
+    def _planned(self, number: int, version: int) -> Requested:
+        """Return a rollout that is not asked for yet; every rank must take part."""
+        updates = number * self.config.updates_per_rollout
+        root = self._root(updates)
+        plan = self.rollouts.plan(root, self.rollouts.prompts(root, updates), updates)
+        return Requested(number, version, plan, self.runners.apart(), Future())
+
+    def _root(self, updates: int) -> Key:
+        return fold_in(key(self.config.seed), updates)
+
+    def _serve(self) -> None:
+        """Make rollouts in their order, until one fails or the run ends."""
+        device = self.world.device
+        compute_on(device)
+        # A stream of its own, so that samples are made while an update is computed.
+        module = torch.get_device_module(device)
+        side = module.Stream(device) if is_accelerator(device) else None
+        with module.stream(side) if side is not None else nullcontext():
+            while (work := self._work.get()) is not None and not self._ending.is_set():
+                found, weights = work
+                try:
+                    found.batch.set_result(self._made(found, weights, side))
+                except BaseException as error:  # the main thread must hear of it, whether or not the other ranks do
+                    found.batch.set_exception(error)
+                    self._order.failed()
+                    break
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Fail the pending rollouts."""
+        while (work := self._work.get() if not self._ending.is_set() else self._left()) is not None:
+            work[0].batch.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
+
+    def _left(self) -> tuple[Requested, dict[str, Tensor] | None] | None:
+        return None if self._work.empty() else self._work.get()
+
+    def _made(self, found: Requested, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
+        """Return this rank's samples of a rollout."""
+        if side is not None:
+            side.wait_stream(torch.get_device_module(self.world.device).default_stream(self.world.device))
+        if weights is not None:
+            self._push(found, weights)
+
+        def seen(chunk: Chunk) -> None:
+            if self._ending.is_set():
+                raise ElsewhereError("the run has ended")
+            if chunk.version != found.version:
+                raise RunError(
+                    f"rollout {found.number}: the source made samples with the weights of update {chunk.version}, expected "
+                    f"those of update {found.version}"
+                )
+            if side is not None:
+                side.synchronize()  # the rewards and the update read them on other streams
+
+        batch = self.rollouts.proved(found.plan, found.runners, self.copy.behaviour, self.copy.world, seen=seen)
+        if side is not None:
+            side.synchronize()
+            main = torch.get_device_module(self.world.device).default_stream(self.world.device)
+            # Else their memory may be used again here while the update still reads it.
+            optree.tree_map(lambda tensor: tensor.record_stream(main), (batch.cond, batch.trajectory, batch.thumbnails))
+        self._order.made(found.number)
+        return batch
+
+    def _push(self, found: Requested, weights: dict[str, Tensor]) -> None:
+        self.copy.load(weights, found.version)
+        push = partial(self.rollouts.source.push, self.copy, found.version)
+        if self.local:
+            push()
+        else:
+            self._order.push(found.number, push)
+
+
+class PushOrder:
+    """Lets new weights be pushed once, after every rank has made the rollout before and before any makes the next.
+
+    The ranks' threads see each other through the store of the process group. A look at it blocks nobody; waiting there would
+    block the main thread, which has the same connection.
+
+    Args:
+        world: process group. Every rank must take part.
+        stopped: function that returns whether this rank has given up.
+    """
+
+    def __init__(self, world: World, stopped: Callable[[], bool]) -> None:
+        self.world, self.stopped, self.last = world, stopped, -1  # number of the last rollout that was made
+        self.store: dist.Store | None = None
+        if world.size > 1:
+            name = world.gather_items(uuid.uuid4().hex)[0]  # a process may train several times
+            self.store = dist.PrefixStore(f"fluvial/ahead/{name}", dist.distributed_c10d._get_default_store())
+
+    def push(self, number: int, push: Callable[[], None]) -> None:
+        """Push the weights of a rollout, on rank 0 when no rank needs the earlier ones any more, and then on the others.
+
+        Args:
+            push: function that pushes them; on the other ranks it has only to note that they were pushed.
+
+        Raises:
+            ElsewhereError: another rank failed.
+            LostProcessError: another rank did not make its rollout in the time of a collective.
+        """
+        if self.store is None:
+            push()
+            return
+        if self.world.is_main:
+            self._wait([f"made/{self.last}/{rank}" for rank in range(self.world.size)] if self.last >= 0 else [])
+            push()
+            self.store.set(f"pushed/{number}", "")
+        else:
+            self._wait([f"pushed/{number}"])
+            push()
+
+    def made(self, number: int) -> None:
+        """Note that this rank has made a rollout."""
+        self.last = number
+        if self.store is not None:
+            self.store.set(f"made/{number}/{self.world.rank}", "")
+
+    def failed(self) -> None:
+        """Tell the other ranks that this one failed."""
+        if self.store is not None:
+            self.store.set(FAILED, str(self.world.rank))
+
+    def _wait(self, keys: list[str]) -> None:
+        assert self.store is not None
+        deadline = time.monotonic() + self.world.timeout
+        while not all(self.store.check([key]) for key in keys):
+            if self.store.check([FAILED]):
+                raise ElsewhereError(f"rank {self.store.get(FAILED).decode()} failed; its own message says why")
+            if self.stopped():
+                raise ElsewhereError("the run has ended")
+            if time.monotonic() > deadline:
+                raise LostProcessError(
+                    f"rank {self.world.rank}: another process has not made its rollout within {self.world.timeout:g} s"
+                )
+            time.sleep(PAUSE)
+
+
+def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a rollout as tensors, and as values that JSON can hold; every rank must take part.
+
+    Conditioning is left out: prompts are encoded again.
+
+    Memory on the host, per rank: the samples of all ranks.
+
+    Args:
+        found: what its rewards say of them.
+    """
+    rows: dict[str, Tensor | None] = {name: getattr(batch.trajectory, name) for name in FIELDS}
+    rows["thumbnails"] = batch.thumbnails
+    # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
+    scores = world.gather(found.scores[None].to(world.device))[:: world.sequence].sum(0)
+    tensors = {
+        name: world.gather_data(tensor.contiguous())[:samples].cpu() for name, tensor in rows.items() if tensor is not None
+    }
+    tensors["scores"] = scores.cpu()
+    said = world.gather_items((found.parts, found.problems))[:: world.sequence]
+    parts: dict[str, dict[str, float]] = {}
+    for own, _ in said:
+        for name, values in own.items():
+            parts.setdefault(name, {}).update({str(place): value for place, value in values.items()})
+    # A file holds no tensor without values, so its shape stands here.
+    empty = {name: [*tensor.shape] for name, tensor in tensors.items() if not tensor.numel()}
+    meta = {
+        "parts": parts,
+        "problems": [line for _, lines in said for line in lines],
+        "computed": found.computed,
+        "waited": found.waited,
+        "empty": empty,
+    }
+    return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}, meta
+
+
+def unpacked(
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    plan: RolloutPlan,
+    model: DiffusionModel,
+    micro_batch: int,
+    world: World,
+) -> tuple[SampleBatch, Collected]:
+    """Return this rank's samples of a rollout as `packed` returned it, and what its rewards say of them.
+
+    Args:
+        tensors, meta: what `packed` returned, perhaps on another number of ranks.
+        model: model that prompts are encoded with.
+        micro_batch: number of samples per chunk.
+    """
+    device, ids, texts = world.device, torch.tensor([*plan.requests.ids]), plan.requests.prompts
+    whole = {**tensors, **{name: torch.empty(shape) for name, shape in meta["empty"].items()}}
+    parts = list[SampleBatch]()
+    for start in range(0, len(ids), micro_batch):
+        rows, prompts = ids[start : start + micro_batch], texts[start : start + micro_batch]
+        own = {name: whole[name][rows].to(device) for name in (*FIELDS, "thumbnails") if name in whole}
+        cond = plan.sampling.encode(model, prompts)
+        trajectory = Trajectory(
+            own["x"], own["x_next"], own["steps"].long(), own["log_prob"], own.get("velocity"), own["final"], None
+        )
+        parts.append(SampleBatch(prompts, cond, trajectory, own.get("thumbnails")))
+    batch = joined(parts)
+    if not world.is_main:  # one rank has the scores of all samples
+        return batch, Collected(torch.zeros_like(whole["scores"]), {}, [], meta["computed"], meta["waited"])
+    said = {name: {int(place): value for place, value in values.items()} for name, values in meta["parts"].items()}
+    return batch, Collected(whole["scores"], said, list(meta["problems"]), meta["computed"], meta["waited"])

@@ -1,0 +1,1 @@
+"""Running a job: folder, stop requests, restarts."""

@@ -1,0 +1,126 @@
+"""Start the processes of a command on this machine: one rank each, stopped together, with one exit code.
+
+torchrun does this for several machines. There, the terminal's Ctrl-C and the one that torchrun passes on both reach a rank,
+and the second stops it at once. Here a request to stop reaches each rank once.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from fluvial.engines.run.process.stop import SIGNALS
+
+STORE = "FLUVIAL_STORE_SOCKET"  # variable that holds the descriptor of the socket that rank 0 listens on
+GRACE = 30.0  # seconds that the other ranks have to end by themselves after one has failed
+POLL = 0.1  # seconds between two looks at the ranks
+
+
+def launch(command: Sequence[str], processes: int) -> int:
+    """Run a command as the ranks of one process group on this machine, and return its exit code.
+
+    SIGINT and SIGTERM are passed on to every rank. The exit code is 0 if every rank's is, else that of the rank that failed
+    first: 130 for one that SIGINT ended, 1 for other signals. The ranks share the cores, unless OMP_NUM_THREADS is set.
+
+    Args:
+        command: program and arguments of every rank.
+        processes: number of ranks.
+
+    Raises:
+        ValueError: processes is below 1.
+    """
+    if processes < 1:
+        raise ValueError(f"processes is {processes}, expected at least 1")
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores() // processes, 1))
+    size = str(processes)
+    ranks = _Ranks()
+    try:
+        # Rank 0 gets the open socket, so no other program can take its port in between.
+        with socket.create_server(("127.0.0.1", 0), backlog=processes) as listening:
+            shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
+            shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": threads}
+            for rank in range(processes):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.start(command, {**shared, **own}, listening if rank == 0 else None)
+        ranks.pass_on()
+        return ranks.wait()
+    finally:
+        ranks.close()
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Ranks:
+    """The processes of a command, to which requests to stop are passed on."""
+
+    def __init__(self) -> None:
+        self.processes = list[subprocess.Popen[bytes]]()
+        self.waiting: list[int] | None = []  # signals that arrived before all ranks were started
+        self.before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def start(self, command: Sequence[str], environment: dict[str, str], listening: socket.socket | None) -> None:
+        """Start the next rank, in a process group of its own, which the terminal's Ctrl-C does not reach."""
+        sockets = () if listening is None else (listening.fileno(),)
+        given = {} if listening is None else {STORE: str(listening.fileno())}
+        self.processes.append(
+            subprocess.Popen(
+                command,
+                env={**os.environ, **environment, **given},
+                stdin=subprocess.DEVNULL,
+                pass_fds=sockets,
+                process_group=0,
+            )
+        )
+
+    def pass_on(self) -> None:
+        """Pass on the signals that have arrived, and those that follow at once."""
+        arrived, self.waiting = self.waiting or [], None
+        for number in arrived:
+            self._note(number, None)
+
+    def wait(self) -> int:
+        """Wait for all ranks and return the exit code; once one has failed, the others have `GRACE` seconds to end."""
+        code, deadline, running = 0, float("inf"), dict(enumerate(self.processes))
+        while running:
+            for rank, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[rank]
+                if process.returncode and not code:
+                    code, deadline = _code(process.returncode), time.monotonic() + GRACE
+                    if code == 1 and process.returncode < 0:
+                        name = signal.Signals(-process.returncode).name
+                        print(f"fluvial: rank {rank} of {len(self.processes)} was ended by {name}", file=sys.stderr)
+            if time.monotonic() > deadline:
+                for process in running.values():
+                    process.kill()
+            time.sleep(POLL if running else 0)
+        return code
+
+    def close(self) -> None:
+        """Kill the ranks that still run, and handle signals as before."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.waiting is not None:
+            self.waiting.append(number)
+            return
+        for process in self.processes:
+            process.send_signal(number)
+
+
+def _code(returncode: int) -> int:
+    """Return the exit code for how a rank ended."""
+    return returncode if returncode > 0 else 130 if -returncode == signal.SIGINT else 1

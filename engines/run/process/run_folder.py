@@ -1,0 +1,260 @@
+"""The run folder: everything that a run writes, by rank 0.
+
+config.json  metrics.jsonl  summary.json  report.html  curves.png  warnings.txt  tracker.json  probe.safetensors
+samples/*.{png,json,csv,wav}  tensorboard/  checkpoints/  weights/
+"""
+
+import contextlib
+import json
+import math
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optree
+from PIL import Image
+from torch import Tensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.report import charts, images, page, panels, trackers
+from fluvial.engines.extensions.report.records import read_json, read_records
+from fluvial.engines.extensions.report.sounds import write_wave
+from fluvial.engines.extensions.report.trackers import SafeTracker, Samples, TrackedRun
+from fluvial.engines.run.evaluation.evaluate import Scores
+from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
+from fluvial.engines.run.process import restart
+from fluvial.engines.run.process.lock import FolderLock
+from fluvial.models.images import as_image
+from fluvial.models.protocol import Sounds
+
+CONFIG, WARNINGS, TRACKER = "config.json", "warnings.txt", "tracker.json"
+WIDTH = 256  # of a sample, in pixels, about
+
+
+def claim(out: Path, *, resume: bool, say: Callable[[str], None] = lambda line: None) -> FolderLock:
+    """Make a run folder, or check that it holds the run to resume, and return the hold of it by this process.
+
+    Raises:
+        UsageError: it already holds a run, holds no run to resume, a living run writes it, or it cannot be written.
+    """
+    _check_held(out, resume=resume)
+    try:
+        (out / "samples").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"run folder {out} cannot be made: {error.strerror}") from error
+    if not os.access(out, os.W_OK):
+        raise UsageError(f"run folder {out} cannot be written")
+    lock = FolderLock(out, say)
+    try:
+        _check_held(out, resume=resume)  # another process may have begun a run, and ended, meanwhile
+        restart.mark(out)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_held(out: Path, *, resume: bool) -> None:
+    """Raise UsageError if a run folder holds a run although a new one starts, or none although one is resumed."""
+    held = (out / CONFIG).exists()
+    if resume and not held:
+        raise UsageError(f"{out} holds no run to resume: start one without resume, or set `out` to the folder of a run")
+    if held and not resume:
+        restart.unmark(out)
+        raise UsageError(f"{out} already holds a run: set `resume` to continue it, or set `out` to another folder")
+
+
+class RunFolder:
+    """Writes the records and images of a run.
+
+    Args:
+        out: claimed folder.
+        config: configuration of the run, as JSON.
+        update: update that the run starts after; later records of an interrupted run are dropped.
+        tracker: tracker that receives numbers and images as well, see `trackers.find`.
+        say: where the line of a tracker that fails goes, besides warnings.txt.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        config: Mapping[str, Any],
+        *,
+        update: int = 0,
+        tracker: str = "tensorboard",
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.out, self.say = out, say
+        self.metrics = out / "metrics.jsonl"
+        held = read_records(self.metrics) if update else ()  # of an interrupted run, without a line that a crash cut short
+        self.records = [record for record in held if record["update"] <= update]
+        write_json(out / CONFIG, config)
+        _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
+        self.tracker: SafeTracker | None = None
+        if (maker := trackers.find(tracker)) is not None:
+            run = TrackedRun(out, finite(config), self._tracker_id(kept=maker is not trackers.TensorBoard), update)
+            self.tracker = SafeTracker(tracker, maker, run, self.warn)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a record, {"update": n, name: number or a dict of them}, to metrics.jsonl and the tracker."""
+        record = finite(record)
+        if record in self.records:  # a finished run that is resumed evaluates again
+            return
+        self.records.append(record)
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        except OSError as error:
+            raise RunError(f"{self.metrics} cannot be written: {error.strerror}") from error
+        if self.tracker:
+            self.tracker.log(numbers(record), record["update"])
+
+    def samples(
+        self,
+        name: str,
+        shown: Tensor | Sequence[Tensor | Image.Image],
+        prompts: Sequence[str],
+        scores: Tensor | Sequence[float] | None,
+        *,
+        title: str,
+        update: int = 0,
+    ) -> Path:
+        """Write images as a captioned grid to samples/NAME.png, and return its path.
+
+        Beside it, NAME.json says where each image is in the grid, with its prompt and its score. The tracker gets them too.
+        A score above that of the same image before training is green, one below it is red.
+
+        Args:
+            name: what the images are.
+            shown: n images, or tensors `[C, H, W]` in [0, 1].
+            prompts: n prompts.
+            scores: n scores.
+            title: text above the grid.
+            update: update that they are of.
+        """
+        drawn = [image if isinstance(image, Image.Image) else as_image(image, width=WIDTH) for image in shown]
+        base = None if scores is None else self._scores_before(list(map(str, prompts)))
+        sheet = images.captioned(drawn, prompts, scores, base=base, title=title)
+        path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
+        sheet.image.save(path)
+        rows = [
+            {"prompt": str(prompt), "score": None if scores is None else float(scores[i]), "box": list(sheet.boxes[i])}
+            for i, prompt in enumerate(prompts)
+        ]
+        write_json(path.with_suffix(".json"), rows)
+        if self.tracker:
+            self.tracker.images(Samples(path.stem, drawn, sheet.captions, sheet.image), update)
+        return path
+
+    def sounds(self, name: str, sounds: Sounds) -> None:
+        """Write the sounds of images of an evaluation to samples/NAME-00.wav, NAME-01.wav and so on."""
+        for number, wave in enumerate(sounds.waves):
+            write_wave(self.out / "samples" / f"{name.replace(' ', '-')}-{number:02d}.wav", wave, sounds.rate)
+
+    def scores(self, name: str, scores: Scores) -> None:
+        """Write the score of each sample of an evaluation to samples/NAME.csv."""
+        write_scores(self._scores(name), scores)
+
+    def compared(self, name: str, scores: Scores) -> Scores | None:
+        """Return the scores of an earlier evaluation of the same samples; None if there is no whole one."""
+        path = self._scores(name)
+        try:
+            found = read_scores(path)
+        except UsageError:
+            return None
+        return found if same_samples(found, scores) else None
+
+    def _scores(self, name: str) -> Path:
+        return self.out / "samples" / f"{name.replace(' ', '-')}.csv"
+
+    def _scores_before(self, prompts: Sequence[str]) -> list[float] | None:
+        """Return the scores of the images before training; None where they are of other prompts, or not scored."""
+        rows = read_json(self.out / "samples" / "before.json") or []
+        scores = [row["score"] for row in rows]
+        return scores if [row["prompt"] for row in rows] == prompts and None not in scores else None
+
+    def curves(self) -> Path:
+        """Draw the charts that say how the run goes (`panels.overview`), and return the path."""
+        path = self.out / "curves.png"
+        charts.curves(path, panels.overview(self.records))
+        return path
+
+    def warn(self, line: str) -> None:
+        """Keep a warning for the report, and print it."""
+        self._keep(line)
+        if self.say:
+            self.say(line)
+
+    @contextlib.contextmanager
+    def keeping_warnings(self) -> Iterator[None]:
+        """Keep what Python warns of in the block for the report, besides showing it."""
+        shown = warnings.showwarning
+
+        def keep(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if category in (UserWarning, RuntimeWarning):
+                self._keep(str(message))
+            shown(message, category, *where, **more)
+
+        warnings.showwarning = keep
+        try:
+            yield
+        finally:
+            warnings.showwarning = shown
+
+    def report(self) -> Path:
+        """Write report.html, and return its path."""
+        return page.write(self.out)
+
+    def close(self) -> None:
+        """Flush the buffered records, and end the tracker."""
+        if self.tracker:
+            self.tracker.finish()
+
+    def _keep(self, line: str) -> None:
+        # What cannot be kept must not stop training.
+        with contextlib.suppress(OSError), (self.out / WARNINGS).open("a", encoding="utf-8") as file:
+            file.write(" ".join(line.split()) + "\n")
+
+    def _tracker_id(self, *, kept: bool) -> str:
+        """Return the id of the run for a tracker: that of the folder, or a new one, which is kept there if asked for."""
+        path = self.out / TRACKER
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))["id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            known = None
+        if isinstance(known, str):
+            return known
+        made = uuid.uuid4().hex[:21]  # as many characters as SwanLab asks for
+        if kept:
+            write_json(path, {"id": made})
+        return made
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON to a file atomically."""
+    _write(path, json.dumps(finite(value), indent=1, allow_nan=False) + "\n")
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by their path, e.g. "reward/mean". Texts, such as servers' addresses, are left out."""
+    leaves = zip(*optree.tree_flatten_with_path(record)[:2], strict=True)
+    return {"/".join(map(str, path)): leaf for path, leaf in leaves if isinstance(leaf, int | float)}
+
+
+def finite(record: Any) -> Any:
+    """Return a record with None in place of infinities and NaN, which JSON does not have."""
+    return optree.tree_map(
+        lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, record, none_is_leaf=True
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,416 @@
+"""Recipes: functions that return a run, from which the command line makes its flags.
+
+Each has settings for large models and others for the built-in ones, which train in minutes on a CPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.methods import table as objectives
+from fluvial.engines.methods.advantages import AdvantageConfig
+from fluvial.engines.methods.losses import KLConfig
+from fluvial.engines.methods.protocol import Objective
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.published.resolve import resolve
+from fluvial.engines.run.published.runs import find
+from fluvial.engines.run.validate import fixed_micro_batch
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import AllSteps, RandomRecorded, RandomWindow
+from fluvial.models import LoraConfig
+from fluvial.models.lora import LowRank
+
+HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
+# On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
+ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
+# For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
+NOISIEST = RolloutConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
+BATCH = AdvantageConfig(scale="batch")
+# For objectives that need no log-probabilities.
+ODE = RolloutConfig(prompts=16, group=8, sampler=Ode())
+
+OUT = Path("runs") / "x"
+
+
+def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
+    """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
+
+    Large models keep their own LoRA targets, image size, length of prompts, dtypes, micro-batch, and the rollout's steps in
+    evaluations. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of prompts may have
+    weights. The moving average follows every update, so that a short run, too, exports what it has learnt.
+    """
+    if model in MODELS:
+        return of_built_in(model, **tuned)
+    config = resolve(find(run))
+    return replace(
+        config,
+        out=OUT,
+        model=model,
+        seed=0,
+        data_seed=None,
+        updates=100 * config.updates_per_rollout,
+        prompts=(),
+        rewards=(),
+        lora=replace(config.lora, targets=None),
+        optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),
+        prompt_order="epochs",
+        engine=EngineConfig(),
+        pipeline=PipelineConfig(),
+        evaluation=EvaluationConfig(),
+        micro_batch="auto" if fixed_micro_batch(config) is None else config.micro_batch,
+    )
+
+
+def of_model(
+    model: str, objective: Objective, rollout: RolloutConfig, *, tuned: dict[str, Any] | None = None, **settings: Any
+) -> TrainConfig:
+    """Return a run of an objective that has no published run of its own here.
+
+    Args:
+        objective: objective, of large models and, if `tuned` has no other, of the built-in ones.
+        rollout: rollout, likewise.
+        tuned: settings of the built-in models, where they differ.
+        settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
+    """
+    settings = {"objective": objective, "rollout": rollout, **settings}
+    if model in MODELS:
+        return of_built_in(model, **{**settings, **(tuned or {})})
+    optimizer, lora = OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), LoraConfig(rank=32, alpha=64.0)
+    shared: dict[str, Any] = {"train": "lora", "lora": lora, "micro_batch": "auto", "eval_samples": 32, "final_samples": 64}
+    return TrainConfig(OUT, model=model, optimizer=optimizer, **shared, **settings)
+
+
+def of_built_in(model: str, **settings: Any) -> TrainConfig:
+    """Return a run of a built-in model."""
+    optimizer = OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9)
+    run = {"train": "lora", "prompt_order": "draws", "updates": 100, "minibatches": 2}
+    passes: dict[str, Any] = {"micro_batch": 128, "update_micro_batch": "rollout"}  # fixed, so that results are reproduced
+    evaluation = {"eval_every": 20, "eval_samples": 200, "final_samples": 1000}
+    return TrainConfig(OUT, model=model, **{"optimizer": optimizer, **run, **passes, **evaluation, **settings})
+
+
+def grpo(model: str = HANDWRITING) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470): a clipped policy gradient on the stochastic steps of a flow, in groups.
+
+    The settings of large models are those of the published run flow_grpo/sd3.5-medium/ocr (`fluvial runs` prints them): 10
+    stochastic steps at eta 0.7, of which the first 9 are trained on. On handwriting a random window of 5 stochastic steps
+    lies within the six noisiest, which decide what is written (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802), with 16 prompts
+    of 8 samples, no KL, and a learning rate that falls to 0. Full fine-tuning needs another learning rate and a KL there:
+    train full, optimizer.lr 2e-4, kl.coef 0.1.
+    """
+    return of_published(
+        "flow_grpo/sd3.5-medium/ocr", model, objective=objectives.Clipped(), rollout=NOISIEST, advantage=BATCH
+    )
+
+
+def dance(model: str = HANDWRITING) -> TrainConfig:
+    """DanceGRPO (arXiv 2505.07818): GRPO on a reverse SDE with a constant noise rate, trained on a part of the steps.
+
+    The settings of large models are those of the published run dancegrpo/flux.1-dev/hpsv2-16gpu: 16 steps at eta 0.3, of
+    which the last takes no noise and 60 % of the others are trained on, groups of 12 samples that start from the same
+    noise, full fine-tuning. On handwriting it trains LoRA, with eta 0.8, on the noisier steps alone.
+    """
+    return of_published(
+        "dancegrpo/flux.1-dev/hpsv2-16gpu",
+        model,
+        objective=objectives.Clipped(),
+        rollout=RolloutConfig(
+            prompts=16,
+            group=8,
+            shared_noise=True,
+            sampler=Stochastic("dance_sde"),
+            window=AllSteps(high=7),
+            trained=RandomRecorded(5 / 7),
+        ),
+        advantage=AdvantageConfig(clip=5.0),
+    )
+
+
+def cps(model: str = HANDWRITING) -> TrainConfig:
+    """Flow-CPS (arXiv 2509.05952): GRPO with steps that preserve the path's coefficients, so that no surplus noise is left.
+
+    The settings of large models are those of the published run flow_grpo/sd3.5-medium/geneval-fast-nocfg: a window of 3
+    steps in the first half, and the negative squared error as log-probability (rollout.form unscaled). The authors' own
+    runs (flow_cps/...) take all steps. On handwriting the log-probability is the true density.
+    """
+    return of_published(
+        "flow_grpo/sd3.5-medium/geneval-fast-nocfg",
+        model,
+        objective=objectives.Clipped(),
+        rollout=replace(NOISIEST, sampler=Stochastic("cps")),
+        advantage=BATCH,
+    )
+
+
+def guard(model: str = HANDWRITING) -> TrainConfig:
+    """GRPO-Guard (arXiv 2510.22319): a ratio that is centred and scaled so that every step's gradient has the same size.
+
+    The settings of large models are those of the published run grpo_guard/sd3.5-medium/ocr. On handwriting the clip range
+    is 1e-3.
+    """
+    return of_published(
+        "grpo_guard/sd3.5-medium/ocr", model, objective=objectives.Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH
+    )
+
+
+def dppo(model: str = HANDWRITING) -> TrainConfig:
+    """Flow-DPPO (arXiv 2606.11025): the exact KL of a step, in place of a clipped ratio, decides which pairs are held back.
+
+    The settings of large models are those of the published run unirl/sd3.5-medium/flowdppo. On handwriting the KL threshold
+    is 1e-4 nats per dimension.
+    """
+    return of_published(
+        "unirl/sd3.5-medium/flowdppo", model, objective=objectives.Dppo(kl_threshold=1e-4), rollout=NOISIEST, advantage=BATCH
+    )
+
+
+def ddpo(model: str = UNET) -> TrainConfig:
+    """DDPO (arXiv 2305.13301): clipped policy gradient on DDIM steps of epsilon models; DPOK with a KL (2305.16381).
+
+    The settings of large models are those of the published run ddpo/sd1.4/aesthetic, with a group of 16 samples per prompt
+    in place of its statistics per prompt over past rollouts. On handwriting-unet it takes 10 steps, of which a random window
+    of 3 among the first 8 is stochastic, and 24 updates at a learning rate of 3e-3. `make train` runs that, and looks
+    at 500 samples before and after, so that the first minute is short.
+    """
+    config = of_published(
+        "ddpo/sd1.4/aesthetic",
+        model,
+        **{
+            **ONE_UPDATE,
+            "updates": 24,
+            "micro_batch": 64,
+            "final_samples": 500,
+            "lora": LoraConfig(form=LowRank(product="merged")),
+        },
+        objective=objectives.Clipped(),
+        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
+        advantage=BATCH,
+        optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", ema_decay=0.9),
+        evaluation=EvaluationConfig(micro_batch=128),  # a tenth faster per sample than passes of 64
+    )
+    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
+
+
+def nft(model: str = HANDWRITING) -> TrainConfig:
+    """DiffusionNFT (arXiv 2509.16117): on noised samples of an ODE, towards good ones and away from bad ones.
+
+    The settings of large models are those of the published run diffusion_nft/sd3.5-medium/geneval: DPM-Solver++ 2M without
+    guidance, 9 random levels of the 10 per sample, and an old policy with decay min(0.001 n, 0.5) after n updates. On
+    handwriting it trains on 4 levels per sample.
+    """
+    return of_published(
+        "diffusion_nft/sd3.5-medium/geneval",
+        model,
+        **ONE_UPDATE,
+        objective=objectives.Nft(beta=1.0),
+        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
+        advantage=BATCH,
+        noising=NoisingConfig(each=4),
+    )
+
+
+def awm(model: str = HANDWRITING) -> TrainConfig:
+    """AWM (arXiv 2509.25050): a policy gradient whose log-probability is the matching error of samples with noise on them.
+
+    The settings of large models are those of the published run awm/sd3.5-medium/geneval, with its second KL term to a moving
+    average of the policy, and SA-Solver. On handwriting it samples with Euler's steps and trains on 4 levels per sample,
+    without a KL.
+    """
+    return of_published(
+        "awm/sd3.5-medium/geneval",
+        model,
+        **ONE_UPDATE,
+        objective=objectives.Awm(weighting="t"),
+        rollout=ODE,
+        advantage=BATCH,
+        noising=NoisingConfig(each=4),
+    )
+
+
+def dpo(model: str = HANDWRITING) -> TrainConfig:
+    """Diffusion-DPO (arXiv 2311.12908): fit the preferred of two samples more; online from a rollout, or from a folder.
+
+    Online, the pairs are the best and the worst sample of each group. Offline, they come from a folder that `fluvial
+    preferences` wrote (objective.preferences), as in the published runs, which train on pairs that people chose, with
+    beta 2000 (paper, SD 1.5) or 5000 (code). On handwriting it is online, with groups of 8 and beta 100.
+    """
+    return of_model(
+        model,
+        objectives.Dpo(beta=2000.0),
+        RolloutConfig(prompts=64, group=8, sampler=Ode()),
+        noising=NoisingConfig(each=4),
+        tuned={**ONE_UPDATE, "objective": objectives.Dpo(beta=100.0), "rollout": ODE, "noising": NoisingConfig(each=8)},
+    )
+
+
+def dgpo(model: str = HANDWRITING) -> TrainConfig:
+    """DGPO (arXiv 2510.08425): a preference between the good and the bad samples of a group, on samples with noise on them.
+
+    The settings of large models are those of the published run dgpo/sd3.5-medium/geneval: DPM-Solver++ 2M with guidance 4.5,
+    4 of the 5 noisiest levels, the same for all samples, and one noise per group; the update is without guidance. On
+    handwriting it trains on 4 of all levels.
+    """
+    return of_published(
+        "dgpo/sd3.5-medium/geneval",
+        model,
+        **ONE_UPDATE,
+        objective=objectives.Dgpo(),
+        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
+        noising=NoisingConfig(each=4, draw="rollout"),
+        kl=KLConfig(coef=0.02),
+    )
+
+
+def crd(model: str = HANDWRITING) -> TrainConfig:
+    """CRD (arXiv 2603.14128): the model's implicit rewards are fitted to the given ones, both centred over the update.
+
+    The settings of large models are those of the published run flow_factory/sd3.5-medium/crd-ocr, without the guidance of
+    its reference, and with as many levels per sample as its schedule has steps. On handwriting it trains on 4 levels per
+    sample.
+    """
+    return of_published(
+        "flow_factory/sd3.5-medium/crd-ocr",
+        model,
+        **ONE_UPDATE,
+        objective=objectives.Crd(),
+        rollout=ODE,
+        advantage=BATCH,
+        noising=NoisingConfig(each=4),
+        kl=KLConfig(coef=0.1),
+    )
+
+
+def tempflow(model: str = HANDWRITING) -> TrainConfig:
+    """TempFlow-GRPO (arXiv 2508.04324): branches that differ in one step's noise, and steps weighted by their noise.
+
+    The settings of large models are those of the published run tempflow_grpo/flux.1-dev/hpsv3: 6 branches of each initial
+    noise at each of 9 steps, 4 initial noises per prompt, and a KL whose weight is exact. On handwriting 8 branches of one
+    initial noise, at one of the six noisiest steps.
+    """
+    return of_published(
+        "tempflow_grpo/flux.1-dev/hpsv3",
+        model,
+        objective=objectives.TempFlow(),
+        rollout=RolloutConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)),
+    )
+
+
+def d3po(model: str = UNET) -> TrainConfig:
+    """D3PO (arXiv 2311.13231): a preference between the best and the worst of a group, as one between each pair of steps.
+
+    The settings of large models are those of the published run d3po/sd1.5/compressibility: two samples per prompt from the
+    same noise, on 20 DDIM steps. On handwriting-unet groups of 8, and beta 100, because the log-ratios are per dimension.
+    """
+    config = of_published(
+        "d3po/sd1.5/compressibility",
+        model,
+        **ONE_UPDATE,
+        objective=objectives.D3po(beta=100.0),
+        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8)),
+        optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
+    )
+    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=20))
+
+
+def alignprop(model: str = HANDWRITING) -> TrainConfig:
+    """AlignProp (arXiv 2310.03739) and DRaFT (2309.17400): a differentiable reward's gradient through the last steps.
+
+    The settings of large models are those of the published run alignprop/sd1.5/aesthetic: 50 DDIM steps, of which the
+    gradient flows through the last 8 or so. On handwriting it flows through 2, from likeness, a density of real digits.
+    """
+    return of_published(
+        "alignprop/sd1.5/aesthetic",
+        model,
+        **ONE_UPDATE,
+        objective=objectives.AlignProp(last=2),
+        rollout=RolloutConfig(prompts=128, group=1, sampler=Ode()),
+        rewards=("likeness",),
+    )
+
+
+def raft(model: str = HANDWRITING) -> TrainConfig:
+    """RAFT (arXiv 2304.06767): flow matching on the best samples of each group.
+
+    On handwriting with a velocity KL of 1: samples of few steps are paler than the data of pre-training. Without the KL,
+    a model that learns from its own samples fades to blank images (from 0.51 of the codes right to none in 50 updates).
+    """
+    return of_model(
+        model,
+        objectives.Raft(best=0.25),
+        RolloutConfig(prompts=48, group=24, sampler=Ode()),
+        noising=NoisingConfig(each=4),
+        tuned={**ONE_UPDATE, "rollout": replace(ODE, sampler=Ode("dpmpp_2m")), "kl": KLConfig(coef=1.0)},
+    )
+
+
+def sft(model: str = HANDWRITING) -> TrainConfig:
+    """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as in pre-training."""
+    return of_model(
+        model,
+        objectives.Sft(),
+        RolloutConfig(prompts=128, group=1, sampler=Ode()),
+        noising=NoisingConfig(each=1, levels=AutoLevels()),
+        tuned={
+            **ONE_UPDATE,
+            "noising": NoisingConfig(each=4, levels=AutoLevels()),
+            "optimizer": OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9),
+        },
+    )
+
+
+def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights")) -> TrainConfig:
+    """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says which step it would have taken.
+
+    The teacher is a folder of weights (objective.teacher), by default what `fluvial train grpo` exports. Rewards are
+    measured, not learnt from.
+    """
+    return of_model(
+        model,
+        objectives.Distill(teacher=teacher),
+        RolloutConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7)),
+        tuned={**ONE_UPDATE, "rollout": replace(NOISIEST, prompts=128, group=1)},
+    )
+
+
+def handwriting(model: str = HANDWRITING) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) on the small SD3 transformer: 80 rollouts of 128 samples, one update each."""
+    return replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+
+
+def words(model: str = WORDS) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) on a small SD3 transformer that draws words, with RapidOCR as the reward.
+
+    The reward is legibility: the share of right letters, plus how sure RapidOCR is of a word that it reads right. With
+    --rewards letters it is the share of right letters alone, as in the text-rendering papers.
+    """
+    config = replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+    if model != WORDS:
+        return config
+    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
+    evaluation, lora = EvaluationConfig(seeds=1), LoraConfig(form=LowRank(product="merged"))
+    return replace(config, rewards=("legibility",), optimizer=optimizer, eval_samples=100, evaluation=evaluation, lora=lora)
+
+
+def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
+    """Flow-GRPO (arXiv 2505.05470) on the network of words given an image with a wrong letter, which it is to correct.
+
+    The reward is that of words, plus the share of the other letters' ink that stays where it was (`unchanged`).
+    """
+    if model != EDIT_WORDS:
+        return words(model)
+    return replace(words(), model=model, updates=40, rewards=("legibility", "unchanged"))
+
+
+RECIPES: dict[str, Callable[..., TrainConfig]] = {
+    recipe.__name__.replace("_", "-"): recipe
+    for recipe in (
+        *(grpo, dance, cps, guard, dppo, ddpo, nft, awm, dpo, dgpo, crd, tempflow, d3po, alignprop, raft, sft, distill),
+        *(handwriting, words, edit_words),
+    )
+}

@@ -1,0 +1,240 @@
+"""A run as JSON: what a run folder's config.json holds, and the run that it is read back as.
+
+Paths are absolute there, so that a run opens from any folder, and relative to the current one where they are shown.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+
+import cattrs
+
+from fluvial.core.checks import type_of
+from fluvial.engines.choices import is_variant, kinds, required, settings, variant_of, variants
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.protocol import Objective
+from fluvial.engines.methods.table import name_of, objective_type
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.sampling.config import REPLAYED
+
+Config = TypeVar("Config")
+Move = Callable[[str], str | None]  # of a path; None where it is not one
+
+
+def as_record(config: TrainConfig) -> dict[str, Any]:
+    """Return a run as JSON holds it: paths as text, tuples as lists, an objective by its name and a choice by its kind.
+
+    Custom ones have the name `module:name`.
+    """
+    record: dict[str, Any] = CONVERTER.unstructure(config)
+    return record
+
+
+def recorded(record: dict[str, Any]) -> TrainConfig:
+    """Return the run that a config.json records.
+
+    Raises:
+        UsageError: a field is unknown or missing, or a value is not accepted, in one line.
+    """
+    if not isinstance(record, dict):
+        raise UsageError(f"run is {type_of(record)}, expected an object of fields")
+    try:
+        return CONVERTER.structure(record, TrainConfig)
+    except cattrs.BaseValidationError as error:
+        found = cattrs.transform_error(error, path="run", format_exception=_line)
+        raise UsageError("; ".join(found)) from error
+
+
+def _line(error: BaseException, kind: type | None) -> str:
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        return f"has unknown fields {', '.join(sorted(error.extra_fields))}"
+    if isinstance(error, KeyError):
+        return f"misses the field {error}"
+    if isinstance(error, AttributeError):
+        return "is no object of fields"
+    return " ".join(str(error).split())
+
+
+def _named_objective(objective: Any) -> dict[str, Any]:
+    return {"name": name_of(objective), **CONVERTER.unstructure(objective, type(objective))}
+
+
+def _objective(record: dict[str, Any], _: Any) -> Any:
+    fields = dict(record)
+    return CONVERTER.structure(fields, objective_type(fields.pop("name")))
+
+
+def _with_kind(value: Any) -> dict[str, Any]:
+    """Return a choice as an object with its kind and its fields."""
+    return {
+        "kind": value.kind,
+        **{each.name: CONVERTER.unstructure(getattr(value, each.name)) for each in settings(type(value))},
+    }
+
+
+def _chosen(record: Any, union: Any) -> Any:
+    """Return the choice of an object with a kind, or of a kind alone."""
+    fields = {"kind": record} if isinstance(record, str) else record
+    if not isinstance(fields, dict) or "kind" not in fields:
+        raise ValueError(f"is {record!r}, expected an object with a kind, one of {', '.join(kinds(union))}")
+    fields = dict(fields)
+    variant, make = variant_of(union, fields.pop("kind"), "kind")
+    if unknown := sorted(set(fields) - {each.name for each in settings(variant)}):
+        raise ValueError(f"has unknown fields {', '.join(unknown)}")
+    if missing := [name for name in required(variant) if name not in fields]:
+        raise ValueError(f"misses the field {', '.join(missing)}")
+    types = get_type_hints(variant)
+    return make(**{name: CONVERTER.structure(value, types[name]) for name, value in fields.items()})
+
+
+def _path(value: Any, _: Any) -> Path:
+    if value == "":
+        raise ValueError("is '', expected a path; the current folder is .")
+    return Path(value)
+
+
+def _is_literal(kind: Any) -> bool:
+    origin: Any = get_origin(kind)
+    return origin is Literal
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True, unstruct_collection_overrides={tuple: list})
+    converter.register_unstructure_hook(Path, str)
+    converter.register_structure_hook(Path, _path)
+    for kind in (bool, int, float, str):  # no conversion: the dataclasses check what they are given
+        converter.register_structure_hook(kind, lambda value, _: value)
+    worded = (int | Literal["auto"], int | Literal["auto", "rollout"], bool | Literal["auto"])
+    converter.register_structure_hook_func(lambda kind: kind in worded, lambda value, _: value)
+    converter.register_structure_hook_func(_is_literal, lambda value, _: value)
+    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _chosen)
+    converter.register_unstructure_hook_func(is_variant, _with_kind)
+    # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.
+    converter.register_unstructure_hook_func(lambda kind: kind is Objective, _named_objective)
+    converter.register_structure_hook_func(lambda kind: kind is Objective, _objective)
+    return converter
+
+
+CONVERTER = _converter()
+
+
+def _of_word(text: str, move: Move) -> str | None:
+    """Move the path of a file, or of a file with a weight."""
+    name, separator, weight = text.rpartition("=")
+    moved = move(text)
+    if moved is None and separator and (file := move(name)) is not None:
+        return f"{file}={weight}"
+    return moved
+
+
+def _of_options(text: str, move: Move) -> str | None:
+    """Move the paths among the options of a reward: values with a slash, and those of `weights`."""
+    return re.sub(r"(?<=weights=)[^,=+]+|(?<==)[^,=+]*/[^,=+]*", lambda found: move(found[0]) or found[0], text)
+
+
+def _of_source(text: str, move: Move) -> str | None:
+    folder = move(text.removeprefix(REPLAYED)) if text.startswith(REPLAYED) else None
+    return None if folder is None else REPLAYED + folder
+
+
+# How the paths stand in texts, by field; fields of the type Path are paths anyway.
+TEXTS: dict[str, Callable[[str, Move], str | None]] = {
+    "model": lambda text, move: None if text in MODELS else move(text),
+    "checkpoints": lambda text, move: move(text),
+    "resume_from": lambda text, move: move(text),
+    "rollout.source": _of_source,
+    **dict.fromkeys(("prompts", "data", "pipeline.heldout", "evaluation.prompts"), _of_word),
+    **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
+}
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return a configuration with absolute paths; a text is a path if a file or a folder is there."""
+
+    def move(text: str) -> str | None:
+        return _absolute(text) if os.path.exists(text) else None
+
+    return _moved(config, move, lambda path: Path(_absolute(str(path))))
+
+
+def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
+    """Return the configuration that a run folder records, with paths that hold from the current folder.
+
+    A path that is not there any more is looked for beside the run folder, which may have been moved with it. Relative paths,
+    of older records, start from the folder that the run was started in, or else from the current one.
+    """
+    finder = Finder(Path(config.out), out)
+    return _moved(config, finder, lambda path: Path(finder(str(path)) or path))
+
+
+class Finder:
+    """Finds the paths of a record.
+
+    Args:
+        recorded: the run folder as the record names it.
+        out: the run folder now.
+    """
+
+    def __init__(self, recorded: Path, out: Path) -> None:
+        self.recorded, self.out = recorded, Path(_absolute(str(out)))
+        parts = recorded.parts
+        began = not recorded.is_absolute() and self.out.parts[-len(parts) :] == parts
+        self.start = Path(*self.out.parts[: -len(parts)]) if began else Path.cwd()
+
+    def __call__(self, text: str) -> str | None:
+        """Return a recorded path as it is now, relative to the current folder if it lies in it; None if nothing is there."""
+        places = [self.start / text, Path.cwd() / text]
+        if os.path.isabs(text) and self.recorded.is_absolute():
+            places.append(self.out / os.path.relpath(text, self.recorded))
+        for place in places:
+            if text and "://" not in text and os.path.exists(place):
+                spelled = _absolute(str(place))
+                return os.path.relpath(spelled) if Path(spelled).is_relative_to(Path.cwd()) else spelled
+        return None
+
+    def model(self, recorded: str) -> str:
+        """Return a recorded model as it is now."""
+        return TEXTS["model"](recorded, self) or recorded
+
+    def same(self, name: str, recorded: Any, now: Any) -> bool:
+        """Return whether a recorded setting names the same paths as the absolute ones of a run."""
+        if isinstance(recorded, list) and isinstance(now, list):
+            return len(recorded) == len(now) and all(self.same(name, *pair) for pair in zip(recorded, now, strict=True))
+        if not isinstance(recorded, str):
+            return bool(recorded == now)
+
+        def move(text: str) -> str | None:
+            place = self(text)
+            return None if place is None else _absolute(place)
+
+        return now in (recorded, TEXTS.get(name, lambda text, move: move(text))(recorded, move))
+
+
+def _moved(config: Config, move: Move, move_path: Callable[[Path], Path], prefix: str = "") -> Config:
+    """Return a configuration with other paths."""
+    changes: dict[str, Any] = {}
+    for field in fields(config):  # type: ignore[arg-type]
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if isinstance(value, Path):
+            moved: Any = move_path(value)
+        elif name in TEXTS and isinstance(value, str):
+            moved = TEXTS[name](value, move) or value
+        elif name in TEXTS and isinstance(value, tuple):
+            moved = tuple(TEXTS[name](word, move) or word for word in value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            moved = _moved(value, move, move_path, f"{name}.")
+        else:
+            continue
+        if field.init and moved != value:
+            changes[field.name] = moved
+    return replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
+def _absolute(text: str) -> str:
+    """Return a path from the root, without `..` where that leads to the same place."""
+    plain = os.path.abspath(text)
+    return plain if os.path.realpath(plain) == os.path.realpath(text) else str(Path(text).absolute())

@@ -1,0 +1,354 @@
+"""Training: samples -> rewards -> update, a rollout at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key
+from fluvial.engines.engine.config import DTYPES
+from fluvial.engines.engine.determinism import deterministic
+from fluvial.engines.engine.export import export, write_lora
+from fluvial.engines.engine.parallelize import compiled_programs
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.plan.warm_up import WarmUp
+from fluvial.engines.extensions.report.progress import RunProgress
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run import metrics
+from fluvial.engines.run.build import build_parts
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
+from fluvial.engines.run.fit import fitted
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.evaluated import with_size_of
+from fluvial.engines.run.learner import Learnt
+from fluvial.engines.run.metrics import RolloutResult
+from fluvial.engines.run.monitoring.diagnostics import Probe, diversity
+from fluvial.engines.run.prefetch import Requested
+from fluvial.engines.run.probe_passes import compile_blocks
+from fluvial.engines.run.process.stop import StopRequest
+from fluvial.engines.run.saving import Progress, Saver
+from fluvial.engines.sampling.solvers import serving_solver
+from fluvial.engines.scoring.floors import free_weights, learnt_weights, updated
+from fluvial.engines.scoring.gather import AbandonedRolloutError, Rewards, gather_rewards
+
+
+class Trainer:
+    """A training run that is driven update by update.
+
+        with Trainer(config, job) as trainer:
+            for record in trainer:
+                print(record["update"], record["reward"]["mean"])
+            trainer.export(Path("trained"))
+
+    Nothing is written unless `save` or `export` is called. `train` is the loop with run folder, evaluations, checkpoints
+    and restarts. If `config.micro_batch` is auto, the trainer's `config` has the number that was chosen. `pairs` has the
+    numbers that `update_micro_batch` auto became, falling; `choices` says why these.
+
+    Args:
+        job: what is trained; by default what `config.model` names.
+        world: process group; by default one is opened, and closed with the trainer.
+        console: where the progress of checkpoints is shown; None is silent.
+        stop: request to stop that is looked at after each rollout.
+        resume_from: checkpoint of this run to continue from.
+
+    Raises:
+        UsageError: the run cannot be done as configured.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job | None = None,
+        world: World | None = None,
+        *,
+        console: Console | None = None,
+        stop: StopRequest | None = None,
+        resume_from: Path | str | None = None,
+    ) -> None:
+        config = config if job is not None else jobs.from_run(config)
+        with ExitStack() as stack:
+            stack.enter_context(deterministic(config.engine.deterministic))
+            if world is None:
+                world = _opened_world(config, stack)
+            self.world = world = world.grouped(config.engine.context_parallel)
+            with world.agreed():
+                if job is not None:
+                    config = replace(config, pipeline=with_size_of(job, config.pipeline))
+                config, saved = fitted(config, ranks=world.size, device=world.device)
+            if saved is not None and console is not None and world.is_main:
+                console.print(saved, highlight=False)
+            if job is None:
+                with world.agreed():
+                    job = jobs.of_run(config)
+            parts = build_parts(config, job, world, resume_from=resume_from)
+            self.config, self.choices, self.pairs = parts.config, parts.choices, parts.pairs
+            self.job, self.evaluated = parts.job, parts.evaluated
+            self.engine, self.policies = parts.engine, parts.policies
+            self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
+            self.rollouts, self.ahead, self.learner = parts.rollouts, parts.ahead, parts.learner
+            self.rewards, self.runners = parts.rewards, parts.runners
+            stack.callback(self.runners.close)
+            stack.callback(self.rollouts.source.close)
+            if self.ahead is not None:
+                stack.callback(self.ahead.close)
+            self.saver = Saver(
+                self.config,
+                self.engine,
+                self.job.prompts,
+                parts.base,
+                console=console,
+                ahead=self.ahead,
+                pairs=self.pairs,
+            )
+            stack.callback(self.saver.close)
+            self.console, self.stop, self.stopping = console, StopRequest() if stop is None else stop, False
+            self.stop.then(self.rollouts.source.hurry)
+            self.progress = Progress() if resume_from is None else self.saver.restore(resume_from)
+            self.phase = "evaluation"  # what is done now, for the line of an error
+            self._finished = self.engine.updates, self.progress  # the newest update whose state is whole
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def close(self) -> None:
+        """End the reward threads, wait for a checkpoint that is being written, and close the world if it was opened here."""
+        self._stack.close()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the record of each rollout and its updates, until the last update or a request to stop."""
+        while self.engine.updates < self.config.updates and not self.stopping:
+            try:
+                record = self.update()
+            except AbandonedRolloutError:
+                self.stopping = True
+                return
+            yield record
+
+    def update(self) -> dict[str, Any]:
+        """Make one rollout and its optimizer updates, and return their record; every rank must take part.
+
+        Raises:
+            RunError: a reward failed, or rollout and update do not compute the same policy.
+            AbandonedRolloutError: the run was asked to stop while it waited for people.
+        """
+        self.rollouts.compare_with_servers()
+        programs = compiled_programs() if self.engine.compiles else 0
+        root = fold_in(key(self.config.seed), self.engine.updates)
+        rollouts = self.engine.updates // self.config.updates_per_rollout
+        seconds: dict[str, float] = {}
+        known = self.progress
+        lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
+        self._finished = self.engine.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
+        result = self._learn_preferences(root, seconds) if self.rollouts.given else self._learn(root, seconds)
+        if self.config.followers:
+            with metrics.timed(seconds, "update"):
+                self.policies.follow(self.engine, rollouts + 1)
+        self.progress.samples += result.samples
+        for phase, spent in seconds.items():
+            self.progress.seconds[phase] += spent
+        self._watch_ratio(result.learnt)
+        self._finished = self.engine.updates, self.progress
+        compiled = compiled_programs() - programs if self.engine.compiles else None
+        samples = self.progress.samples
+        return metrics.update_record(self.config, result, seconds, self.engine, samples=samples, compiled=compiled)
+
+    def evaluate(
+        self,
+        samples: int | None = None,
+        *,
+        keep: Callable[[Sequence[str], Tensor], None] | None = None,
+        probe: Probe | None = None,
+    ) -> Evaluation:
+        """Return the scores of held-out prompts; every rank must take part.
+
+        Args:
+            samples: number of samples, by default `config.eval_samples`.
+            keep: function of the names and the images of each chunk of this rank.
+            probe: probe of the model that training began with, for the drift from it.
+        """
+        config, self.phase = self.config, "evaluation"
+        with self.engine.inference(average=config.evaluation.average) as module:
+            result = evaluate(
+                self.evaluated,
+                module,
+                schedule=self.evaluation_schedule,
+                samples=samples or config.eval_samples,
+                seeds=config.evaluation.seeds,
+                micro_batch=config.evaluation_pass,
+                world=self.world,
+                guidance=config.evaluation_guidance,
+                keep=keep,
+                solver=serving_solver(config.evaluation.solver, self.evaluated.model),
+                max_invalid=config.max_invalid,
+            )
+            if probe is not None:
+                drift = probe.velocity_drift(self.job, module, micro_batch=config.largest_pass)
+                result = result._replace(velocity_drift=drift)
+        return result
+
+    def warm_up(self, progress: RunProgress | None = None) -> WarmUp | None:
+        """Compile the blocks now instead of in the first rollout, if they are compiled at all; every rank must take part.
+
+        Raises:
+            UsageError: they cannot be compiled, and `engine.compile` is True.
+        """
+        if not self.engine.compiles:
+            return None
+        return compile_blocks(self.config, self.job, self.engine, self.schedule, progress=progress)
+
+    def save(self, *, ends: bool = False) -> None:
+        """Write a checkpoint to `config.checkpoint_folder`, unless this update already has one.
+
+        Args:
+            ends: the process ends soon, so that rollouts made ahead may not be waited for.
+        """
+        self.phase = "checkpoint"
+        self.saver.save(self.progress, ends=ends)
+
+    def save_finished(self) -> bool:
+        """Write the state after the newest finished update, once an error has ended what followed.
+
+        Every rank must take part. Rollouts made ahead are left out. Returns False if that state is not there any more,
+        because the error came between the updates of a rollout, or in an optimizer step.
+        """
+        updates, progress = self._finished
+        if self.engine.updates != updates or self.engine.stepping:
+            return False
+        self.engine.optimizer.zero_grad()
+        self.engine.sharded.reshard()
+        self.engine.onload()
+        self.policies.onload()
+        self.saver.save_alone(progress)
+        return True
+
+    def resume(self, path: Path | str) -> None:
+        """Continue from a checkpoint of this run; what follows is the same to the bit as without the interruption.
+
+        The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
+        """
+        self.progress = self.saver.restore(path)
+        self._finished = self.engine.updates, self.progress
+
+    def export(self, folder: Path) -> None:
+        """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
+        self.phase = "export"
+        average = self.engine.averaged() if self.config.evaluation.average else None
+        lora, dtype = self.config.train == "lora", DTYPES[self.config.export_dtype]
+        export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
+        if lora:
+            write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
+
+    def _learn_preferences(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
+        """Make the updates on given preferences."""
+        with self._timed(seconds, "rollout"):
+            given = self.rollouts.preferences(root)
+        with self._timed(seconds, "reward"):
+            rewards = self._gathered(None)
+        with self._timed(seconds, "update"), self.engine.gathered_once():
+            learnt = self.learner.update(self.learner.pairs(given, root), root)
+        return RolloutResult(learnt, rewards, 2 * len(given.preferences), size=given.size)
+
+    def _learn(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
+        """Make a rollout and its updates."""
+        config, requested = self.config, None
+        with self._timed(seconds, "rollout"):
+            if self.ahead is not None:
+                rollout, requested = self.ahead.next()
+            else:
+                rollout = self.rollouts.next(root, self.runners)
+        plan, thumbnails = rollout.plan, rollout.samples.thumbnails
+        with self._timed(seconds, "reward"):
+            if config.engine.offload == "phases" and config.makes_samples:
+                self.engine.offload()
+            rewards = self._gathered(requested)
+            spread = None if thumbnails is None else self._diversity(thumbnails)
+            self.engine.onload()
+            self.policies.onload()
+        with self._timed(seconds, "update"), self.engine.gathered_once():
+            work = self.learner.items(rollout, rewards, self._weights(rewards), root, self.progress.rewards)
+            del rollout  # its trajectory is freed with the items
+            learnt = self.learner.update(work, root)
+        floors = config.advantage.floor_of
+        return RolloutResult(
+            learnt,
+            rewards,
+            config.rollout.batch,
+            weights=free_weights(self.runners.weights, list(self.rewards), floors),
+            names=list(self.rewards),
+            asked=plan.asked,
+            size=plan.size,
+            diversity=spread,
+            staleness=None if self.ahead is None or requested is None else self.ahead.staleness(requested),
+            multipliers=dict(self.progress.multipliers) if floors else None,
+        )
+
+    def _timed(self, seconds: dict[str, float], phase: str) -> AbstractContextManager[None]:
+        """Add the seconds of the block to those of a phase, which the run is in."""
+        self.phase = phase
+        return metrics.timed(seconds, phase)
+
+    def _gathered(self, requested: Requested | None) -> Rewards:
+        """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part."""
+        if self.ahead is not None and requested is not None:
+            own = self.ahead.collect(requested)
+        else:
+            self.runners.exchange(self.world)
+            with self.world.agreed():
+                own = self.runners.collect(batch=self.config.rollout.batch, stop=lambda: bool(self.stop))
+        rewards, self.stopping = gather_rewards(
+            own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
+        )
+        return rewards
+
+    def _weights(self, rewards: Rewards) -> Tensor:
+        """Return the weight of each reward in the advantages; one with a floor has its multiplier, after this rollout."""
+        config, names, weights = self.config.advantage, list(self.rewards), self.runners.weights
+        if not config.floors:
+            return weights
+        means = dict(zip(names, rewards.scores[rewards.kept].double().mean(0).tolist(), strict=True))
+        known = self.progress.multipliers
+        self.progress.multipliers = updated(known, means, config.floor_of, lr=config.floor_lr, most=config.floor_max)
+        return learnt_weights(weights, names, self.progress.multipliers)
+
+    def _diversity(self, thumbnails: Tensor) -> float | None:
+        """Return the distance between the samples of a group, see `diagnostics.diversity`; None for groups of one."""
+        rollout = self.config.rollout
+        everyone = self.world.gather_data(thumbnails)[: rollout.batch]
+        return diversity(everyone, rollout.group) if rollout.group > 1 else None
+
+    def _watch_ratio(self, learnt: Learnt) -> None:
+        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.
+
+        With a correction the update's own numbers take the place of those of servers, whose difference counts then.
+        """
+        info, progress = learnt.updates[0], self.progress
+        if "log_ratio" not in info.max_abs:
+            return
+        if self.config.rollout.is_served and learnt.correction is not None:
+            progress.max_log_ratio = max(progress.max_log_ratio, float(learnt.correction.gap_max))
+        largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
+        self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
+        if not largest <= bound and not info.skipped:  # NaN too
+            raise RunError(
+                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above `max_log_ratio` "
+                f"{bound:g}: rollout and update do not compute the same policy; where that is meant, set `correction.mode` "
+                "to truncate"
+            )
+
+
+def _opened_world(config: TrainConfig, stack: ExitStack) -> World:
+    """Return a world that is closed with the stack."""
+    if torch.distributed.is_initialized():
+        raise UsageError("trainer: a process group is open already: pass the world of init_world()")
+    return stack.enter_context(init_world(timeout=config.collective_timeout))

@@ -1,0 +1,60 @@
+"""The last steps of a rollout once more, with gradient, for objectives that follow that of a differentiable reward."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fluvial.core import gaussian
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.transitions import Sampler
+from fluvial.core.types import to_device
+from fluvial.engines.sampling.items import LastSteps
+from fluvial.engines.streams import Stream
+from fluvial.models import Schedule
+
+
+def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:
+    """Return how many of the last steps the gradient flows through, the same on every rank.
+
+    It is steps - int(n) for the first n within the schedule out of draws from N(steps - last, spread^2).
+
+    `steps` is the number of steps of the schedule. A spread of 0 draws nothing, and gives `last`.
+
+    Source: AlignProp, arXiv 2310.03739, and its published code.
+    """
+    if spread == 0:
+        return last
+    drawn = normal(fold_in(key, Stream.BACKPROP), (64,)) * spread + (steps - last)
+    fitting = [int(n) for n in drawn.tolist() if 1 <= int(n) < steps]
+    return steps - fitting[0] if fitting else last
+
+
+def final_samples(
+    v: Tensor, items: LastSteps, sampler: Sampler, schedule: Schedule, predict: Callable[[LastSteps], Tensor]
+) -> Tensor:
+    """Return the clean sample of each item, `[P, *event]`, through which the gradient flows back to every prediction.
+
+    Each prediction but the first is computed again in the backward pass, so that one forward pass is held at a time.
+
+    Args:
+        v: prediction at the items.
+        items: samples before the last steps.
+        sampler: sampler of the steps.
+        schedule: schedule of the rollout.
+        predict: function that returns the prediction at items.
+    """
+    x, noise = items.x, items.noise
+    steps, count = len(schedule.timesteps), noise.shape[1]
+    levels = to_device(schedule.levels.to(x.dtype), x.device)
+    for i, step in enumerate(range(steps - count, steps)):
+        level, after = (levels[at].expand(len(x)) for at in (step, step + 1))
+        if i:
+
+            def predicted(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:
+                timestep = schedule.timesteps[step].expand(len(x))
+                return predict(items._replace(x=x, level=level, timestep=timestep))
+
+            v = checkpoint(predicted, x, use_reentrant=False)
+        x = gaussian.sample(sampler(level, after), x, v, noise[:, i])
+    return x

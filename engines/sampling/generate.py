@@ -1,0 +1,414 @@
+"""Generation of samples: in chunks of one size, spread over the ranks.
+
+The noise of a sample depends on its id alone, and every chunk has the same size. So the bits of a sample depend neither on
+the number of ranks nor on the rank that makes it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fluvial.core import host_values
+from fluvial.core.checks import check_fields
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unrecorded, unroll
+from fluvial.core.table import Plan, Record, plan
+from fluvial.core.transitions import Sampler, Transition
+from fluvial.core.types import to_device
+from fluvial.engines.data.records import Prompt, model_inputs, negatives
+from fluvial.engines.engine.determinism import fresh_copy
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.sampling.items.steps import concatenate
+from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
+from fluvial.engines.sampling.tail import Tail, after_schedule
+from fluvial.engines.sampling.window import Steps
+from fluvial.engines.streams import Stream
+from fluvial.kernels import Implementation, sde_step
+from fluvial.kernels.dispatch import resolve
+from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, is_recorded
+from fluvial.models.fixed_adapters import FixedAdapters
+from fluvial.models.guidance import Guided, both_halves, guided_velocity
+from fluvial.models.padding import trimmed
+from fluvial.models.prompt_layers import PromptLayers
+from fluvial.models.step_cache import StepCache
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance of every step, arXiv 2207.12598.
+
+    Args:
+        scale: Scale g in v_uncond + g (v - v_uncond); 1 is no guidance, and skips the unconditional half.
+        negative: Negative prompt, which the samples are guided away from; for most models the empty one.
+        forwards: Number of forward passes for the two halves: one, or two, which take less memory.
+        gradient: Halves that the gradient flows through in training, both or the conditional one. With conditional, an
+            update's passes of more pairs than `micro_batch` compute the other half in a pass of its own, without a graph.
+        update: Prediction of the update: guided, as that of the rollout, or conditional, without guidance, for objectives
+            that train on clean samples (DGPO).
+    """
+
+    scale: float = 1.0
+    negative: str = ""
+    forwards: Literal["one", "two"] = "one"
+    gradient: Literal["both", "conditional"] = "both"
+    update: Literal["guided", "conditional"] = "guided"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.guidance", scale=(0, math.inf))
+        if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
+            hint = "an update without guidance needs a rollout with it: a scale other than 1, and gradient both"
+            raise UsageError("rollout.guidance.update", "conditional", "guided", hint)
+
+    def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
+        """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
+
+        A prompt with a negative prompt of its own takes that. The conditioning of a recorded pipeline holds its guidance
+        already.
+
+        `tokens` is the length that prompts are padded to, by default the model's own.
+        """
+        cond = trimmed(model, model.encode(model_inputs(prompts)), tokens)
+        if not self.is_guided(model):
+            return cond
+        unconditional = trimmed(model, model.encode(self._opposed(prompts)), tokens)
+        return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
+
+    def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[Any]:
+        """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each, with its images."""
+        return [*model_inputs(prompts), *(self._opposed(prompts) if self.is_guided(model) else ())]
+
+    def _opposed(self, prompts: Sequence[Prompt]) -> list[Any]:
+        """Return the negative prompt of each prompt, with the images of that."""
+        opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
+        return model_inputs(replace(prompt, text=text) for prompt, text in opposed)
+
+    def is_guided(self, model: DiffusionModel) -> bool:
+        """Return whether samples of a model are given the conditioning of a negative prompt."""
+        return self.scale != 1 and not is_recorded(model)
+
+
+NO_GUIDANCE = Guidance()
+
+
+class Slots(NamedTuple):
+    """One rank's part of a batch: sample ids in whole chunks; a slot past the end of the batch repeats a sample."""
+
+    ids: list[int]
+    real: list[bool]
+
+
+def slots(samples: int, *, micro_batch: int, world: World) -> Slots:
+    """Return this rank's slots of a batch, equally many on every rank.
+
+    Gathered over the ranks, the ids are 0, 1, ..., followed by the repeats.
+    """
+    share = samples_per_rank(samples, micro_batch=micro_batch, ranks=world.data_size)
+    mine = range(world.data_rank * share, (world.data_rank + 1) * share)
+    return Slots([slot % samples for slot in mine], [slot < samples for slot in mine])
+
+
+def samples_per_rank(samples: int, *, micro_batch: int, ranks: int) -> int:
+    """Return how many samples each of some ranks computes of a batch, in whole chunks, repeats included."""
+    return -(-samples // (micro_batch * ranks)) * micro_batch
+
+
+@dataclass(frozen=True)
+class StochasticSteps:
+    """The steps of a rollout that take noise, and what is recorded of them.
+
+    Args:
+        transition: sampler of the steps in the window.
+        window: indices of the steps, or a function that returns those of the samples with the given ids; the other steps
+            are deterministic.
+        record: store the steps of the window and their log-probabilities.
+        form: form of the log-probability.
+        reduction: reduction of the log-probability over the dimensions.
+        keep_velocity: also store the model's prediction at each recorded step.
+        implementation: implementation of the log-probability, see `fluvial.kernels.dispatch`.
+    """
+
+    transition: Sampler
+    window: Collection[int] | Callable[[Sequence[int]], Steps]
+    record: bool = True
+    form: Form = "density"
+    reduction: Reduction = "mean"
+    keep_velocity: bool = False
+    implementation: Implementation = "auto"
+
+    def steps_of(self, ids: Sequence[int]) -> Steps:
+        """Return the stochastic steps of the samples that are generated together."""
+        return self.window(ids) if callable(self.window) else self.window
+
+    def kernel(self, x: Tensor) -> DrawAndScore | None:
+        """Return the kernel that draws and scores a recorded step of samples like x; None for the reference."""
+        if resolve("rollout", self.implementation, [x]) == "reference":
+            return None
+
+        def draw(transition: Transition, x: Tensor, v: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+            return sde_step(
+                transition, x, v, key=key, form=self.form, reduction=self.reduction, implementation=self.implementation
+            )
+
+        return draw
+
+
+class SharedPrefix(NamedTuple):
+    """The first steps of a schedule, deterministic, computed once for each group of samples."""
+
+    steps: int
+    group: int  # samples per group
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How samples are made: the same for all samples of a rollout or an evaluation.
+
+    Args:
+        shape: shape of one sample.
+        schedule: noise levels, and timesteps on the model's device.
+        guidance: guidance of every step.
+        solver: solver of the deterministic steps; anything but euler takes no stochastic steps.
+        eta: noise of a solver that adds some.
+        stochastic: the steps that take noise; None makes every step deterministic and records none.
+        autocast: let the model compute in bfloat16 under torch's autocast.
+        prefix: the first steps, where groups of `Requests.initial_ids` share them; None shares none.
+        text_tokens: length that prompts are padded to; by default the model's own.
+        after: how the deterministic steps after the window are taken, if there is one window for all samples.
+        reuse: layers that see the prompt alone whose results are computed once per chunk, see `models.prompt_layers`: all,
+            those outside of the repeated blocks, or none. With all, merged weights are computed once, too, see
+            `models.fixed_adapters`.
+        step_cache: threshold below which deterministic steps leave out blocks, see `models.step_cache`; 0 computes all.
+        observe: function that is called with every Euler step, except for shared ones and those after the window.
+        final: whether the final latents are needed. Without, `Trajectory.final` is `[B, 0]`, and servers do not send them.
+    """
+
+    shape: tuple[int, ...]
+    schedule: Schedule
+    guidance: Guidance = NO_GUIDANCE
+    solver: Solver = "euler"
+    eta: float = 0.0
+    stochastic: StochasticSteps | None = None
+    autocast: bool = False
+    prefix: SharedPrefix | None = None
+    text_tokens: int | None = None
+    after: Tail = field(default_factory=Tail)
+    reuse: Literal["all", "outside_blocks", "none"] = "none"
+    step_cache: float = 0.0
+    observe: Callable[[Step], None] | None = None
+    final: bool = True
+
+    def __post_init__(self) -> None:
+        if self.solver != "euler" and self.stochastic is not None and self.stochastic.record:
+            raise UsageError(f"sampling: solver is {self.solver}, which records no steps, expected solver euler")
+
+    def encode(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> Cond:
+        """Return the conditioning of a chunk, laid out as in an update, which gathers it by row: so bits are the same."""
+        return fresh_copy(self.guidance.encode(model, prompts, self.text_tokens), self.schedule.timesteps.device)
+
+
+class Requests(NamedTuple):
+    """The samples to make, on one rank, in whole chunks."""
+
+    prompts: Sequence[Prompt]
+    ids: Sequence[int]  # the noise of a sample depends on its id and nothing else
+    key: Key
+    initial_ids: Sequence[int] | None = None  # ids of the initial noise; samples that share one start from the same noise
+
+
+class Chunk(NamedTuple):
+    """A chunk of generated samples."""
+
+    prompts: Sequence[Prompt]
+    cond: Cond
+    trajectory: Trajectory
+    images: Tensor  # [b, C, H, W], of videos [b, C, F, H, W], in [0, 1]
+    version: int = 0  # number of updates of the weights that made them
+    servers: Sequence[str] = ()  # address of the server that made each, where servers did
+
+
+class SampleBatch(NamedTuple):
+    """All samples of one rank, of a rollout or from given data."""
+
+    prompts: Sequence[Prompt]
+    cond: Cond
+    trajectory: Trajectory
+    thumbnails: Tensor | None  # [B, D] small flattened images, to compare samples with; None for given data
+
+
+def joined(parts: Sequence[SampleBatch]) -> SampleBatch:
+    """Return parts of a batch as one."""
+    thumbnails = [part.thumbnails for part in parts if part.thumbnails is not None]
+    return SampleBatch(
+        [prompt for part in parts for prompt in part.prompts],
+        optree.tree_map(host_values.joined, *(part.cond for part in parts)),
+        concatenate([part.trajectory for part in parts]),
+        torch.cat(thumbnails) if thumbnails else None,
+    )
+
+
+def on_device(schedule: Schedule, device: torch.device) -> Schedule:
+    """Return a schedule with its timesteps on a device; the levels stay on the host."""
+    return Schedule(schedule.levels.cpu(), to_device(schedule.timesteps, device))
+
+
+def generate(
+    model: DiffusionModel, module: nn.Module, requests: Requests, sampling: Sampling, *, micro_batch: int
+) -> Iterator[Chunk]:
+    """Yield the requested samples in chunks, made without gradient.
+
+    Args:
+        model: adapter of the architecture.
+        module: network to sample from.
+        requests: prompts and ids of the samples.
+        sampling: how they are made.
+        micro_batch: samples per chunk.
+    """
+    device, key = sampling.schedule.timesteps.device, requests.key
+    if sampling.solver == "sa_solver":  # the model's timesteps follow the levels that the solver visits
+        sampling = replace(sampling, schedule=sa_schedule(sampling.schedule))
+    starts = _starts(model, module, requests, sampling, micro_batch=micro_batch) if sampling.prefix is not None else None
+    for start in range(0, len(requests.ids), micro_batch):
+        part = slice(start, start + micro_batch)
+        prompts, ids = requests.prompts[part], requests.ids[part]
+        keys = fold_in(key, to_device(torch.tensor(list(ids)), device))
+        cond = sampling.encode(model, prompts)
+        with torch.no_grad():
+            if starts is None:
+                begins = keys
+                if requests.initial_ids is not None:
+                    begins = fold_in(key, to_device(torch.tensor(list(requests.initial_ids[part])), device))
+                x = _initial(begins, sampling)
+            else:
+                assert requests.initial_ids is not None
+                x = torch.stack([starts[group] for group in requests.initial_ids[part]])
+            window = () if sampling.stochastic is None else sampling.stochastic.steps_of(ids)
+            velocity = prediction_of(model, module, cond, sampling, exact=window)
+            steps = fold_in(keys, Stream.STEPS)
+            if sampling.solver == "euler":
+                trajectory, before = _unrolled(velocity, x, steps, sampling, model.prediction, window)
+            else:
+                solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=steps)
+                trajectory, before = unrecorded(solver(velocity, x, sampling.schedule)), None
+            if before is not None:
+                tail = sampling.after
+                rest = after_schedule(sampling.schedule, before.step + 1, tail.fraction, tail.least)
+                velocity = prediction_of(model, module, cond, replace(sampling, schedule=rest))
+                x = solve(tail.solver, velocity, trajectory.final, rest, prediction=model.prediction, before=before)
+                trajectory = trajectory._replace(final=x)
+            images = decoded(model, trajectory.final, model_inputs(prompts))
+            if not sampling.final:
+                trajectory = trajectory._replace(final=trajectory.final.flatten(1)[:, :0])
+        yield Chunk(prompts, cond, trajectory, images)
+
+
+def _initial(keys: Key, sampling: Sampling) -> Tensor:
+    """Return the initial noise of samples from a key of each, `[B, *shape]`."""
+    assert isinstance(keys.low, Tensor)
+    return normal(fold_in(keys, Stream.INITIAL), (len(keys.low), *sampling.shape))
+
+
+def _starts(
+    model: DiffusionModel, module: nn.Module, requests: Requests, sampling: Sampling, *, micro_batch: int
+) -> dict[int, Tensor]:
+    """Return each group's sample before the window, by the id of its initial noise.
+
+    Every forward pass has as many rows as a chunk has groups, the last one with repeats. So the bits of a group depend
+    neither on the other groups of this rank nor on the number of ranks.
+    """
+    assert requests.initial_ids is not None
+    assert sampling.prefix is not None
+    prompt_of = dict(zip(requests.initial_ids, requests.prompts, strict=True))
+    groups, width = list(prompt_of), -(-micro_batch // sampling.prefix.group)
+    device, steps = sampling.schedule.timesteps.device, range(sampling.prefix.steps)
+    found: dict[int, Tensor] = {}
+    for start in range(0, len(groups), width):
+        part = groups[start : start + width]
+        filled = part + part[:1] * (width - len(part))
+        cond = sampling.encode(model, [prompt_of[group] for group in filled])
+        keys = fold_in(requests.key, to_device(torch.tensor(filled), device))
+        with torch.no_grad():
+            x, velocity = _initial(keys, sampling), prediction_of(model, module, cond, sampling)
+            trajectory = scan(velocity, x, _plan(x, sampling, model.prediction, (), steps), fold_in(keys, Stream.STEPS))
+        found.update(zip(part, trajectory.final, strict=False))
+    return found
+
+
+def prediction_of(
+    model: DiffusionModel, module: nn.Module, cond: Cond, sampling: Sampling, *, exact: Steps = ()
+) -> Velocity:
+    """Return the guided prediction of the network for a chunk, as a function of (x, level, step).
+
+    The predictions of the steps `exact` leave out nothing.
+    """
+    timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
+    of_step, on_host = timesteps.unbind(0), host_values.known(timesteps)
+    both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
+    known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
+    fixed = FixedAdapters(module) if sampling.reuse == "all" else None
+    cache = StepCache(model, module, sampling.step_cache) if sampling.step_cache else None
+    whole = frozenset(exact.flatten().tolist() if isinstance(exact, Tensor) else exact)
+
+    def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
+        timestep = of_step[step].expand(len(x))
+        if on_host is not None:
+            host_values.remember(timestep, on_host[step].expand(len(x)))
+        # Entering autocast costs as much as several operations, also where it switches nothing.
+        kind = timesteps.device.type
+        switched = autocast or torch.is_autocast_enabled(kind)
+        with (
+            torch.autocast(kind, torch.bfloat16, enabled=autocast) if switched else nullcontext(),
+            nullcontext() if fixed is None else fixed.prediction(),
+            nullcontext() if known is None else known.prediction(),
+            nullcontext() if cache is None else cache.prediction(exact=step in whole),
+        ):
+            v = guided_velocity(model, module, x, level, cond, timestep=timestep, forwards=guidance.forwards, both=both)
+        return v.float() if autocast else v
+
+    return velocity
+
+
+def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> Plan:
+    """Return the table of a part of the schedule, stochastic at the steps of the window."""
+    still, stochastic = deterministic_step(prediction), sampling.stochastic
+    transition, record = still, Record(steps=())
+    if stochastic is not None:
+        transition = stochastic.transition
+        recorded = None if len(window) and stochastic.record else ()
+        record = Record(recorded, stochastic.form, stochastic.reduction, velocity=stochastic.keep_velocity)
+    table = partial(plan, sampling.schedule.levels, transition, deterministic=still)
+    return table(batch=len(x), window=window, record=record, steps=steps, device=x.device)
+
+
+def _unrolled(
+    velocity: Velocity, x: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, window: Steps
+) -> tuple[Trajectory, Estimate | None]:
+    """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
+    end = len(sampling.schedule.timesteps)
+    last = end if sampling.after == Tail() else max(window) + 1
+    first = 0 if sampling.prefix is None else sampling.prefix.steps
+    table = _plan(x, sampling, prediction, window, range(first, last))
+    draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
+    latest = deque[Step](maxlen=1)
+
+    def taken() -> Iterator[Step]:
+        for step in unroll(velocity, x, table, keys, draw=draw):
+            latest.append(step)
+            if sampling.observe is not None:
+                sampling.observe(step)
+            yield step
+
+    trajectory = stack(table, taken(), x)
+    if last == end:
+        return trajectory, None
+    step, level = latest[0], float(sampling.schedule.levels[last - 1])
+    return trajectory, Estimate(step.t, level, step.x - level * step.v)

@@ -1,0 +1,28 @@
+"""Items of an update: (sample, noise level) pairs, of steps or of clean samples.
+
+Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are samples that noise is put on. Flattened, any
+slice of them is a micro-batch.
+"""
+
+from fluvial.engines.sampling.items.noised import NoisedSamples, Pairs, noised_pairs, noised_samples
+from fluvial.engines.sampling.items.share import Share, rebalance, select, transfers
+from fluvial.engines.sampling.items.steps import LastSteps, RecordedSteps, concatenate, last_steps, recorded_steps
+
+Items = RecordedSteps | LastSteps | NoisedSamples | Pairs
+
+__all__ = [
+    "Items",
+    "LastSteps",
+    "NoisedSamples",
+    "Pairs",
+    "RecordedSteps",
+    "Share",
+    "concatenate",
+    "last_steps",
+    "noised_pairs",
+    "noised_samples",
+    "rebalance",
+    "recorded_steps",
+    "select",
+    "transfers",
+]

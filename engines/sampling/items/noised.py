@@ -1,0 +1,132 @@
+"""Clean samples with noise, alone or in pairs: the items of objectives that need no recorded steps."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.types import to_device
+from fluvial.engines.sampling.noising import NoisingConfig, draw_levels, noised_at
+from fluvial.engines.streams import Stream
+from fluvial.models import Prediction, Schedule
+
+TENTHS = 10
+
+
+class NoisedSamples(NamedTuple):
+    """P clean samples with noise, each field `[P, ...]`."""
+
+    x: Tensor  # sample with noise, at which the model is evaluated
+    level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
+    timestep: Tensor | None  # timestep that the model is given; None if the model derives it from the level
+    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
+    target_weight: Tensor  # `Objective.target_weight` of the sample, e.g. its advantage
+    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
+    x0: Tensor  # clean sample
+    target: Tensor  # what the model should predict: noise - x0, or the noise for an epsilon-prediction model
+    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    context: Tensor | None = None  # of an objective that gathers statistics, see `methods.protocol.Gathering`
+
+    def parts(self, levels: Tensor) -> Tensor:
+        """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
+        return in_tenth(self.level)
+
+
+class Pairs(NamedTuple):
+    """P pairs of two clean samples at the same level with the same noise, the preferred sample first."""
+
+    x: Tensor  # [P, 2, *event], samples with noise, at which the model is evaluated
+    level: Tensor  # [P], their noise level
+    timestep: Tensor | None  # [P], timestep that the model is given; None if the model derives it from the level
+    sample: Tensor  # [P] int64, row of the conditioning
+    weight: Tensor  # [P], weight in the loss: 1, or 0 for pairs that only fill up
+    target: Tensor  # [P, 2, *event], what the model should predict
+    predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+
+    def parts(self, levels: Tensor) -> Tensor:
+        """Return the tenth of the noise levels from 0 to 1 that each pair belongs to, bool `[P, 10]`."""
+        return in_tenth(self.level)
+
+
+def in_tenth(level: Tensor) -> Tensor:
+    """Return which tenth of [0, 1] each level lies in, bool `[P, 10]`."""
+    tenth = (level * TENTHS).long().clamp(0, TENTHS - 1)
+    return tenth[:, None] == torch.arange(TENTHS, device=tenth.device)
+
+
+def noised_samples(
+    x0: Tensor,
+    keys: Key,
+    target_weight: Tensor,
+    weight: Tensor,
+    schedule: Schedule,
+    config: NoisingConfig,
+    prediction: Prediction,
+    *,
+    level_keys: Key | None = None,
+) -> NoisedSamples:
+    """Return each sample at `config.each` noise levels: item m * B + i is sample i at its m-th level.
+
+        x_t = (1 - sigma) x0 + sigma noise, target = noise - x0                        flow
+        x_t = sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) noise, target = noise           epsilon prediction
+
+    Args:
+        x0: clean samples `[B, *event]`.
+        keys: key of each sample; its levels and its noise depend on nothing else.
+        target_weight: `Objective.target_weight` of each sample, `[B]`.
+        weight: weight in the loss, `[B]`.
+        schedule: the model's schedule.
+        config: number and distribution of the levels.
+        prediction: what the model predicts.
+        level_keys: key of each sample's levels; by default that of its noise.
+    """
+    batch, each = len(x0), config.each
+    levels, timesteps = draw_levels(level_keys or keys, schedule, config)
+    parts = []
+    for m in range(each):
+        noise_keys = fold_in(fold_in(keys, Stream.NOISE), 0 if config.is_shared else m)
+        noise = normal(noise_keys, tuple(x0.shape), dtype=x0.dtype)
+        parts.append(noised_at(x0, noise, levels[:, m], prediction=prediction))
+    return NoisedSamples(
+        x=torch.cat([x for x, _ in parts]),
+        level=levels.T.flatten(),
+        timestep=None if timesteps is None else timesteps.T.flatten(),
+        sample=to_device(torch.arange(batch).repeat(each), x0.device),
+        target_weight=target_weight.repeat(each),
+        weight=weight.repeat(each),
+        x0=x0.repeat(each, *[1] * (x0.ndim - 1)),
+        target=torch.cat([target for _, target in parts]),
+        predictions={},
+    )
+
+
+def noised_pairs(
+    win: Tensor,
+    lose: Tensor,
+    keys: Key,
+    weight: Tensor,
+    schedule: Schedule,
+    config: NoisingConfig,
+    prediction: Prediction,
+    *,
+    level_keys: Key | None = None,
+) -> Pairs:
+    """Return each pair at `config.each` noise levels: item m * B + i is pair i at its m-th level.
+
+    Args:
+        win, lose: preferred and rejected samples, `[B, *event]`.
+        keys, weight, schedule, config, prediction, level_keys: arguments of `noised_samples`.
+    """
+    better, worse = (
+        noised_samples(x0, keys, weight, weight, schedule, config, prediction, level_keys=level_keys) for x0 in (win, lose)
+    )
+    return Pairs(
+        x=torch.stack([better.x, worse.x], dim=1),
+        level=better.level,
+        timestep=better.timestep,
+        sample=better.sample,
+        weight=better.weight,
+        target=torch.stack([better.target, worse.target], dim=1),
+        predictions={},
+    )

@@ -1,0 +1,67 @@
+"""The number of tokens that the prompts of a rollout are padded to, the same for rollout and update, and on all ranks.
+
+One length per rollout keeps the promise of the first ratio: a micro-batch of the update may hold other samples than one of
+the rollout, and a prediction has the same bits only if its prompt is padded to the same length.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.models import Cond, DiffusionModel
+from fluvial.models.padding import padded_length, trims_padding
+
+
+class Padding(NamedTuple):
+    """Padding of the prompts of a rollout, over all ranks."""
+
+    tokens: int  # length that every prompt is padded to
+    waste: float  # fraction of these tokens that are padding
+    saved: float  # fraction of the tokens of the model's own padding that are not computed
+
+
+class TextLengths:
+    """Finds the length that prompts are padded to, the model's own unless `models.padding.trims_padding` holds for it.
+
+    Without a world, this process makes all samples.
+    """
+
+    def __init__(self, model: DiffusionModel, world: World | None = None) -> None:
+        self.model, self.world = model, world
+        self._known: dict[Any, int] = {}
+
+    def padding(self, prompts: Sequence[Any]) -> Padding | None:
+        """Return the padding of this rank's prompts, negative ones included, None for the model's own.
+
+        Every rank must take part.
+        """
+        model: Any = self.model
+        if not trims_padding(model):
+            return None
+        own = [self._tokens(prompt) for prompt in prompts]
+        sums = torch.tensor([[max(own, default=0), sum(own), len(own)]])
+        everyone = sums if self.world is None else self.world.gather(sums)  # on the host
+        longest, real, count = int(everyone[:, 0].max()), int(everyone[:, 1].sum()), int(everyone[:, 2].sum())
+        tokens = padded_length(longest, limit=model.text_tokens)
+        return Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
+
+    def of(self, prompts: Sequence[Any]) -> int | None:
+        """Return the length that these prompts are padded to, None for the model's own; every rank must take part."""
+        padding = self.padding(prompts)
+        return None if padding is None else padding.tokens
+
+    def encode(self, guidance: Guidance, prompts: Sequence[Prompt]) -> tuple[Cond, Padding | None]:
+        """Return the conditioning of this rank's samples and its padding, that of all ranks; every rank must take part."""
+        padding = self.padding(guidance.texts(self.model, prompts))
+        return guidance.encode(self.model, prompts, None if padding is None else padding.tokens), padding
+
+    def _tokens(self, prompt: Any) -> int:
+        """Return the number of tokens of a prompt, which is encoded when it is first asked for."""
+        model: Any = self.model
+        if prompt not in self._known:
+            self._known[prompt] = int(model.prompt_tokens(model.encode([prompt]))[0])
+        return self._known[prompt]

@@ -1,0 +1,360 @@
+"""Which steps of a rollout take noise, and which of these are trained on."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.random import Key, fold_in, uniform
+from fluvial.core.sigmas import moving_window, sde_steps, sde_window
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.sampling.tail import Tail
+
+# Scope of one draw of the steps.
+Draw = Literal["rollout", "call", "sample", "run"]
+# Stochastic steps: one set for all samples, or `[B, S]`, those of each sample.
+Steps = Collection[int] | Tensor
+# (ids of samples that are generated together) -> their stochastic steps
+StepsOf = Callable[[Sequence[int]], Steps]
+
+COUNT, INDEX = (1, 2**31), (0, 2**31)
+BOUNDS = {
+    **{"size": COUNT, "low": INDEX, "high": COUNT, "samples": (2, 2**31)},
+    **{"every": COUNT, "stride": COUNT, "decay": (0, 1e6), "decay_from": INDEX},
+}
+
+
+class _Range:
+    """A range of the schedule that stochastic steps lie in, and what most windows have in common."""
+
+    low: int
+    high: int | None
+    share_prefix: bool = False
+    tail: Tail = Tail()
+    draw: Draw = "rollout"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.window", **BOUNDS)
+        if self.share_prefix and self.low < 1:
+            raise no_effect("rollout.window.share_prefix", "with `rollout.window.low` 0, before which no steps are")
+
+    def range(self, steps: int) -> tuple[int, int]:
+        """Return the first step that the window may cover, and the one after the last, of a schedule of `steps` steps."""
+        return self.low, steps if self.high is None else self.high
+
+    def count(self, steps: int) -> int:
+        """Return the number of stochastic steps of a sample."""
+        size: int = self.size  # type: ignore[attr-defined]
+        return size
+
+    def places(self, steps: int) -> int:
+        """Return the number of places at which the window fits in its range."""
+        low, high = self.range(steps)
+        return high - low - self.count(steps) + 1
+
+    def check(self, steps: int, group: int) -> None:
+        """Raise UsageError unless the window fits the schedule and the group.
+
+        Args:
+            steps: number of steps of the schedule.
+            group: number of samples per group.
+        """
+        low, high = self.range(steps)
+        if not 0 <= low < high <= steps or not 1 <= self.count(steps) <= high - low:
+            raise UsageError(
+                f"`rollout.window` has {self.count(steps)} stochastic steps in steps {low} to {high} of {steps}, "
+                "expected 0 <= low < high <= steps and 1 <= size <= high - low"
+            )
+        if self.share_prefix and group < 2:
+            raise no_effect("rollout.window.share_prefix", "with `rollout.group` 1")
+        if self.draw != "rollout" and self.places(steps) == 1:
+            raise no_effect("rollout.window.draw", "with a window that covers its whole range")
+
+    def compared(self, group: int) -> int:
+        """Return the number of consecutive samples that are compared with each other."""
+        return group
+
+    def trunk(self, steps: int, group: int) -> int:
+        """Return the number of consecutive samples that start from the same noise, where any do."""
+        return group
+
+    @property
+    def shares_start(self) -> bool:
+        """Whether samples start from the same noise."""
+        return self.share_prefix
+
+    @property
+    def differs(self) -> bool:
+        """Whether the samples of a rollout may have different steps."""
+        return self.draw != "rollout"
+
+    def shared_steps(self, chosen: Steps) -> int:
+        """Return the number of steps before every window of a rollout, given one window of it."""
+        return self.low if self.differs else min(int(step) for step in chosen)
+
+
+class _Drawn(_Range):
+    """A window whose steps are drawn at random: `place(key, steps, size, low, high)`."""
+
+    place: ClassVar[Callable[..., Collection[int]]]
+    size: int
+
+    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+        """Return the stochastic steps of samples, see `Window`."""
+        low, high = self.range(steps)
+        same = self.place(key, steps, self.size, low, high)
+        if self.draw == "rollout":
+            return lambda ids: same
+
+        def place(key: Key, number: int) -> list[int]:
+            return list(self.place(fold_in(key, number), steps, self.size, low, high))
+
+        if self.draw == "call":
+            return lambda ids: torch.tensor([place(key, ids[0])] * len(ids))
+        root, size = (run, group) if self.draw == "run" else (key, 1)
+        return lambda ids: torch.tensor([place(root, i // size) for i in ids])
+
+
+@dataclass(frozen=True)
+class AllSteps(_Range):
+    """Every step of a range takes noise.
+
+    Args:
+        low: Index of the first stochastic step.
+        high: Index after the last one; None is the end of the schedule.
+    """
+
+    kind: ClassVar[str] = "all"
+    low: int = 0
+    high: int | None = None
+
+    def count(self, steps: int) -> int:
+        """Return the number of steps of the range."""
+        low, high = self.range(steps)
+        return high - low
+
+    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+        """Return the stochastic steps of samples, see `Window`."""
+        every = range(*self.range(steps))
+        return lambda ids: every
+
+
+@dataclass(frozen=True)
+class RandomWindow(_Drawn):
+    """Contiguous steps at a random place take noise (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802); the others are ODE steps.
+
+    Args:
+        size: Number of stochastic steps.
+        low: Index of the first step that the window may cover.
+        high: Index after the last one; None is the end of the schedule.
+        draw: Scope of one draw of the place: rollout (all samples), call (the `micro_batch` samples that are generated
+            together, as in Flow-GRPO-Fast's code), sample (verl-omni) or run (once per group, and kept for the whole run; an
+            older Flow-GRPO-Fast draws it once per GPU).
+        share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
+            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
+        tail: How the deterministic steps after the window are taken.
+    """
+
+    kind: ClassVar[str] = "random"
+    place: ClassVar = staticmethod(sde_window)
+    size: int
+    low: int = 0
+    high: int | None = None
+    draw: Draw = "rollout"
+    share_prefix: bool = False
+    tail: Tail = field(default_factory=Tail)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.differs and self.tail != Tail():
+            raise UsageError("rollout.window.draw", self.draw, "rollout", "the tail needs one window per rollout")
+
+
+@dataclass(frozen=True)
+class ScatteredSteps(_Drawn):
+    """Steps drawn one by one take noise, contiguous or not (Flow-Factory, UniRL).
+
+    Args:
+        size: Number of stochastic steps.
+        low: Index of the first step that may be drawn.
+        high: Index after the last one; None is the end of the schedule.
+        draw: Scope of one draw of the steps: rollout (all samples), call (the `micro_batch` samples that are generated
+            together), sample, or run (once per group, and kept for the whole run).
+    """
+
+    kind: ClassVar[str] = "scattered"
+    place: ClassVar = staticmethod(sde_steps)
+    size: int
+    low: int = 0
+    high: int | None = None
+    draw: Draw = "rollout"
+
+
+@dataclass(frozen=True)
+class MovingWindow(_Range):
+    """Contiguous steps take noise that move from noise to data as training goes on (MixGRPO, arXiv 2507.21802).
+
+    At start s the window stays for ceil(every exp(-decay max(0, s - decay_from))) rollouts.
+
+    Args:
+        size: Number of stochastic steps.
+        low: Index of the first step that the window may cover.
+        high: Index after the last one; None is the end of the schedule.
+        every: Number of rollouts that the window stays at its first position.
+        stride: Number of steps that it moves by.
+        repeat: Start over after the last position that fits in the range; otherwise the window stays there.
+        decay: Rate of the decay of that number, per step.
+        decay_from: Start from which on the decay acts.
+        share_prefix: Compute the steps before the window once per group: its samples start from the same noise, and take
+            the same deterministic steps until the window begins (as in BranchGRPO, arXiv 2509.06040).
+        tail: How the deterministic steps after the window are taken.
+    """
+
+    kind: ClassVar[str] = "moving"
+    size: int
+    low: int = 0
+    high: int | None = None
+    every: int = 1
+    stride: int = 1
+    repeat: bool = True
+    decay: float = 0.0
+    decay_from: int = 0
+    share_prefix: bool = False
+    tail: Tail = field(default_factory=Tail)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.decay_from and not self.decay:
+            raise no_effect("rollout.window.decay_from", "with `rollout.window.decay` 0")
+
+    def check(self, steps: int, group: int) -> None:
+        """Raise UsageError unless the window fits the schedule and the group."""
+        super().check(steps, group)
+        if self.places(steps) == 1:
+            raise UsageError("rollout.window", self.kind, "all", "it covers its whole range and cannot move")
+
+    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+        """Return the stochastic steps of samples, see `Window`."""
+        low, high = self.range(steps)
+        moves = {"every": self.every, "stride": self.stride, "decay_from": self.decay_from}
+        moved = moving_window(done, steps, self.size, low, high, repeat=self.repeat, decay=self.decay, **moves)
+        return lambda ids: moved
+
+
+@dataclass(frozen=True)
+class Branches(_Range):
+    """Samples that differ in the noise of one window alone are compared with each other (TempFlow-GRPO, arXiv 2508.04324).
+
+    A group consists of trunks, each with its own initial noise and `samples` samples at every place of the window.
+
+    Args:
+        size: Number of stochastic steps of a sample.
+        samples: Number of samples that are compared: those of one trunk and one place of the window.
+        low: Index of the first step that the window may cover.
+        high: Index after the last one; None is the end of the schedule.
+    """
+
+    kind: ClassVar[str] = "branches"
+    shares_start: ClassVar[bool] = True
+    differs: ClassVar[bool] = True
+    size: int
+    samples: int
+    low: int = 0
+    high: int | None = None
+
+    def check(self, steps: int, group: int) -> None:
+        """Raise UsageError unless the window fits the schedule, and a group divides into trunks."""
+        super().check(steps, group)
+        if group % self.trunk(steps, group):
+            hint = f"{self.samples} samples at each of the {self.places(steps)} places of the window"
+            raise UsageError("rollout.group", group, f"a multiple of {self.trunk(steps, group)}", hint)
+
+    def compared(self, group: int) -> int:
+        """Return the number of consecutive samples that are compared with each other."""
+        return self.samples
+
+    def trunk(self, steps: int, group: int) -> int:
+        """Return the number of consecutive samples that start from the same noise."""
+        return self.samples * self.places(steps)
+
+    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+        """Return the stochastic steps of samples, see `Window`."""
+        places, window = self.places(steps), torch.arange(self.low, self.low + self.size)
+        return lambda ids: torch.tensor([i // self.samples % places for i in ids])[:, None] + window
+
+
+# `window.steps_of(key, run, done=, steps=, group=)` returns a function of the ids of samples that are generated together:
+#   key    key of the rollout's windows
+#   run    key of the run's windows, for those that are drawn once
+#   done   number of rollouts made so far
+#   steps  number of steps of the schedule
+#   group  number of samples per group
+Window = AllSteps | RandomWindow | ScatteredSteps | MovingWindow | Branches
+
+
+@dataclass(frozen=True)
+class AllRecorded:
+    """Every recorded step is trained on."""
+
+    kind: ClassVar[str] = "all"
+
+    def count(self, recorded: int) -> int:
+        """Return how many of a sample's recorded steps are trained on."""
+        return recorded
+
+    def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
+        """Return 1 for the recorded steps of each sample that are trained on, else 0, `[B, S]`; the same on every rank."""
+        return torch.ones(batch, recorded)
+
+
+@dataclass(frozen=True)
+class _Fraction:
+    """A fraction of the recorded steps is trained on."""
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, "rollout.trained", fraction=(1e-6, 1 - 1e-6))
+
+    def count(self, recorded: int) -> int:
+        """Return how many of a sample's recorded steps are trained on."""
+        return max(math.floor(self.fraction * recorded + 1e-9), 1)  # 0.6 x 15 is 8.999... in floating point
+
+
+@dataclass(frozen=True)
+class FirstRecorded(_Fraction):
+    """The first recorded steps are trained on, which are the noisiest (Flow-GRPO, whose last step is not trained on).
+
+    Args:
+        fraction: Fraction of the recorded steps that is trained on, rounded down, and at least 1 step.
+    """
+
+    kind: ClassVar[str] = "first"
+
+    def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
+        """Return 1 for the first steps, else 0, `[B, S]`."""
+        return (torch.arange(recorded) < self.count(recorded)).float().expand(batch, -1)
+
+
+@dataclass(frozen=True)
+class RandomRecorded(_Fraction):
+    """Recorded steps drawn for each sample and rollout are trained on (DanceGRPO, arXiv 2505.07818).
+
+    Args:
+        fraction: Fraction of the recorded steps that is trained on, rounded down, and at least 1 step.
+    """
+
+    kind: ClassVar[str] = "random"
+
+    def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
+        """Return 1 for the drawn steps, else 0, `[B, S]`; the same on every rank."""
+        drawn = uniform(fold_in(key, torch.arange(batch)), (batch, recorded))
+        place = torch.argsort(torch.argsort(drawn, dim=1), dim=1)
+        return (place < self.count(recorded)).float()
+
+
+Trained = AllRecorded | FirstRecorded | RandomRecorded

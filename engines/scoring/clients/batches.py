@@ -1,0 +1,104 @@
+"""Send samples to a server in batches, and read its replies: scores, NaN or one line."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.wire.client import HttpClient, shown
+from fluvial.engines.extensions.wire.decode import WireError, convert
+from fluvial.engines.extensions.wire.threads import in_threads
+from fluvial.engines.scoring.scores import LARGEST, described, number_of, numbers_of
+
+T = TypeVar("T")
+
+
+def in_batches(
+    images: Tensor,
+    prompts: Sequence[str],
+    scored: Callable[[Tensor, slice], Sequence[object]],
+    *,
+    server: HttpClient,
+    batch: int,
+) -> Tensor:
+    """Return the scores `[B, ...]` of samples that are sent in batches, NaN for those of a batch that failed.
+
+    Args:
+        scored: function of some samples on the host, and their slice, that returns a number, or a list of as many numbers,
+            for each.
+        server: server that is asked; its `in_flight` is the largest number of calls at the same time.
+        batch: largest number of samples per call.
+
+    Raises:
+        RunError: all batches failed; the error is that of the first.
+    """
+    count = len(images)
+    if count != len(prompts):
+        raise RunError(f"{count} images came with {len(prompts)} prompts, expected one prompt per image")
+    samples = images.detach().cpu().float()
+    parts = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
+    scores, failures = dict[int, Tensor](), dict[int, RunError]()
+    with in_threads(lambda part: scored(samples[part], part), parts, at_once=server.in_flight) as results:
+        for place, result in results:
+            if isinstance(result, RunError):
+                failures[place] = result
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                scores[place] = torch.tensor(list(result), dtype=torch.float32)
+    if failures and not scores:
+        raise failures[0]
+    if failures:
+        lost = sum(parts[place].stop - parts[place].start for place in failures)
+        warnings.warn(f"{lost} of {count} samples have no score: {failures[min(failures)]}", RuntimeWarning, stacklevel=2)
+    shape = next((tensor.shape[1:] for tensor in scores.values()), ())
+    found = torch.full((count, *shape), torch.nan)
+    for place, tensor in scores.items():
+        found[parts[place]] = tensor
+    return found
+
+
+def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
+    """Return a field of a reply, any JSON value, as a value of a type.
+
+    Raises:
+        RunError: the field has another type or is not there, or the reply reports an error in its place.
+    """
+    held = reply if isinstance(reply, dict) else {}
+    try:
+        return convert(held.get(name), kind, name=name)
+    except WireError as error:
+        said = held.get("error") or held.get("detail")
+        text = said.get("message") if isinstance(said, dict) else said
+        problem = f"reports an error: {shown(str(text))}" if text else f"answered with another form: {shown(str(error))}"
+        raise RunError(f"{where} {problem}") from None
+
+
+def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
+    """Return a field of a reply that is a list of one score per sample, NaN for a value that is no number.
+
+    Raises:
+        RunError: it is no list of that many values, or holds no numbers.
+    """
+    found: list[Any] = field(reply, name, list[Any], where=where)
+    if len(found) != count:
+        raise RunError(f"{where}: {name} has {len(found)} values, expected {count}, one per sample")
+    if numbers_of(found) is None:
+        raise RunError(f"{where} answered with another form: {name} is {described(found)}, expected numbers")
+    return [score(value) for value in found]
+
+
+def score(value: Any) -> float:
+    """Return a number as a score; NaN, which is no score, for all else, what is not finite, and more than `LARGEST`."""
+    number = number_of(value)
+    return number if number is not None and abs(number) <= LARGEST else math.nan
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raise UsageError for an option below 1."""
+    if value < 1:
+        raise UsageError(name, value, "at least 1")

@@ -1,0 +1,171 @@
+"""A reward as it is written in settings: its name, its options and its weight.
+
+    NAME[:OPTION=VALUE,OPTION=VALUE...][=WEIGHT]
+
+    jpeg=0.5                                        weight 0.5
+    pickscore:device=cuda:1,weights=models/pick     options
+    pickscore:device=cuda:1,weights=models/pick=2   options, and the weight 2
+    mine:score=0.5                                  the function `score` of the module `mine`, weight 0.5
+    mine:Score:scale=2,sharp=true=0.5               the class `Score` of the module `mine`, made with two options
+
+A name of one word that fluvial, the job or an installed package knows takes options after its colon; any other word before a
+colon is a module. A value holds no comma; several values of one option are joined by "+". What follows the last `=` of all
+is the weight if it is a number; an option whose own value ends so needs a weight behind it.
+"""
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union
+
+from fluvial.engines.errors import FluvialError, UsageError
+from fluvial.engines.plugins import did_you_mean
+from fluvial.engines.scoring.scores import one_line, weight_of
+from fluvial.engines.scoring.signature import KNOWN
+
+SEPARATOR = "+"  # between the values of one option
+WORDS: dict[str, bool] = {"true": True, "false": False}
+
+
+class RewardText(NamedTuple):
+    """A reward as it is written."""
+
+    name: str
+    options: dict[str, str]
+    weight: str | None  # as it is written; None where there is none
+
+
+def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
+    """Return the parts of a reward's text, see the head of this file.
+
+    Args:
+        known: names that are no modules.
+        field: setting that it is a value of, for messages.
+
+    Raises:
+        UsageError: an option is not name=value, or stands twice.
+    """
+    head, separator, rest = text.partition("=")
+    words = head.split(":")
+    places = 1 if words[0] in known else 2
+    if len(words) <= places:
+        return RewardText(head, {}, rest if separator else None)
+    name, first = ":".join(words[:places]), ":".join(words[places:])
+    *others, last = (f"{first}={rest}" if separator else first).split(",")
+    option, value = _split(last)
+    value, separator, weight = (value or "").rpartition("=")
+    if not separator or weight_of(weight) is None:
+        value, weight, separator = f"{value}{separator}{weight}", "", ""
+    given = [*map(_split, others), (option, value if "=" in last else None)]
+    for option, value in given:
+        if value is None or not option.isidentifier():
+            raise UsageError(
+                f"`{field}` is {text!r}, whose option {option!r} is not name=value: write {name}:option=value,option=value"
+            )
+    if len({option for option, _ in given}) < len(given):
+        raise UsageError(f"`{field}` is {text!r}, which names an option twice: name each once")
+    return RewardText(name, {option: value or "" for option, value in given}, weight if separator else None)
+
+
+def made(label: str, found: Any, options: Mapping[str, str]) -> Any:
+    """Return the reward of a class, or of a function, with options; without options a function is the reward itself.
+
+    Args:
+        label: start of messages, e.g. "rewards 'mine:Score'".
+
+    Raises:
+        UsageError: an option is unknown, missing or of another type, or the class raises.
+    """
+    if not callable(found) or not (options or inspect.isclass(found)):
+        return found
+    values = _values(label, found, options, factory=False)
+    return built(label, found, values) if inspect.isclass(found) else partial(found, **values)
+
+
+def built(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Return what a class or a factory makes of options.
+
+    Raises:
+        UsageError: it raises.
+    """
+    try:
+        return make(**values)
+    except (FluvialError, ValueError, OSError, ImportError) as error:
+        raise UsageError(f"{label}: {_unnamed(one_line(error), label)}") from error
+    except Exception as error:
+        raise UsageError(f"{label} raised {type(error).__name__} ({one_line(error)})") from error
+
+
+def _unnamed(message: str, label: str) -> str:
+    """Return a message without the name that it begins with, if the label before it ends with that name."""
+    name, colon, rest = message.partition(": ")
+    return rest if colon and label.endswith(repr(name)) else message
+
+
+def from_factory(label: str, make: Callable[..., Any], options: Mapping[str, str]) -> Any:
+    """Return the reward that a class or a factory makes, see `made`."""
+    return built(label, make, _values(label, make, options, factory=True))
+
+
+def _split(word: str) -> tuple[str, str | None]:
+    """Return the name and the value of name=value; None without a value."""
+    name, separator, value = word.partition("=")
+    return name.strip(), value if separator else None
+
+
+def _values(label: str, make: Callable[..., Any], options: Mapping[str, str], *, factory: bool) -> dict[str, Any]:
+    """Return options as values of the types that a class or a function declares."""
+    is_factory = inspect.isclass(make) or factory
+    parameters = dict(inspect.signature(make).parameters)
+    hints: dict[str, Any] = {}
+    with suppress(TypeError, NameError):  # an object that is called, or types that only a checker knows
+        hints = typing.get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    samples = () if is_factory else (*list(parameters)[:2], *KNOWN)
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    accepted = {name: found for name, found in parameters.items() if found.kind not in fixed and name not in samples}
+    for option in options:
+        if option not in accepted:
+            expected = f"expected {', '.join(accepted)}" if accepted else "it takes none"
+            raise UsageError(f"{label} has no option {option!r}, {expected}{did_you_mean(option, accepted)}")
+    for name, parameter in accepted.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise UsageError(f"{label} needs the option {name}: write {name}=value after its name and a colon")
+    return {name: _value(f"{label}: {name}", text, hints.get(name, Any)) for name, text in options.items()}
+
+
+def _value(label: str, text: str, hint: Any) -> Any:
+    """Return an option's text as a value of a type."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
+    plain = [str(choice) for choice in choices]
+    if text in plain:
+        return choices[plain.index(text)]
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    if bool in kinds and text.lower() in WORDS:
+        return WORDS[text.lower()]
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    if Path in kinds and str not in kinds:
+        return Path(text)
+    if tuple[str, ...] in kinds:
+        return tuple(text.split(SEPARATOR))
+    if str in kinds:
+        return text
+    named = {bool: "true or false", int: "a whole number", float: "a number"}
+    expected = [*plain, *(words for kind, words in named.items() if kind in kinds)]
+    if expected:
+        raise UsageError(f"{label} is {text!r}, expected {' or '.join(expected)}")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,101 @@
+"""Which rewards a run uses: those of the job, reward models, clients of servers, or `module:name`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fluvial.engines import plugins
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import UsageError
+from fluvial.engines.scoring.options import from_factory, made, parse
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.scores import weight_of
+from fluvial.engines.scoring.signature import CONDITIONS, condition_of, reward_problem, signature_of
+
+
+def select(
+    rewards: Mapping[str, Reward], names: Sequence[str], *, field: str = "rewards"
+) -> dict[str, tuple[Reward, float]]:
+    """Return the rewards that a run asks for and their weights, by name; the first of the job if it asks for none.
+
+    Args:
+        rewards: rewards of the job, by name; they come before others of the same name.
+        names: `name`, with options after a colon and a weight after an equals sign, see `options`. A name is a key of
+            `rewards`, a reward model, a client, an entry point of `fluvial.rewards`, or `module:name`.
+        field: setting that names them, for messages.
+
+    Raises:
+        UsageError: a name is unknown, cannot be imported, stands twice, or is not a reward, an option is wrong, or a weight
+            is no number.
+    """
+    found: dict[str, tuple[Reward, float]] = {}
+    makers = built_in()
+    for text in names or list(rewards)[:1]:
+        name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
+        if name in found:
+            raise UsageError(f"`{field}` is {list(names)}, which names {name!r} twice: name each reward once")
+        value = 1.0 if weight is None else weight_of(weight)
+        if value is None:
+            raise UsageError(
+                f"`{field}` is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
+            )
+        label = f"`{field}` {name!r}"
+        if name in makers and name not in rewards:
+            reward = makers[name](label, options)
+        else:
+            found_object = plugins.load(name, "rewards", table={**rewards, **makers, **rewards}, field=field)
+            reward = made(label, found_object, options)
+        if (problem := reward_problem(reward)) is not None:
+            raise UsageError(f"{label} {problem}")
+        found[name] = reward, value
+    return found
+
+
+def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
+    """Return how each reward that comes with fluvial is made, `(label, options) -> reward`, by name.
+
+    A reward model is imported when it is made.
+    """
+    from fluvial.engines.scoring.clients import table as clients
+    from fluvial.models.rewards.table import REWARD_MODELS
+
+    def client(name: str, label: str, options: Mapping[str, str]) -> Any:
+        return from_factory(label, clients.maker(name), options)
+
+    def model(name: str, label: str, options: Mapping[str, str]) -> Any:
+        found = REWARD_MODELS[name]
+        if found.takes == "audio":
+            raise UsageError(f"{label} scores audio, and samples are images or videos: use a reward of these")
+        if missing := found.missing():
+            raise UsageError(f"{label} needs {', '.join(missing)}: pip install '{found.install}'")
+        return from_factory(label, found.make, options)
+
+    return {
+        **{name: partial(model, name) for name in REWARD_MODELS},
+        **{name: partial(client, name) for name in clients.CLIENTS},
+    }
+
+
+def without_weight(text: str) -> str:
+    """Return the text of a reward without its weight."""
+    weight = parse(text, plugins.names("rewards", built_in()), field="rewards").weight
+    return text if weight is None else text.removesuffix(f"={weight}")
+
+
+def check_rewards(rewards: Mapping[str, Any], *, label: str = "reward") -> None:
+    """Raise UsageError, in one line, if one of the objects cannot be called as a reward."""
+    for name, reward in rewards.items():
+        if (problem := reward_problem(reward)) is not None:
+            raise UsageError(f"{label} {name!r} {problem}")
+
+
+def check_records(rewards: Mapping[str, Any], prompts: Sequence[Prompt], *, label: str = "reward") -> None:
+    """Raise UsageError, in one line, if a reward needs a column that the prompts' records lack."""
+    for name, reward in rewards.items():
+        for condition in filter(signature_of(reward).takes, CONDITIONS):
+            without = next((prompt for prompt in prompts if condition_of(prompt, condition) is None), None)
+            if without is not None:
+                raise UsageError(
+                    f"{label} {name!r} takes {condition}, and prompt {without.text!r} has none: give its record a "
+                    f"column {CONDITIONS[condition]}"
+                )

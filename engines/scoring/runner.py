@@ -1,0 +1,322 @@
+"""Reward threads: rewards score a chunk of images while the next chunk is generated."""
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from queue import Queue
+from threading import Thread
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.data.records import Prompt, as_prompts, texts
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import FluvialError, RunError
+from fluvial.engines.scoring.groups import GroupBuffer
+from fluvial.engines.scoring.protocol import Reward
+from fluvial.engines.scoring.scores import Scored, invalid, named, one_line, read_scores, together
+from fluvial.engines.scoring.signature import Samples, signature_of
+from fluvial.models.device import compute_on, use_here
+
+TIMEOUT = 600.0  # seconds that the scores of one chunk may take
+POLL = 0.1  # seconds between two looks whether scores that come later are still waited for
+BAD = 2  # samples of a chunk that a reward fails at alone, after which the rest of the chunk is given up
+
+Later = Future[Any]  # of what a reward returns
+
+
+@dataclass
+class Tally:
+    """Counts of a reward's thread over the chunks of a rollout."""
+
+    seconds: float = 0.0  # that the reward computed
+    failed: int = 0  # invalid samples
+    problem: str = ""  # of the last of them
+
+
+class RewardRunner:
+    """Scores chunks of samples on one thread, in order.
+
+    A call that raises gives its samples no score. If the error may come from one of them, they are scored one by one.
+
+    Args:
+        timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
+        tolerated: number of invalid samples between two calls of `results` above which the reward is not called any more,
+            because the run stops anyway; None calls it always.
+    """
+
+    def __init__(
+        self, reward: Reward, *, label: str = "the reward", timeout: float | None = None, tolerated: int | None = None
+    ) -> None:
+        self.reward, self.label, self.timeout = reward, label, TIMEOUT if timeout is None else timeout
+        self.signature, self.tolerated = signature_of(reward), tolerated
+        self.work: Queue[tuple[Future[Scored | Later], Samples, Tally] | None] = Queue()
+        self.waiting: list[
+            tuple[Future[Scored | Later], Sequence[Prompt]]
+        ] = []  # the images stay no longer than they are scored
+        self.tally = Tally()  # since the last call of `results`
+        # A daemon: a reward that hangs does not keep the process alive.
+        Thread(target=self._serve, name="reward", daemon=True).start()
+
+    def submit(
+        self, images: Tensor, prompts: Sequence[Prompt], latents: Tensor | None = None, group: int | None = None
+    ) -> None:
+        """Start scoring a chunk, see `Samples`."""
+        future = Future[Scored | Later]()
+        self.waiting.append((future, prompts))
+        self.work.put((future, Samples(images, prompts, latents, group), self.tally))
+
+    def apart(self) -> Self:
+        """Return a runner on the same thread whose results are those of its own chunks."""
+        other = copy.copy(self)
+        other.waiting, other.tally = [], Tally()
+        return other
+
+    def results(self, stop: Callable[[], bool] = lambda: False) -> list[Scored]:
+        """Return the scores of each chunk submitted since the last call, in order.
+
+        Args:
+            stop: whether scores that the reward promised are waited for no longer; those that are not there are `abandoned`.
+
+        Raises:
+            RunError: the reward took too long; the message names the prompts.
+        """
+        waiting, self.waiting = self.waiting, []
+        found = []
+        for future, prompts in waiting:
+            try:
+                scored = future.result(self.timeout)
+                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, prompts, stop))
+            except FutureTimeoutError:
+                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(texts(prompts))}") from None
+        self.tally.failed = 0
+        return found
+
+    def collect(self) -> Tensor:
+        """Return the scores of all chunks submitted since the last call, float32 on the CPU, in order.
+
+        Raises:
+            RunError: the reward raised, took too long, or did not return one valid number per image; the message names the
+                prompt.
+        """
+        found = together(self.results())
+        if torch.isnan(found.scores).any():
+            raise RunError(found.problems[0])
+        return found.scores
+
+    def close(self) -> None:
+        """End the thread, without waiting for a call that hangs."""
+        self.work.put(None)
+
+    def _serve(self) -> None:
+        while (chunk := self.work.get()) is not None:
+            future, scored = chunk[0], self._served(*chunk[1:])
+            del chunk  # an update needs the memory of its images
+            future.set_result(scored)
+
+    def _served(self, samples: Samples, tally: Tally) -> Scored | Later:
+        """Return the scores of a chunk, and count them."""
+        compute_on(samples.images.device)
+        use_here(samples.images, samples.latents)
+        if self.tolerated is not None and tally.failed > self.tolerated:
+            return invalid(len(samples.prompts), tally.problem)
+        start = time.perf_counter()
+        scored = self._scored(samples)
+        tally.seconds += time.perf_counter() - start
+        if isinstance(scored, Scored):
+            tally.failed += int(torch.isnan(scored.scores).sum())
+            tally.problem = scored.problems[0] if scored.problems else tally.problem
+        return scored
+
+    def _awaited(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
+        """Return the scores that a reward has promised, which takes as long as the reward lets it."""
+        while not later.done():
+            if stop():
+                return invalid(len(prompts), f"{self.label} was not waited for")._replace(abandoned=True)
+            wait([later], POLL)
+        try:
+            return read_scores(later.result(), texts(prompts), label=self.label)
+        except Exception as error:
+            return invalid(len(prompts), self._line(error, prompts))
+
+    def _scored(self, samples: Samples) -> Scored | Later:
+        """Return the scores of a chunk, whatever the reward does."""
+        try:
+            return self._called(samples)
+        except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
+            # What a reward lacks, or cannot reach, for all samples, it would for each.
+            whole = samples.group is not None or isinstance(error, OSError | FluvialError)
+            return (
+                invalid(len(samples.prompts), self._line(error, samples.prompts))
+                if whole
+                else self._one_by_one(samples, error)
+            )
+
+    def _called(self, samples: Samples) -> Scored | Later:
+        returned = self.signature.call(self.reward, samples)
+        return returned if isinstance(returned, Future) else read_scores(returned, texts(samples.prompts), label=self.label)
+
+    def _line(self, error: BaseException, prompts: Sequence[Prompt]) -> str:
+        """Return why a call gave no scores, in one line."""
+        if not isinstance(error, FluvialError):
+            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(texts(prompts))}"
+        return one_line(error) if str(error).startswith(self.label) else f"{self.label}: {one_line(error)}"
+
+    def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
+        """Return the scores of the samples that the reward can score alone; the line names the first that it cannot."""
+        found, problem, bad = list[Scored](), self._line(error, samples.prompts), 0
+        for i in range(len(samples.prompts)):
+            single = samples.part(slice(i, i + 1))
+            try:
+                scored = self._called(single) if bad < BAD else invalid(1, problem)
+                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, single.prompts, lambda: False))
+            except BaseException as own:
+                problem, bad = problem if bad else self._line(own, single.prompts), bad + 1
+                found.append(invalid(1, problem))
+        return together(found)._replace(problems=(problem,), failed=True)
+
+
+class Collected(NamedTuple):
+    """Scores of N samples by several rewards, on one rank."""
+
+    scores: Tensor  # [N, K], NaN where invalid; 0 for samples of which another rank has the score
+    parts: dict[str, dict[int, float]]  # further numbers of rewards by "reward/name" and sample
+    problems: list[str]  # a line for each reason of an invalid score
+    computed: float  # seconds of the reward that computed longest
+    waited: float  # seconds that its end was waited for
+    abandoned: bool = False  # scores that a reward promised were not waited for
+
+
+class RewardRunners:
+    """Several rewards of the same samples, each on its own thread.
+
+    Args:
+        timeout: seconds that the scores of one chunk may take; by default `TIMEOUT`.
+        group: samples per group, of which a reward that compares them gets all in one call; 0 has no groups.
+        tolerated: number of invalid samples of a reward above which it is not called any more, see `RewardRunner`.
+    """
+
+    def __init__(
+        self,
+        weighted: Mapping[str, tuple[Reward, float]],
+        *,
+        timeout: float | None = None,
+        group: int = 0,
+        tolerated: int | None = None,
+    ) -> None:
+        self.names = list(weighted)
+        self.runners = [
+            RewardRunner(reward, label=f"reward {name!r}", timeout=timeout, tolerated=tolerated)
+            for name, (reward, _) in weighted.items()
+        ]
+        self.weights = torch.tensor([weight for _, weight in weighted.values()])
+        self.group = group
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin without samples."""
+        self.groupwise = [runner for runner in self.runners if runner.signature.takes("group")]
+        self.buffer = GroupBuffer(self.group) if self.groupwise else None
+        self._ids: list[int] = []  # of the samples so far, -1 for repeats
+        self._groups: list[int] = []  # of the groups so far
+
+    def discard(self) -> None:
+        """Forget the samples so far: others take their place."""
+        for runner in self.runners:
+            runner.waiting = []
+        self._begin()
+
+    def apart(self) -> Self:
+        """Return runners on the same threads whose results are those of their own samples: of a rollout of its own.
+
+        They are used on one thread at a time, but on another than these.
+        """
+        other = copy.copy(self)
+        other.runners = [runner.apart() for runner in self.runners]
+        other._begin()
+        return other
+
+    def submit(
+        self, images: Tensor, prompts: Sequence[Prompt], latents: Tensor | None = None, ids: Sequence[int] | None = None
+    ) -> None:
+        """Start scoring a chunk with every reward.
+
+        Args:
+            images, prompts, latents: the samples, see `Samples`.
+            ids: index of each sample in the rollout, -1 for a repeat, whose score is not used; by default those that follow.
+        """
+        ids = range(len(self._ids), len(self._ids) + len(prompts)) if ids is None else ids
+        self._ids.extend(ids)
+        for runner in self.runners:
+            if runner not in self.groupwise:
+                runner.submit(images, prompts, latents)
+        if self.buffer is not None:
+            self._start(self.buffer.add(Samples(images, prompts, latents), ids))
+
+    def collect(self, *, batch: int | None = None, stop: Callable[[], bool] = lambda: False) -> Collected:
+        """Return the scores of all chunks submitted since the last call.
+
+        Args:
+            batch: number of samples of all ranks; by default those that were submitted.
+            stop: whether scores that a reward promised are waited for no longer.
+
+        Raises:
+            RunError: a reward took too long.
+        """
+        start = time.perf_counter()
+        ids, self._ids = self._ids, []
+        count = len(ids) if batch is None else batch
+        table, parts, problems = torch.zeros(count, len(self.runners)), dict[str, dict[int, float]](), list[str]()
+        groups, self._groups, abandoned = self._groups, [], False
+        for column, (name, runner) in enumerate(zip(self.names, self.runners, strict=True)):
+            places = ids
+            if runner in self.groupwise:
+                assert self.buffer is not None
+                places = [group * self.buffer.size + i for group in groups for i in range(self.buffer.size)]
+            found = together(runner.results(stop))
+            abandoned |= found.abandoned
+            own = [row for row, place in enumerate(places) if place >= 0]
+            kept = [places[row] for row in own]
+            table[kept, column] = found.scores[own]
+            problems += found.problems
+            for part, values in found.parts.items():
+                parts[f"{name}/{part}"] = dict(zip(kept, values[own].tolist(), strict=True))
+        computed = max((runner.tally.seconds for runner in self.runners), default=0.0)
+        for runner in self.runners:
+            runner.tally.seconds = 0.0
+        return Collected(table, parts, problems, computed, time.perf_counter() - start, abandoned)
+
+    def exchange(self, world: World) -> None:
+        """Start scoring the groups whose samples are on several ranks, on one of them; every rank must take part."""
+        if self.buffer is not None:
+            self._start(self.buffer.exchange(world))
+
+    def close(self) -> None:
+        """End the threads."""
+        for runner in self.runners:
+            runner.close()
+
+    def _start(self, groups: Sequence[Samples]) -> None:
+        for samples in groups:
+            assert samples.group is not None
+            self._groups.append(samples.group)
+            for runner in self.groupwise:
+                runner.submit(*samples)
+
+
+def score(reward: Reward, images: Tensor, prompts: Sequence[str | Prompt], *, label: str = "the reward") -> Tensor:
+    """Return the scores of images `[B]`, float32 on the CPU, in one call.
+
+    Raises:
+        RunError: the reward raised, or did not return one valid number per image.
+    """
+    runner = RewardRunner(reward, label=label)
+    try:
+        runner.submit(images, as_prompts(prompts))
+        return runner.collect()
+    finally:
+        runner.close()

@@ -1,0 +1,108 @@
+"""The learning rate over the updates, and the settings that are refused."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fluvial.engines.engine.config import UNUSED, OptimizerConfig, lr_factor
+from fluvial.engines.engine.optimizers import OPTIMIZERS
+
+
+def rates(*, updates: int | None, count: int | None = None, **settings: Any) -> list[float]:
+    """Return the factor of each update."""
+    config = OptimizerConfig(**settings)
+    factor = lr_factor(OPTIMIZERS["sgd"].build([torch.nn.Parameter(torch.zeros(1))], config), config, updates=updates)
+    return [factor(done) for done in range(count or (updates or 0) + 1)]
+
+
+@given(updates=st.integers(1, 60), warmup=st.integers(0, 60), floor=st.floats(0, 1), cosine=st.booleans())
+def test_the_schedule_is_its_formula(updates: int, warmup: int, floor: float, cosine: bool) -> None:
+    """Linear up to the peak, which the last update of the warm-up has; then half a cosine to the floor, or 1."""
+    warmup = min(warmup, updates)
+    found = rates(updates=updates, warmup=warmup, min_lr_ratio=floor, schedule="cosine" if cosine else "constant")
+    for done, factor in enumerate(found):
+        peak = max(warmup - 1, 0)
+        if done < warmup:
+            expected = (done + 1) / warmup
+        elif cosine:
+            through = (done - peak) / (updates - peak)
+            expected = floor + (1 - floor) * (1 + math.cos(math.pi * through)) / 2
+        else:
+            expected = 1.0
+        assert factor == pytest.approx(expected, abs=1e-9)
+
+
+@given(updates=st.integers(1, 20), warmup=st.integers(0, 20), cosine=st.booleans())
+def test_no_update_is_wasted(updates: int, warmup: int, cosine: bool) -> None:
+    """No update has learning rate 0, however short the run; the first is the peak if the warm-up is 1 update or none."""
+    found = rates(updates=updates, warmup=warmup, schedule="cosine" if cosine else "constant")[:updates]
+    assert min(found) > 0
+    assert warmup > 1 or found[0] == 1
+
+
+def test_a_cosine_without_warm_up_starts_at_the_peak_of_the_first_update() -> None:
+    """The recipes' schedule: n / updates of the half cosine before update n + 1, to the bit."""
+    expected = [max(0.0, 0.5 * (1 + math.cos(math.pi * 2 * 0.5 * (n / 7)))) for n in range(8)]
+    assert rates(updates=7, schedule="cosine") == expected
+
+
+def test_a_warm_up_may_be_a_fraction() -> None:
+    """A fraction of all updates, rounded up."""
+    assert rates(updates=10, warmup_ratio=0.25) == rates(updates=10, warmup=3)
+    with pytest.raises(ValueError, match=r"optimizer.warmup is 3 and optimizer.warmup_ratio is 0.5: set one of the two"):
+        OptimizerConfig(warmup=3, warmup_ratio=0.5)
+
+
+def test_the_floor_is_reached_and_not_passed() -> None:
+    """The schedule's minimum is the floor, at the end."""
+    found = rates(updates=8, schedule="cosine", min_lr_ratio=0.1)
+    assert found[-1] == pytest.approx(0.1)
+    assert min(found) == found[-1]
+
+
+def test_only_a_constant_schedule_needs_no_number_of_updates() -> None:
+    """The message names the field that depends on it."""
+    assert rates(updates=None, count=4, warmup=2) == [0.5, 1, 1, 1]
+    for settings, field in (
+        ({"schedule": "cosine"}, "schedule is 'cosine'"),
+        ({"warmup_ratio": 0.1}, "warmup_ratio is 0.1"),
+    ):
+        with pytest.raises(ValueError, match=f"optimizer.{field}: it depends on the number of updates; set updates"):
+            rates(updates=None, **settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"lr": -1.0}, r"optimizer.lr is -1.0, expected"),
+        ({"lr": float("nan")}, r"optimizer.lr is nan, expected"),
+        ({"betas": (0.9, 1.0)}, r"optimizer.betas is .*, expected below 1"),
+        ({"betas": (0.9, 1.5)}, r"optimizer: betas is 1.5|optimizer.betas is 1.5"),
+        ({"betas": (0.9,)}, r"optimizer.betas is \(0.9,\), expected two numbers"),
+        ({"eps": 0.0}, r"optimizer.eps is 0.0, expected"),
+        ({"ema_decay": 1.5}, r"optimizer.ema_decay is 1.5, expected"),
+        ({"ema_decay": 1.0}, r"optimizer.ema_decay is .*, expected below 1"),
+        ({"max_grad_norm": 0.0}, r"optimizer.max_grad_norm is 0.0, expected"),
+        ({"warmup": -1}, r"optimizer.warmup is -1, expected"),
+        ({"schedule": "linear"}, r"optimizer.schedule is 'linear', expected .*constant.*cosine"),
+        ({"schedule": "cosin"}, r"optimizer.schedule is 'cosin', .*cosine"),
+        ({"name": "adam"}, r"optimizer.name is 'adam', .*adamw"),
+        ({"name": "sgd", "eps": 1e-6}, r"optimizer.eps is 1e-06, but optimizer.name is sgd, which has no eps"),
+        ({"name": "adafactor", "betas": (0.5, 0.9)}, r"optimizer.betas is .*adafactor, which has no betas"),
+    ],
+)
+def test_a_wrong_setting_is_refused(wrong: dict[str, Any], says: str) -> None:
+    """When the config is built, in one line with the field's name."""
+    with pytest.raises(ValueError, match=says) as error:
+        OptimizerConfig(**wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_the_table_has_every_optimizer() -> None:
+    """A row of the table and of the unused settings for each accepted name."""
+    assert set(OPTIMIZERS) == set(UNUSED)
+    assert OptimizerConfig().name in OPTIMIZERS

@@ -1,0 +1,232 @@
+"""Floating-point operations against what is worked out on paper and against PyTorch's own counter; peaks and MFU."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Net, data, squared
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fluvial.engines.engine import flops
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.flops import FlopCounter
+from fluvial.engines.engine.parallelize import checkpoint_blocks
+from fluvial.engines.engine.world import World, init_world
+from fluvial.models.lora import LoraConfig, LowRank, add_lora
+
+ROWS, IN, OUT = 5, 8, 16
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def linear(*, weight: bool, inputs: bool) -> FlopCounter:
+    """Count the operations of a layer's forward and backward pass."""
+    layer = nn.Linear(IN, OUT, bias=False).requires_grad_(weight)
+    x = torch.randn(ROWS, IN, requires_grad=inputs)
+    with FlopCounter() as counter:
+        out = layer(x)
+        if weight or inputs:
+            out.sum().backward()
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("weight", "inputs", "passes"), [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 3)]
+)
+def test_a_linear_layer_is_2mnk_a_pass(weight: bool, inputs: bool, passes: int) -> None:
+    """Forward, and in the backward pass one for each gradient that somebody asks for."""
+    counter = linear(weight=weight, inputs=inputs)
+    assert counter.model == passes * 2 * ROWS * IN * OUT
+    assert counter.recomputed == 0
+
+
+def test_lora_needs_no_gradient_of_the_frozen_weight() -> None:
+    """Of the first layer's base only the forward pass, of the second's the input's gradient too, of the factors all."""
+    rank = 4
+    net = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN))
+    add_lora(net, LoraConfig(rank=rank), ["0", "1"])
+    with FlopCounter() as counter:
+        net(torch.randn(ROWS, IN)).sum().backward()
+    base, factors = 2 * ROWS * IN * OUT, 2 * ROWS * rank * (IN + OUT)
+    # The first layer's input asks for no gradient: that spares the product with its A.
+    assert counter.model == 2 * base + base + 2 * factors + 2 * 2 * factors - 2 * ROWS * rank * IN
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_is_counted_on_the_cpu(backward: bool) -> None:
+    """Two products forward; backward four, and the scores once more as fused kernels compute them."""
+    batch, heads, queries, keys, dim = 2, 3, 7, 9, 8
+    q = torch.randn(batch, heads, queries, dim, requires_grad=True)
+    k, v = (torch.randn(batch, heads, keys, dim, requires_grad=True) for _ in range(2))
+    with FlopCounter() as counter:
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        if backward:
+            out.sum().backward()
+    product = 2 * batch * heads * queries * keys * dim
+    assert counter.model == (2 + (5 if backward else 0)) * product
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_passes_without_gradient_are_counted(mode: Any) -> None:
+    """Also where operations reach the counter whole."""
+    layer, q = nn.Linear(IN, OUT), torch.randn(1, 2, 3, 4)
+    with FlopCounter() as counter, mode():
+        layer(torch.randn(ROWS, IN))
+        nn.functional.scaled_dot_product_attention(q, q, q)
+    assert counter.model == 2 * ROWS * IN * OUT + 2 * 2 * 2 * 3 * 3 * 4
+
+
+class Attention(nn.Module):
+    """A block with everything that is counted: a convolution, linear layers and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(4, 4, 3, padding=1)
+        self.into, self.out = nn.Linear(IN, 3 * IN), nn.Linear(IN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(self.mix(x))[:, None].chunk(3, -1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v)[:, 0])
+
+
+def blocks() -> nn.Sequential:
+    """Return two blocks."""
+    torch.manual_seed(0)
+    return nn.Sequential(Attention(), Attention())
+
+
+def test_counts_are_those_of_pytorch() -> None:
+    """Of products, convolutions and attention, where PyTorch has formulas."""
+    net, x = blocks(), torch.randn(2, 4, IN)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounter() as ours:
+        net(x).square().sum().backward()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as theirs:
+        net(x).square().sum().backward()
+    assert ours.model == theirs.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_what_checkpointing_computes_again_is_counted_apart(selective: bool) -> None:
+    """The model's operations stay as they were; both together are all that ran."""
+    x = torch.randn(2, 4, IN)
+    net, again = blocks(), blocks()
+    with FlopCounter() as forward, torch.no_grad():
+        net(x)
+    with FlopCounter() as plain:
+        net(x).square().sum().backward()
+    checkpoint_blocks(list(again), EngineConfig(checkpointing="selective" if selective else "block"))
+    with FlopCounterMode(display=False, custom_mapping=CPU) as everything, FlopCounter() as counter:
+        again(x).square().sum().backward()
+    assert counter.model == plain.model
+    assert counter.model + counter.recomputed == everything.get_total_flops()
+    # A block's last product need not be computed again: nothing saved comes after it.
+    last = 2 * 2 * (2 * 4 * IN * IN)
+    assert 0 < counter.recomputed <= forward.model
+    if not selective:
+        assert counter.recomputed in (forward.model, forward.model - last)
+
+
+CPU = {operation: flops.FORMULAS[operation] for operation in set(flops.FORMULAS) - set(flops.flop_registry)}
+for formula in CPU.values():
+    formula._get_raw = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_sharded_module_counts_as_the_plain_one(one: World, train: str, checkpointing: Any) -> None:
+    """FSDP's own work is not counted; and counting changes no bit of what is trained."""
+    items, weight = data(6)
+
+    def net() -> Net:
+        made = Net()
+        if train == "lora":
+            # The merged weight is computed once per pass, and the plain module makes one pass instead of two.
+            add_lora(made, LoraConfig(rank=2, form=LowRank(product="factors")), ["blocks.0.0", "blocks.1.0"])
+        return made
+
+    plain = net()
+    with FlopCounter() as expected:
+        squared(plain)(items)[0].sum().backward()
+    weights: list[dict[str, Any]] = []
+    counter = FlopCounter()
+    for counted in (True, False):
+        module = net()
+        trained = Engine(
+            module,
+            list(module.blocks),
+            OptimizerConfig(lr=0.01),
+            one,
+            updates=2,
+            sharding=EngineConfig(checkpointing=checkpointing),
+        )
+        arguments: dict[str, Any] = {"count": 6, "micro_batch": 3, "pad_to": 6}
+        if counted:
+            with counter:
+                trained.update(items, squared(module), weight, **arguments)
+        else:
+            trained.update(items, squared(module), weight, **arguments)
+        weights.append({name: tensor.detach().clone() for name, tensor in module.state_dict().items()})
+    assert counter.model == expected.model
+    assert (counter.recomputed > 0) == (checkpointing == "block")
+    for name, tensor in weights[0].items():
+        assert isinstance(tensor, DTensor)
+        assert torch.equal(tensor.to_local(), weights[1][name].to_local()), name
+
+
+def test_operations_on_sharded_tensors_are_counted_once(one: World) -> None:
+    """As this rank's part of them."""
+    a = distribute_tensor(torch.randn(ROWS, IN), one.mesh, [Shard(0)])
+    b = distribute_tensor(torch.randn(IN, OUT), one.mesh, [Replicate()])
+    with FlopCounter() as counter:
+        a @ b
+    assert counter.model == 2 * ROWS * IN * OUT
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362.05e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("AMD Instinct MI300X", 1307.4e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10G", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_go_by_the_devices_name(name: str, expected: float | None) -> None:
+    """A name that only looks alike has none."""
+    assert flops.peak_of(name, torch.bfloat16) == expected
+
+
+def test_peaks_go_by_the_dtype() -> None:
+    """Full precision is slower; of other dtypes, and of a CPU, nothing is known."""
+    for name, row in flops.PEAKS.items():
+        assert row.float32 < row.bfloat16, name
+        assert flops.peak_of(name, torch.float32) == row.float32
+        assert flops.peak_of(name, torch.float64) is None
+    assert flops.peak(torch.device("cpu"), torch.float32) is None
+
+
+def test_mfu_is_the_part_of_the_peak() -> None:
+    """Over all ranks; a wrong number is refused."""
+    assert flops.mfu(6e12, 2.0, peak=1e12, ranks=4) == pytest.approx(0.75)
+    for wrong in ({"seconds": 0.0}, {"peak": -1.0}, {"ranks": 0}, {"peak": float("nan")}):
+        numbers: dict[str, Any] = {"seconds": 1.0, "peak": 1.0, "ranks": 1, **wrong}
+        with pytest.raises(ValueError, match=f"mfu: {next(iter(wrong))} is"):
+            flops.mfu(1.0, **numbers)

@@ -1,0 +1,160 @@
+"""Tensors that are moved to the host between phases come back to the bit, and nothing can be computed while it is away."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_models import Net, data, squared
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.world import World, init_world
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def trained(one: World) -> Engine:
+    """Return an engine with moments and an average, after an update."""
+    net = Net()
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01, ema_decay=0.5), one, updates=9)
+    step(engine)
+    return engine
+
+
+def step(engine: Engine) -> None:
+    """Take an update."""
+    items, weight = data(5)
+    engine.update(items, squared(engine.module), weight, count=5, micro_batch=2, pad_to=5)
+
+
+def held(engine: Engine) -> dict[str, int]:
+    """Return the bytes of the device's storages of shards, optimizer state and average."""
+    moments = [t for state in engine.optimizer.state.values() for t in state.values() if t.ndim]
+    kinds = {
+        "parameters": list(engine.sharded.shards().values()),
+        "optimizer": [t.to_local() for t in moments],
+        "average": list(engine.average.values()),
+    }
+    return {kind: sum(t.untyped_storage().nbytes() for t in tensors) for kind, tensors in kinds.items()}
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_offloaded_storages_are_empty_and_come_back(one: World, parameters: bool) -> None:
+    """Bytes are counted, and values are compared to the bit, through two rounds and an update between them."""
+    engine, straight = trained(one), trained(one)
+    before = held(engine)
+    assert min(before.values()) > 0
+    for _ in range(2):
+        values = {name: tensor.clone() for name, tensor in engine.state().items()}
+        engine.offload(parameters=parameters)
+        assert held(engine) == {"parameters": 0 if parameters else before["parameters"], "optimizer": 0, "average": 0}
+        engine.onload()
+        assert held(engine) == before
+        for name, tensor in engine.state().items():
+            assert torch.equal(tensor, values[name]), name
+        step(engine)
+        step(straight)
+    for name, tensor in engine.state().items():
+        assert torch.equal(tensor, straight.state()[name]), name
+
+
+def test_samples_are_made_while_the_optimizer_state_is_away(one: World) -> None:
+    """With the parameters in place; everything else raises until it is back."""
+    engine, items = trained(one), data(3)[0]
+    with engine.inference() as module:
+        there = module(items["x"])
+    engine.offload(parameters=False)
+    with engine.inference() as module:
+        assert torch.equal(module(items["x"]), there)
+    for forbidden in (engine.state, lambda: engine.inference(average=True).__enter__(), lambda: step(engine)):
+        with pytest.raises(ValueError, match="call onload"):
+            forbidden()
+    engine.offload()
+    with pytest.raises(ValueError, match="call onload"), engine.inference():
+        pass
+    engine.onload()
+    step(engine)
+
+
+def test_gradients_wait_on_the_host_too(one: World) -> None:
+    """An update that was cut short leaves gradients; they are moved with the rest."""
+    engine, items = trained(one), data(3)[0]
+    squared(engine.module)(items)[0].sum().backward()
+    gradients = [p.grad.to_local() for p in engine.trainable.values() if isinstance(p.grad, DTensor)]
+    values = [gradient.clone() for gradient in gradients]
+    assert values
+    engine.offload()
+    assert all(gradient.untyped_storage().nbytes() == 0 for gradient in gradients)
+    engine.onload()
+    assert all(torch.equal(gradient, value) for gradient, value in zip(gradients, values, strict=True))
+
+
+def test_a_forward_only_engine_holds_no_optimizer(one: World) -> None:
+    """It computes what the module does, in evaluation mode, moves to the host and back, and keeps no gradient."""
+
+    class Dropping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+    net, (items, _) = Dropping().train(), data(3)
+    expected = Net()(items["x"]).detach()
+    reference = ShardedModule(net.requires_grad_(False), list(net.blocks), one, EngineConfig())
+    with reference.inference() as module:
+        assert torch.equal(module(items["x"]), expected)
+    assert net.training
+    reference.offload()
+    with pytest.raises(ValueError, match="call onload"), reference.inference():
+        pass
+    reference.onload()
+    with reference.inference() as module:
+        found = module(items["x"])
+    assert torch.equal(found, expected)
+    assert not found.requires_grad
+    assert not [name for name in vars(reference) if "optim" in name]
+
+
+def test_modes_are_put_back(one: World) -> None:
+    """Updates train, inference evaluates, and a submodule that was set apart stays apart."""
+    net, seen = Net(), []
+
+    class Watch(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.training)
+            return x
+
+    first = net.blocks[0]
+    assert isinstance(first, torch.nn.Sequential)
+    first.append(Watch())
+    net.blocks[1].eval()
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1)
+    step(engine)
+    with engine.inference() as module:
+        module(data(2)[0]["x"])
+    assert seen == [True, True, True, False]
+    assert [net.training, net.blocks[0].training, net.blocks[1].training] == [True, True, False]
+
+
+def test_a_module_with_a_train_of_its_own_is_asked(one: World) -> None:
+    """A mode is otherwise written past `nn.Module.train`."""
+    net, told = Net(), []
+
+    class Asked(torch.nn.Identity):
+        def train(self, mode: bool = True) -> "Asked":
+            told.append(mode)
+            return super().train(mode)
+
+    first = net.blocks[0]
+    assert isinstance(first, torch.nn.Sequential)
+    first.append(Asked())
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1)
+    with engine.inference() as module:
+        assert not any(part.training for part in module.modules())
+    assert told == [False]
+    assert net.training

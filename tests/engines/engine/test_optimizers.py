@@ -1,0 +1,270 @@
+"""Each optimizer of the table: its step, its state in a checkpoint, on the host and on paper."""
+
+import copy
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import real_torchao
+import torch
+from marks import long
+from tiny_models import Wide, data, squared
+from torch import Tensor
+from torch.distributed.tensor import DTensor, debug
+
+from fluvial.engines.engine import optimizers
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.optimizers import OPTIMIZERS, Buffer
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.checkpoint import checkpoint
+
+NAMES = sorted(OPTIMIZERS)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@contextmanager
+def available(name: str) -> Iterator[None]:
+    """Make torchao known for the quantised optimizers, and run its step without compiling it."""
+    if name not in ("adamw8bit", "adamw4bit"):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        real_torchao.load("torchao.optim")
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def engine(one: World, name: Any, *, seed: int = 0, **config: Any) -> Engine:
+    """Return an engine over a fresh net."""
+    values: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, "schedule": "cosine", "warmup": 2, **config}
+    return Engine(Wide(seed), config=OptimizerConfig(name=name, **values), world=one, updates=8)
+
+
+def steps(trained: Engine, count: int) -> list[float]:
+    """Take updates, and return their losses."""
+    items, weight = data(12)
+    return [trained.update(items, squared(trained.module), weight, micro_batch=5).loss for _ in range(count)]
+
+
+def values(trained: Engine) -> dict[str, Tensor]:
+    """Return the state, copied."""
+    return {key: t.full_tensor().clone() for key, t in trained.state().items() if isinstance(t, DTensor)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_optimizer_trains(one: World, name: str) -> None:
+    """The loss falls to a part of what it was."""
+    with available(name):
+        losses = steps(engine(one, name, lr=0.05, schedule="constant", warmup=0, ema_decay=0.0), 12)
+    assert losses[-1] < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_optimizer_resumes_to_the_bit(one: World, tmp_path: Path, name: str) -> None:
+    """From a checkpoint on disk into an engine over other weights, whose own state has moved."""
+    told: dict[str, Any] = {"fingerprint": {}, "world": one}
+    with available(name):
+        straight = engine(one, name)
+        steps(straight, 3)
+        path = checkpoint.save(tmp_path, straight.state(), straight.counters(), update=3, keep=1, **told)
+        steps(straight, 3)
+        resumed = engine(one, name, seed=1)
+        steps(resumed, 2)
+        state = resumed.state()
+        resumed.restore(state, checkpoint.load(path, state, **told))
+        assert resumed.counters()["updates"] == 3
+        steps(resumed, 3)
+    expected, found = values(straight), values(resumed)
+    assert expected.keys() == found.keys()
+    assert {key for key in expected if not torch.equal(expected[key], found[key])} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_optimizers_state_waits_on_the_host(one: World, name: str) -> None:
+    """Every tensor of a checkpoint is emptied on the device and comes back to the bit, and training goes on."""
+    with available(name):
+        trained = engine(one, name)
+        steps(trained, 2)
+        before, held = values(trained), trained.state()
+        trained.offload()
+        assert {t.to_local().untyped_storage().nbytes() for t in held.values() if isinstance(t, DTensor)} == {0}
+        trained.onload()
+        after = values(trained)
+        steps(trained, 1)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_step_of_plain_tensors_is_that_of_sharded_ones(one: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """To the bit, where gradients are clipped too; and the optimizer holds the sharded tensors again."""
+    assert {key for key, row in OPTIMIZERS.items() if row.elementwise} == {"adamw", "sgd"}
+    trained, expected = (engine(one, name, max_grad_norm=0.01, weight_decay=0.1) for _ in range(2))
+    steps(trained, 3)
+    assert all(isinstance(t, DTensor) for t in trained.state().values() if t.ndim)
+    assert [id(p) for group in trained.optimizer.param_groups for p in group["params"]] == [
+        id(p) for p in trained.trainable.values()
+    ]
+    monkeypatch.setattr(optimizers, "plain", lambda optimizer: nullcontext())
+    steps(expected, 3)
+    found, sharded = values(trained), values(expected)
+    assert found.keys() == sharded.keys()
+    assert all(torch.equal(found[key], sharded[key]) for key in found)
+
+
+def test_an_update_of_whole_copies_works_out_no_layouts(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor does so for each tensor of a list at its first call, which takes seconds for hundreds of adapters."""
+    trained, calls, dispatcher = engine(one, "adamw"), list[object](), DTensor._op_dispatcher
+    real = dispatcher._propagate_op_sharding_dispatch_slow_path
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[0])
+        return real(*args)
+
+    monkeypatch.setattr(dispatcher, "_propagate_op_sharding_dispatch_slow_path", counted)
+    debug._clear_sharding_prop_cache()  # what earlier tests have worked out would not be worked out again
+    steps(trained, 2)
+    assert calls == []
+    monkeypatch.setattr(optimizers, "plain", lambda optimizer: nullcontext())
+    steps(trained, 1)
+    assert len(calls) >= 2  # so they are seen: clipping, and the step
+
+
+def plain(name: str, net: Wide, updates: int) -> dict[str, Tensor]:
+    """Return the weights after updates with the optimizer of a library, at a constant learning rate."""
+    from transformers.optimization import Adafactor
+
+    kinds: dict[str, Any] = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.8, weight_decay=0.1),
+        "adafactor": lambda p: Adafactor(
+            p, lr=0.01, weight_decay=0.1, relative_step=False, scale_parameter=False, warmup_init=False
+        ),
+    }
+    optimizer = kinds[name](net.parameters())
+    items, weight = data(12)
+    for _ in range(updates):
+        ((squared(net)(items)[0] * weight).sum() / 12).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.state_dict()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.1},
+    "sgd": {"betas": (0.8, 0.9), "weight_decay": 0.1},
+    "adafactor": {"weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_optimizer_steps_as_its_library_does(one: World, name: str) -> None:
+    """Betas, eps and weight decay reach it: AdamW and SGD of torch, and transformers' Adafactor."""
+    trained = engine(one, name, schedule="constant", warmup=0, ema_decay=0.0, max_grad_norm=1e9, **SETTINGS[name])
+    steps(trained, 4)
+    for key, tensor in plain(name, Wide(), 4).items():
+        torch.testing.assert_close(dict(trained.weights())[key], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", long("adamw4bit"), "sgd"])
+def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
+    """Two and three ranks, with rows that do not divide, and a rank without rows."""
+    with available(name):
+        trained = engine(one, name)
+        steps(trained, 3)
+    expected = values(trained)
+    for ranks in (2, 3):
+        found = launch.on_ranks(ranks, "optimizers:updates", name)[0]
+        assert set(found) == set(expected)
+        for key, tensor in expected.items():
+            atol = 1 if ".codes." in key else 1e-3 if name.startswith("adamw") else 1e-6  # a code may round to its neighbour
+            torch.testing.assert_close(torch.tensor(found[key], dtype=tensor.dtype), tensor, rtol=1e-3, atol=atol)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_knows_each_optimizers_state(one: World, name: str) -> None:
+    """Bytes of all tensors that the optimizer holds after a step."""
+    from fluvial.engines.extensions.plan.check import _parts
+
+    with available(name):
+        trained = engine(one, name)
+        steps(trained, 1)
+        states = [tensor for state in trained.optimizer.state.values() for tensor in state.values()]
+    held = sum(part.untyped_storage().nbytes() for tensor in states for part in _parts(tensor))
+    shapes = [tuple(p.shape) for p in trained.trainable.values()]
+    assert sum(OPTIMIZERS[trained.config.name].nbytes(shape, trained.config, ranks=1) for shape in shapes) == held
+    assert (held < 4 * sum(map(math.prod, shapes))) == (name in ("adafactor", "adamw8bit", "adamw4bit"))
+
+
+def test_a_buffer_in_8_bits_takes_a_quarter() -> None:
+    """Codes of one byte, a scale per block, and the table; rows that are no whole blocks stay in float32."""
+    assert Buffer((64, 512), bits="signed8").nbytes(2) == 32 * 512 + 4 * 32 * 2 + 1024
+    assert Buffer((64, 500), bits="signed8").nbytes(2) == 4 * 32 * 500
+    assert Buffer((2, 512), bits="signed8").nbytes(1) == 4 * 1024  # too small
+
+
+def test_a_buffer_in_4_bits_takes_an_eighth() -> None:
+    """Two codes per byte, a scale per 128 values, and the table."""
+    assert Buffer((64, 512), bits="unsigned4").nbytes(2) == 32 * 256 + 4 * 32 * 4 + 64
+    assert Buffer((64, 384), bits="unsigned4").quantised
+    assert not Buffer((64, 384), bits="unsigned8").quantised
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit"])
+def test_a_missing_package_is_named(one: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In one line, with the command that installs it."""
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UsageError, match=r"needs the package torchao .*pip install 'fluvial\[lowbit\]'") as error:
+        engine(one, name)
+    assert "\n" not in str(error.value)
+
+
+def test_gradients_below_eps_are_warned_of_once(one: World) -> None:
+    """The message has the gradient's RMS and a value that works; a gradient of 0, and other optimizers, are no reason."""
+    items, weight = data(12)
+
+    def update(trained: Engine, scale: float) -> None:
+        trained.update(items, squared(trained.module), weight * scale)
+
+    frozen, says = (
+        engine(one, "adamw"),
+        r"RMS of \d\.\de-1\d at update 1, below optimizer.eps \(1e-08\).*\de-1\d or less",
+    )
+    with pytest.warns(UserWarning, match=says):
+        update(frozen, 1e-9)
+    update(frozen, 1e-9)  # from here on a warning is an error
+    update(engine(one, "adamw"), 0.0)
+    update(engine(one, "adamw"), 1.0)
+    update(engine(one, "adamw", eps=1e-15), 1e-9)
+    update(engine(one, "sgd"), 1e-9)
+
+
+def test_a_small_eps_trains_on_small_gradients(one: World) -> None:
+    """With gradients of RMS 1e-9 the default eps shrinks a step to a tenth; one well below leaves it as it is."""
+    items, weight = data(12)
+
+    def moved(eps: float) -> float:
+        trained = engine(one, "adamw", eps=eps, schedule="constant", warmup=0)
+        before = copy.deepcopy(dict(trained.weights(average=False)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trained.update(items, squared(trained.module), weight * 1e-9)
+        after = dict(trained.weights(average=False))
+        return max(float((after[key] - before[key]).abs().max()) for key in before)
+
+    assert moved(1e-16) == pytest.approx(0.01, rel=0.05)
+    assert moved(1e-8) < 0.005

@@ -1,0 +1,152 @@
+"""However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import launch
+import pytest
+import torch
+from marks import long
+from tiny_models import SHARDINGS, Net, data, squared
+from torch import Tensor, nn
+
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+
+UNITS = 3  # two blocks and the root
+ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of one process
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    """Return the number of ranks, and the result of their updates."""
+    return request.param, launch.on_ranks(request.param, "ranks:updates")[0]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def plain() -> dict[str, Tensor]:
+    """Return the weights after the update written with torch alone."""
+    net, (items, weight) = Net(), data(7)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    ((squared(net)(items)[0] * weight).sum() / 7).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    return net.state_dict()
+
+
+def check(name: str, weights: dict[str, Tensor]) -> None:
+    """Compare with plain PyTorch; in bfloat16 a step of AdamW is as long, and nearly everywhere in the same direction."""
+    half = "bfloat16" in name
+    for parameter, want in plain().items():
+        error = (weights[parameter] - want).abs()
+        assert error.max() <= (0.02 if half else 1e-6 + 1e-5 * want.abs().max())
+        assert error.mean() <= (0.004 if half else 1e-6)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_an_update_on_ranks_is_that_of_plain_torch(ranks: tuple[int, dict[str, Any]], name: str) -> None:
+    _, result = ranks
+    check(name, {parameter: torch.tensor(values) for parameter, values in result[name]["weights"].items()})
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize(
+    "name", [long(name) if name == "compile" else name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]
+)
+def test_an_update_of_one_process_is_that_of_plain_torch(one: World, name: str) -> None:
+    net, (items, weight) = Net(), data(7)
+    sharding = EngineConfig(**SHARDINGS[name])
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), one, updates=1, sharding=sharding)
+    engine.update(items, squared(net), weight, count=7, micro_batch=2, pad_to=7)
+    check(name, dict(engine.weights(average=False)))
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_collectives(ranks: tuple[int, dict[str, Any]], name: str) -> None:
+    """Gradients are reduced, and parameters gathered, once per update, or per micro-batch if the configuration says so."""
+    size, result = ranks
+    counts, n = Counter(result[name]["counts"]), result[name]["micro_batches"]
+    assert n > 1
+    if size == SHARDINGS[name].get("replicas"):  # each rank has it all: there is nothing to gather or to scatter
+        assert counts == {"allreduce_": 1, "allgather_": 1}  # gradients, metrics
+        return
+    assert counts["_reduce_scatter_base_"] == UNITS * (n if SHARDINGS[name].get("grad_sync") == "every" else 1)
+    if SHARDINGS[name].get("comm") == "reshard":
+        assert n * UNITS <= counts["_allgather_base_"] <= 2 * n * UNITS
+    else:
+        assert counts["_allgather_base_"] == UNITS
+
+
+def test_a_replica_has_its_share_of_the_ranks(ranks: tuple[int, dict[str, Any]]) -> None:
+    """Two replicas on 2 ranks hold all of it each, on 4 as much as 2 ranks do; they reduce gradients among themselves."""
+    size, result = ranks
+    everything, half = sum(p.numel() for p in Net().parameters()), 20  # of 28 in rows of 3, the first rank has 2 and 1
+    assert result["two replicas"]["shard"] == {2: everything, 4: half}[size]
+    assert result["keep"]["shard"] < result["two replicas"]["shard"]
+    assert result["two replicas"]["counts"]["allreduce_"] == {2: 1, 4: UNITS}[size]
+    assert "allreduce_" not in result["keep"]["counts"]
+
+
+def test_ranks_that_replicas_do_not_divide_are_refused(one: World) -> None:
+    net = Net()
+    with pytest.raises(UsageError, match="replicas is 2, expected a divisor of the 1 ranks"):
+        Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(replicas=2))
+
+
+def test_checkpointing_keeps_a_blocks_inputs_alone(one: World) -> None:
+    """Counted in tensors saved for the backward pass."""
+
+    def saved(checkpointing: bool) -> int:
+        net, (items, _) = Net(), data(7)
+        sharding = EngineConfig(checkpointing="block" if checkpointing else "none")
+        engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=sharding)
+        counted = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal counted
+            counted += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            squared(engine.module)(items)
+        return counted
+
+    assert saved(True) < saved(False)
+
+
+def test_numbers_per_sample_keep_their_digits(one: World) -> None:
+    """In bfloat16 987.5 is 988: samples are cast, timesteps are not, and results come in the computation's dtype."""
+    seen: dict[str, torch.dtype] = {}
+
+    class Timed(Net):
+        def forward(self, x: Tensor, *, timestep: Tensor) -> Tensor:  # type: ignore[override]
+            seen.update(x=x.dtype, timestep=timestep.dtype)
+            assert timestep.tolist() == [987.5, 3.25]
+            return super().forward(x)
+
+    net = Timed()
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(compute="bfloat16"))
+    assert engine.module(torch.zeros(2, 3), timestep=torch.tensor([987.5, 3.25])).dtype == torch.bfloat16
+    assert seen == {"x": torch.bfloat16, "timestep": torch.float32}
+    assert all(parameter.dtype == torch.float32 for parameter in engine.trainable.values())
+
+
+def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
+    """The number of items of other ranks, which is asked for where it is not given, is no size of a pass."""
+    assert launch.on_ranks(2, "ranks:passes") == [[3, 3, 3]] * 2
+
+
+def test_a_rank_that_waits_for_one_that_raised_ends_in_a_line() -> None:
+    """Whatever its main thread waits in; no timeout of a collective is waited for."""
+    with launch._started("ranks:one_raises", ranks=2) as processes:
+        assert launch._finished(processes, 120) == [1, 1]
+        line = launch.one_line(processes[0].stderr)
+    assert line == "fluvial: rank 0: rank 1 failed, and this one waited for it; its own message says why"

@@ -1,0 +1,217 @@
+"""Ranks that hold whole copies compute without FSDP2: the bits are FSDP2's, and no second copy of the parameters exists."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import copies
+import launch
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import Net, data, squared
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.engine import parallelize, whole
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.engine import Engine, OptimizerConfig
+from fluvial.engines.engine.whole import WholeModule
+from fluvial.engines.engine.world import World, init_world
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "reshard": {"comm": "reshard"},
+    "every": {"grad_sync": "every"},
+    "checkpointed": {"checkpointing": "block"},
+    "bfloat16": {"compute": "bfloat16"},
+    "bfloat16, reshard": {"compute": "bfloat16", "comm": "reshard", "checkpointing": "block"},
+    "bfloat16, reduced in it": {"compute": "bfloat16", "reduce": "bfloat16"},
+    "bfloat16, offload between phases": {"compute": "bfloat16", "offload": "phases"},
+    "compiled": {"compute": "bfloat16", "compile": True},
+}
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """Return the world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def trained(one: World, config: EngineConfig) -> Engine:
+    """Return an engine after three updates of three micro-batches."""
+    net = Net()
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01, ema_decay=0.9), one, updates=9, sharding=config)
+    items, weight = data(6)
+    for _ in range(3):
+        engine.update(items, squared(net), weight, count=6, micro_batch=2)
+    return engine
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_bits_are_those_of_fsdp(one: World, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traces, and needs no C++ compiler
+    alone = trained(one, EngineConfig(**CONFIGS[config]))
+    monkeypatch.setattr(parallelize, "is_whole", lambda *_, **__: False)
+    wrapped = trained(one, EngineConfig(**CONFIGS[config]))
+    assert isinstance(alone.module, WholeModule)
+    assert isinstance(wrapped.module, FSDPModule)
+    assert not isinstance(wrapped.module, WholeModule)
+    found, expected = alone.state(), wrapped.state()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        mine = found[name]
+        assert isinstance(mine, DTensor)
+        assert isinstance(tensor, DTensor)
+        assert mine.placements == tensor.placements
+        assert torch.equal(mine.to_local(), tensor.to_local()), name
+
+
+def test_computation_shares_the_shards_storage(one: World) -> None:
+    engine = trained(one, EngineConfig())
+    held = {name: shard.data_ptr() for name, shard in engine.sharded.shards().items()}
+    with engine.inference() as module:
+        module(data(6)[0]["x"])
+        computed = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+        assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        plain = list(module.parameters())
+    assert computed == held
+    engine.update(data(6)[0], squared(engine.module), micro_batch=2)
+    assert all(parameter.grad is None for parameter in plain)  # the optimizer has freed the gradients
+    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+
+
+def test_gradients_add_up_over_backward_passes_outside_of_an_update(one: World) -> None:
+    """As with FSDP2: a backward pass leaves its gradient on the shards, and a second one adds to it."""
+    engine = trained(one, EngineConfig())
+    loss, (items, _) = squared(engine.module), data(6)
+    gradients = []
+    for _ in range(2):
+        loss(items)[0].sum().backward()
+        gradients.append({name: p.grad.to_local().clone() for name, p in engine.trainable.items() if p.grad is not None})  # type: ignore
+    assert gradients[0].keys() == engine.trainable.keys()
+    for name, gradient in gradients[1].items():
+        assert torch.equal(gradient, 2 * gradients[0][name])
+
+
+ADAPTED = copies.adapted()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_needs_fsdp_keeps_it(ranks: int) -> None:
+    assert parallelize.is_whole(Net(), EngineConfig(replicas=ranks), ranks=ranks)
+    assert not parallelize.is_whole(Net(), EngineConfig(replicas=ranks, offload="always"), ranks=ranks)
+    assert not parallelize.is_whole(Net(), EngineConfig(replicas=ranks), ranks=2 * ranks)
+    assert parallelize.replicas(ADAPTED, EngineConfig(offload="always"), ranks=ranks) == 1
+
+
+def test_a_parameter_of_another_dtype_is_cast_only_while_the_module_computes(one: World) -> None:
+    """The trained ones, which have float32 masters; a frozen one is computed with as it is held."""
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    engine = Engine(net, list(net.blocks), OptimizerConfig(), one, sharding=EngineConfig(compute="bfloat16"))
+    held = {name: shard.data_ptr() for name, shard in engine.sharded.shards().items()}
+    with engine.inference() as module:
+        module(data(6)[0]["x"])
+        computed = dict(module.named_parameters())
+        assert {parameter.dtype for parameter in computed.values()} == {torch.bfloat16}
+        shared = {name for name, parameter in computed.items() if parameter.data_ptr() == held[name]}
+        assert shared == {name for name, parameter in computed.items() if not parameter.requires_grad}
+    assert {parameter.untyped_storage().nbytes() > 0 for name, parameter in computed.items() if name in shared} == {True}
+    assert not any(parameter.untyped_storage().nbytes() for name, parameter in computed.items() if name not in shared)
+
+
+def test_a_module_computes_with_shards_that_have_moved(one: World) -> None:
+    """As after an offload: the storage is another one, and so are the values."""
+    net = Net()
+    engine, x = Engine(net, list(net.blocks), OptimizerConfig(), one), data(6)[0]["x"]
+    with engine.inference() as module, torch.no_grad():
+        before = module(x).clone()
+    for parameter in net.parameters():
+        assert isinstance(parameter, DTensor)
+        parameter._local_tensor.data = torch.zeros_like(parameter._local_tensor)
+    with engine.inference() as module, torch.no_grad():
+        after = module(x)
+    assert before.any()
+    assert not after.any()
+
+
+TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False)}
+
+
+@pytest.mark.parametrize(
+    ("trained", "options", "ranks", "expected"),
+    [
+        ("adapters", {}, 8, 8),
+        ("adapters", {}, 1, 1),
+        ("adapters", {"replicas": 1}, 8, 1),
+        ("adapters", {"replicas": 2}, 8, 2),
+        ("adapters", {"comm": "reshard"}, 8, 1),  # asks for the least memory
+        ("adapters", {"context_parallel": 2}, 8, 1),
+        ("adapters", {"compute": "bfloat16", "compile": True}, 8, 8),
+        ("adapters", {"offload": "always"}, 8, 1),
+        ("all", {}, 8, 1),  # moments would be copied, too
+        ("none", {}, 8, 1),  # a reference gathers for a moment
+    ],
+    ids=str,
+)
+def test_auto_copies_what_would_be_gathered_anyway(trained: str, options: dict[str, Any], ranks: int, expected: int) -> None:
+    assert parallelize.replicas(TRAINED[trained], EngineConfig(**options), ranks=ranks) == expected
+
+
+def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket holds at most its bytes, or one tensor; together they hold each tensor once, in order."""
+    monkeypatch.setattr(whole, "BUCKET", 40)
+    sizes = [16, 24, 4, 120, 40]
+    assert [sizes[bucket] for bucket in whole.buckets(sizes)] == [[16, 24], [4], [120], [40]]
+    assert whole.largest_bucket(sizes) == 120
+    assert whole.largest_bucket([]) == 0
+
+
+@pytest.fixture(scope="module")
+def trained_on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the folder with the checkpoints of adapters trained on two ranks, and what each rank says."""
+    folder = tmp_path_factory.mktemp("copies")
+    return folder, launch.on_ranks(2, "copies:checkpoints", str(folder))
+
+
+def test_copies_reduce_once_and_stay_alike(trained_on_two: tuple[Path, list[dict[str, Any]]]) -> None:
+    """One all-reduce for the gradients of all adapters and one gather for the metrics, read once."""
+    for found in trained_on_two[1]:
+        assert found["copies"]["whole"]
+        assert not found["shards"]["whole"]
+        assert found["copies"]["collectives"] == {"allreduce_": 1, "allgather_": 1}
+        assert found["copies"]["reads"] == 1
+        assert found["ranks alike"]
+        assert found["apart"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", copies.KINDS)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(
+    trained_on_two: tuple[Path, list[dict[str, Any]]], kind: str
+) -> None:
+    for found in trained_on_two[1]:
+        assert found[kind]["skipped"] == [False, True, False]
+        assert found[kind]["counters"] == {"updates": 4, "skipped": 1, "skipped_in_a_row": 0}
+
+
+@pytest.mark.parametrize("kind", copies.KINDS)
+def test_checkpoints_of_copies_are_restored_as_shards_and_back(
+    one: World, trained_on_two: tuple[Path, list[dict[str, Any]]], kind: str
+) -> None:
+    """To the bit, on as many ranks and on one; what follows is the same up to rounding."""
+    folder, results = trained_on_two
+    for found in results:
+        assert found[kind]["restored as the other"]
+        assert found[kind]["goes on as the other"] < 1e-5
+    engine = copies.restored(folder / kind / "000003", one)
+    alone = copies.start(one)
+    copies.train(alone)
+    assert copies.apart(copies.full(engine), copies.full(alone)) < 1e-5
+    exported = load_file(next((folder / kind / "export").glob("*.safetensors")))
+    weights = {f"transformer.{name}": tensor for name, tensor in engine.weights(adapter="default", average=False)}
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())

@@ -1,0 +1,108 @@
+"""Faults, each planted into a run: the checks of `dry_runs.check` find every one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from dry_runs import check
+from torch import Tensor
+
+from fluvial.engines.extensions.dryrun.run import dry_run
+from fluvial.engines.extensions.simulate.device import Accelerator
+from fluvial.engines.run.recipes import RECIPES
+from fluvial.models.handwriting.model import Handwriting
+
+pytestmark = pytest.mark.simulated
+Predict = Callable[..., Tensor]
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, around: Callable[[Predict], Predict]) -> None:
+    """Change the prediction of the built-in model."""
+    monkeypatch.setattr(Handwriting, "predict", around(Handwriting.predict))
+
+
+def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both devices, and the phase that it ends."""
+
+    def around(predict: Predict) -> Predict:
+        return lambda self, module, x, *args, **kwargs: predict(self, module, x, *args, **kwargs) * torch.ones(x.shape)
+
+    planted(monkeypatch, around)
+    report = dry_run(RECIPES["grpo"]())
+    assert report.error is not None
+    assert "cpu" in report.error
+    assert not report.is_well
+    with pytest.raises(AssertionError, match="device"):
+        check(report)
+
+
+def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its line, once per step."""
+
+    def around(predict: Predict) -> Predict:
+        def read(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            out = predict(self, module, x, *args, **kwargs)
+            return out / max(float(out.abs().max()), 1.0)
+
+        return read
+
+    planted(monkeypatch, around)
+    report = dry_run(RECIPES["grpo"]())
+    reads = [wait for wait in report.phase("rollout").waits if wait.kind == "read"]
+    assert "test_faults.py" in reads[0].line
+    assert reads[0].times >= RECIPES["grpo"]().rollout.steps
+    with pytest.raises(AssertionError, match="reads of the update"):
+        check(report)
+
+
+def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its line, in the rollout and in the update."""
+
+    def around(predict: Predict) -> Predict:
+        def scaled(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return predict(self, module, x, *args, **kwargs) * torch.ones(x.shape[-1]).to(x.device)
+
+        return scaled
+
+    planted(monkeypatch, around)
+    report = dry_run(RECIPES["grpo"]())
+    for name in ("rollout", "update"):
+        lines = [wait.line for wait in report.phase(name).waits if wait.kind == "blocking copy to the device"]
+        assert "test_faults.py" in lines[0]
+    with pytest.raises(AssertionError, match="blocking copies"):
+        check(report)
+
+
+def test_an_extra_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that are freed between two micro-batches."""
+    config = replace(RECIPES["grpo"](), update_micro_batch=8)
+    config = replace(config, engine=replace(config.engine, replicas=1, compute="bfloat16"))  # sharded by FSDP2
+    check(dry_run(config, ranks=8), units=5)
+
+    def around(predict: Predict) -> Predict:
+        def freed(self: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if torch.is_grad_enabled():
+                for unit in module.modules():
+                    if hasattr(unit, "reshard"):
+                        unit.reshard()
+            return predict(self, module, *args, **kwargs)
+
+        return freed
+
+    planted(monkeypatch, around)
+    with pytest.raises(AssertionError, match=r"gathers of an update, expected 5"):
+        check(dry_run(config, ranks=8), units=5)
+
+
+def test_a_micro_batch_that_does_not_fit_is_found() -> None:
+    """On a GPU that has room for one of 8 and not for one of 256."""
+    gpu = Accelerator(memory=64 * 2**20)
+    config = replace(RECIPES["grpo"](), micro_batch=8, update_micro_batch=8)
+    check(dry_run(config, accelerator=gpu))
+    large = dry_run(replace(config, update_micro_batch=256), accelerator=gpu)
+    assert not large.is_well
+    assert large.phase("update").peak > gpu.memory
+    with pytest.raises(AssertionError, match="bytes"):
+        check(large)

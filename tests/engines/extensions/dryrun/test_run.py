@@ -1,0 +1,362 @@
+"""Dry runs of every recipe and adapter, on 1 and 8 ranks: nothing fails, and what fluvial promises holds."""
+
+import io
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_conditioned
+import tiny_pipelines
+import tiny_replayed
+import tiny_unet_edits
+from dry_runs import between, check, gathers, reductions, simulations
+from rich.console import Console
+
+from fluvial.engines.cli.main import run as command_line
+from fluvial.engines.extensions.dryrun.passes import Repeated
+from fluvial.engines.extensions.dryrun.report import Report, draw
+from fluvial.engines.extensions.dryrun.run import _given, dry_run
+from fluvial.engines.extensions.simulate.collectives import called
+from fluvial.engines.extensions.simulate.device import GIB, Accelerator
+from fluvial.engines.extensions.simulate.mode import SimulatedMode
+from fluvial.engines.run.config import AsyncConfig, PipelineConfig, TrainConfig
+from fluvial.engines.run.job import of_run
+from fluvial.engines.run.recipes import RECIPES
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.window import AllSteps
+from fluvial.models.handwriting import BASE
+from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank
+
+pytestmark = pytest.mark.simulated
+UNITS = {"handwriting": 5, "handwriting-unet": 7, "words": 5, "edit-words": 5}
+SPECIAL = {"sft", "dpo", "distill"}
+
+
+def recipe(name: str) -> TrainConfig:
+    """Return the run of a recipe for its built-in model."""
+    return RECIPES[name](teacher=BASE) if name == "distill" else RECIPES[name]()
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs(name: str, ranks: int) -> None:
+    """With one read-back per update, no blocking copy, and one read per rollout, of how diverse its samples are."""
+    with simulations() as found:
+        check(dry_run(recipe(name), ranks=ranks))
+    waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
+    assert waits in ({}, {("_local_scalar_dense", "engines/run/monitoring/diagnostics.py"): 1}), waits
+
+
+def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
+    """Return the run of a tiny pipeline that is saved into a folder, by default by a policy gradient."""
+    saved = tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+    height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
+    config = RECIPES[recipe or ("ddpo" if name in ("sd1", "sdxl") else "grpo")](str(saved))
+    pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
+    return replace(config, train="lora", micro_batch=2, update_micro_batch="rollout", pipeline=pipeline)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("name", [*(name for name, row in tiny_pipelines.ROWS.items() if not row.variant), "wan-experts"])
+def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
+    """Its text encoders, network and VAE, from their settings; lengths of prompts and timesteps are known to the host."""
+    config = adapter(name, tmp_path)
+    with simulations() as found:
+        report = dry_run(config, ranks=ranks)
+    check(report)
+    assert config.pipeline.text_cache is not None
+    assert not config.pipeline.text_cache.exists(), "prompts without values are in the run's own cache"
+    reads = [wait for wait in between(found[0]) if "models/pipelines/" not in wait.line]  # prompts that are encoded
+    assert [wait.line.split(":")[0] for wait in reads] == ["engines/run/monitoring/diagnostics.py"], reads
+    assert report.phase("decode").operations > 0
+    assert report.phase("rollout").flops > 0
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("sana", 8), ("aura-flow", 1)])
+def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path) -> None:
+    """They are recorded on the host, with values; what their network is given is on the device, as in a run."""
+    options = dict(tiny_replayed.ROWS[name].options)
+    height, width, scale = (options.pop(option) for option in ("height", "width", "guidance_scale"))
+    tiny_replayed.load(name, tmp_path / name)
+    (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\na blue cup\n")
+    config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=(str(tmp_path / "prompts.txt"),))
+    call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
+    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
+    changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "rollout": rollout}
+    passes: dict[str, Any] = {"micro_batch": 2, "update_micro_batch": "rollout", "updates": 1, "minibatches": 1}
+    report = dry_run(replace(config, train="lora", **passes, **changes), ranks=ranks)
+    check(report)
+    assert report.phase("rollout").flops > 0
+    assert any("which are on the host here" in note for note in report.notes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "sd-image", "xl-image", "sd-inpaint", "xl-inpaint"]
+)
+def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
+    """The image of each prompt is read; the encoders of images have no values."""
+    row = tiny_unet_edits.ROWS.get(name)
+    takes, shape = (("image",), (16, 16)) if row is None else (row.media, tiny_unet_edits.SIZE)
+    records = [
+        {"prompt": text, **{argument: f"{argument}-{text}.png" for argument in takes}} for text in ("foxes", "owls", "cats")
+    ]
+    for number, record in enumerate(records):
+        for argument in takes:
+            tiny_conditioned.draw_image(tmp_path / record[argument], number, shape)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    size: dict[str, Any] = {"height": 32, "width": 32} if name == "qwen-edit" else {"height": 16, "width": 32, "frames": 5}
+    if row is None:
+        config = RECIPES["grpo"](str(tiny_conditioned.save(name, tmp_path / name)))
+    else:
+        config = RECIPES["ddpo"](str(tiny_unet_edits.save(row, tmp_path / name)))
+        call = tuple(f"{argument}={value}" for argument, value in row.call.items())
+        size = {"height": shape[0], "width": shape[1], "call": call}
+    pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")
+    given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "train": "lora", "pipeline": pipeline}
+    report = dry_run(replace(config, **given, micro_batch=2, update_micro_batch="rollout"), ranks=2)
+    check(report)
+    assert report.phase("rollout").flops > 0
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "reshard": {"comm": "reshard"},
+    "block": {"checkpointing": "block"},
+    "phases": {"offload": "phases"},
+    "always": {"offload": "always"},
+    "hybrid": {"replicas": 2},
+    "every": {"grad_sync": "every"},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_setting_of_the_engine_runs(name: str) -> None:
+    """On 8 ranks."""
+    config = RECIPES["grpo"]()
+    report = dry_run(replace(config, engine=replace(config.engine, **ENGINES[name])), ranks=8)
+    assert report.error is None
+    assert report.fits
+    if name == "phases":  # the optimizer's state is on the host during the rollout
+        assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4"])
+@pytest.mark.parametrize("form", [LowRank(), Dora(), Lokr()], ids=str)
+def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
+    """On 8 ranks with whole copies, with one read-back per update."""
+    config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
+    report = dry_run(replace(config, engine=replace(config.engine, base=base)), ranks=8)
+    check(report)
+    assert report.phase("update").waited("read") == 1
+
+
+@pytest.mark.parametrize("offload", ["none", "phases", "always"])
+@pytest.mark.parametrize("comm", ["keep", "reshard"])
+def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_path: Path) -> None:
+    """SD3 stores the embedding of positions as a buffer, which FSDP2 does not move; offload="always" is for parameters."""
+    config = adapter("sd3", tmp_path)
+    settings: dict[str, Any] = {"comm": comm, "offload": offload, "replicas": 1}
+    engine = replace(config.engine, **settings)
+    report = dry_run(replace(config, engine=engine), ranks=8)
+    assert report.error is None, report.error
+
+
+def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
+    """Each computes with half of them, so its passes are shorter."""
+    config = adapter("qwen-image", tmp_path)
+    alone = dry_run(config, ranks=8)
+    shared = dry_run(replace(config, engine=replace(config.engine, context_parallel=2)), ranks=8)
+    assert shared.error is None
+    assert any(each.ranks == 2 for each in shared.phase("rollout").communication)
+    assert shared.phase("rollout").flops < alone.phase("rollout").flops
+
+
+def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
+    """Their thread is simulated too, and their peak is added to the update's."""
+    config = replace(RECIPES["nft"](), asynchronous=AsyncConfig(ahead=1))
+    alone, ahead = dry_run(RECIPES["nft"](), ranks=2), dry_run(config, ranks=2)
+    assert ahead.error is None
+    assert ahead.concurrent > 0
+    assert ahead.peak > alone.peak
+    assert ahead.phase("rollout").flops > 0
+
+
+def test_timesteps_that_are_drawn_on_the_device_are_read_once_per_update(tmp_path: Path) -> None:
+    """By networks that choose their parts by them, whatever the number of passes; those of recorded steps are known."""
+    report = dry_run(adapter("wan-experts", tmp_path, "nft"), ranks=2)
+    assert report.error is None, report.error
+    assert report.micro_batches > 1
+    reads = {wait.line.split(":")[0]: wait.times for wait in report.phase("update").waits if wait.kind == "read"}
+    assert reads == {"core/host_values.py": 1, "engines/engine/engine.py": 1}
+
+
+def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree which of two experts run, where they share them: in the passes of the main thread.
+
+    A collective of the thread of rollouts could meet one of the main thread of another rank.
+    """
+    collective, found = SimulatedMode._collective, list[tuple[str, str]]()
+
+    def noted(mode: SimulatedMode, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
+        if (call := called(func, args, kwargs)) is not None:
+            found.append((threading.current_thread().name, call.name))
+        return collective(mode, func, args, kwargs, fake=fake)
+
+    monkeypatch.setattr(SimulatedMode, "_collective", noted)
+    config = adapter("wan-experts", tmp_path)
+    config = replace(config, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
+    report = dry_run(config, ranks=8)
+    assert report.error is None
+    assert report.phase("rollout").flops > 0
+    assert "rollouts" not in {thread for thread, _ in found}
+    update = [each for each in report.phase("update").communication if each.line.startswith("models/routing.py")]
+    assert [each.name for each in update] == ["all_reduce"]
+    assert update[0].calls >= 2  # of two micro-batches, and of the correction's passes
+
+
+def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) -> None:
+    """The chunks of a rollout are decoded while the parameters are gathered for the next one; comm=reshard frees them."""
+    config = adapter("sd3", tmp_path)
+    sharded = replace(config, train="full", optimizer=replace(config.optimizer, lr=1e-4))
+    keep, reshard = (
+        dry_run(replace(sharded, engine=replace(config.engine, comm=comm)), ranks=8).phase("decode")
+        for comm in ("keep", "reshard")
+    )
+    assert keep.peak > reshard.peak
+    held = sum(line.bytes for line in keep.lines if "fsdp" in line.line)
+    assert held > 0.5 * (keep.peak - reshard.peak)
+
+
+def test_gathers_of_an_update_are_those_promised() -> None:
+    """One per block and one for the rest, on 8 ranks, with two micro-batches as with one."""
+    config = replace(RECIPES["grpo"](), update_micro_batch=8)
+    config = replace(config, engine=replace(config.engine, replicas=1, compute="bfloat16"))  # sharded by FSDP2
+    report = dry_run(config, ranks=8)
+    assert report.micro_batches > 1
+    check(report, units=UNITS["handwriting"])
+    resharded = dry_run(replace(config, engine=replace(config.engine, comm="reshard")), ranks=8)
+    assert gathers(resharded.phase("update")) > 2 * UNITS["handwriting"]
+
+
+COMPARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo with a KL": ("grpo", {"coef": 0.1}),
+    "grpo with an EMA-KL": ("grpo", {"ema_coef": 0.1}),
+    "grpo with both": ("grpo", {"coef": 0.1, "ema_coef": 0.1}),
+    "dppo with a KL": ("dppo", {"coef": 0.1}),
+    "guard with a KL": ("guard", {"coef": 0.1}),
+    "nft": ("nft", {}),
+    "nft with a KL": ("nft", {"coef": 0.1}),
+    "awm": ("awm", {}),
+    "dgpo": ("dgpo", {}),
+    "dgpo with a KL": ("dgpo", {"coef": 0.1}),
+    "crd": ("crd", {}),
+    "dpo": ("dpo", {}),
+}
+
+
+def comparing(name: str) -> TrainConfig:
+    """Return a run that compares policies, sharded by FSDP2, with one update per rollout."""
+    base, kl = COMPARING[name]
+    config = replace(RECIPES[base](), epochs=1, minibatches=1)
+    engine = replace(config.engine, replicas=1, compute="bfloat16")
+    return replace(config, kl=replace(config.kl, **kl), engine=engine)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_an_update_that_compares_policies_gathers_each_unit_once(name: str) -> None:
+    """For the predictions of the other policies and its own passes together; gradients are reduced once, too."""
+    report = dry_run(comparing(name), ranks=8)
+    check(report, units=UNITS["handwriting"])
+    assert reductions(report.phase("update")) == UNITS["handwriting"]
+
+
+def test_a_reference_of_its_own_is_gathered_once_besides_the_policy() -> None:
+    """With full fine-tuning, and not at the same time."""
+    config = replace(comparing("grpo with a KL"), train="full")
+    report = dry_run(config, ranks=8)
+    check(report, units=2 * UNITS["handwriting"])
+
+
+def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
+    """Each with every phase, and with what is not simulated."""
+    report = dry_run(RECIPES["grpo"](), ranks=8)
+    names = ["build", "rollout", "decode", "rewards", "update", "evaluation", "checkpoint"]
+    assert [phase.name for phase in report.phases] == names
+    console = Console(width=200, record=True, file=io.StringIO())
+    report.show(console)
+    text = console.export_text()
+    assert all(name in text for name in (*names, "Not simulated", "NCCL", "overlap", "kernels", "allocator"))
+    record = json.loads(json.dumps(report.record()))
+    assert set(record["phases"]) == set(names)
+    assert record["checkpoint"]["bytes_of_rank"] < record["checkpoint"]["bytes"]
+    draw(report, tmp_path / "memory.svg")
+    assert "<svg" in (tmp_path / "memory.svg").read_text()
+
+
+def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak, FLOPs, collectives and host waits, with text encoders and parameters that are gathered in every pass."""
+    config = adapter("sd3", tmp_path)
+    config = replace(config, train="full", engine=replace(config.engine, comm="reshard"))
+    short = dry_run(config, ranks=2)
+    monkeypatch.setattr(Repeated, "_of", lambda self, kind, call: call())
+    whole = dry_run(config, ranks=2)
+    for phase in ("rollout", "update", "evaluation"):
+        found, expected = short.phase(phase), whole.phase(phase)
+        assert (found.flops, found.calls, found.sent) == (expected.flops, expected.calls, expected.sent)
+        # Keys of the prompt are not kept on paper, which are much of what a network as small as this one holds.
+        assert found.peak == pytest.approx(expected.peak, rel=0.06)
+        assert sorted(found.waits) == sorted(expected.waits)
+    assert short.phase("rollout").calls > 0
+
+
+def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
+    """A run of ten times as many samples holds ten times as many trajectories."""
+    config = RECIPES["grpo"]()
+    few = replace(config, micro_batch=4, update_micro_batch="rollout", rollout=replace(config.rollout, prompts=2, group=4))
+    many = replace(few, rollout=replace(few.rollout, prompts=20))
+    reports = [dry_run(each) for each in (few, many)]
+    stored = [report.phase("update").stored for report in reports]
+    assert stored[0] == 0
+    assert stored[1] > 0
+    assert reports[1].micro_batches == pytest.approx(10 * reports[0].micro_batches, rel=0.5)
+
+
+def test_a_reward_that_needs_other_prompts_is_named(tmp_path: Path) -> None:
+    """Where a run names none, prompts are stand-ins, without records that some rewards need; other errors end the run."""
+
+    def needs_records(images: Any, prompts: Any) -> Any:
+        raise KeyError("objects")
+
+    def broken(images: Any, prompts: Any) -> Any:
+        raise RuntimeError("a tensor on another device")
+
+    config = adapter("sd3", tmp_path)
+    for reward, ends in ((needs_records, False), (broken, True)):
+        given = _given(config, tmp_path, [])
+        report = dry_run(replace(given, rewards=()), replace(of_run(given), rewards={"mine": reward}))
+        assert (report.error is not None) == ends
+        assert any("the reward mine, which needs other prompts ('objects')" in note for note in report.notes) != ends
+
+
+def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 where it does not; the report is written either way."""
+    words = ["train", "grpo", "--dry-run", "--as-gpus", "8", "--report", str(tmp_path)]
+    assert command_line(words) == 0
+    assert "It fits into 80 GiB" in capsys.readouterr().out
+    assert json.loads((tmp_path / "dry-run.json").read_text())["ranks"] == 8
+    assert (tmp_path / "memory.svg").is_file()
+    assert command_line([*words, "--gpu-memory-gib", "6.05"]) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_a_larger_gpu_changes_nothing_but_the_verdict() -> None:
+    """The peak is the program's."""
+    small: Report = dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=2**20))
+    large = dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=80 * GIB))
+    assert small.peak == large.peak
+    assert (small.fits, large.fits) == (False, True)

@@ -1,0 +1,280 @@
+"""Live storages against what is worked out on paper, and the engine's accounting against what an engine holds."""
+
+import copy
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Net, data, squared
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.extensions.plan.check import measure
+from fluvial.engines.extensions.plan.memory import Accounting, LiveStorages, Stretch, account, activations
+from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.quantised import FORMATS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def test_a_storage_counts_once_and_until_it_is_freed() -> None:
+    """However many views there are of it, and also when it is emptied without an operation, as FSDP does."""
+    with LiveStorages() as live:
+        a = torch.zeros(100)
+        view = a.view(10, 10).t()
+        assert live.now == 400
+        del a
+        assert live.now == 400
+        del view
+        assert live.now == 0
+        b = torch.zeros(50)
+        b.untyped_storage().resize_(0)
+        assert live.now == 0
+        b.untyped_storage().resize_(200)
+        b.zero_()
+        assert live.now == 200
+    assert live.peak == 400
+
+
+def test_what_was_there_before_can_be_left_out() -> None:
+    """Writing to it, viewing it and reading it do not bring it back; what is only read counts otherwise."""
+    before, other = torch.ones(100), torch.ones(10)
+    with LiveStorages([before]) as live:
+        before.add_(1)
+        before[3:].sum()
+        other.sum()
+    assert live.now == 40
+    assert live.peak == 44  # the sum
+
+
+def test_a_backward_pass_is_seen() -> None:
+    """y = sin(2 w): 2 w is saved, and freed in the backward pass, where gradients come up one after another."""
+    w = torch.ones(1000, requires_grad=True)
+    with LiveStorages([w]) as live:
+        y = (w * 2).sin()
+        assert live.now == 8000
+        y.sum().backward()
+        assert live.now == 8000  # y, and the gradient
+    assert live.peak == 4 * 4000 + 2 * 4  # y, 2 w, cos(2 w), its product with the gradient; the sum and its gradient
+
+
+def test_a_sharded_tensor_counts_as_this_ranks_part(one: World) -> None:
+    """And not as shapes that were only asked for."""
+    with LiveStorages() as live:
+        a = distribute_tensor(torch.zeros(6, 5), one.mesh, [Shard(0)])
+        b = a + 1
+        assert live.now == 2 * 6 * 5 * 4
+        del b
+        assert live.now == 6 * 5 * 4
+
+
+def test_on_the_meta_device_nothing_else_counts() -> None:
+    """What would be allocated."""
+    with LiveStorages(meta=True) as live:
+        a = torch.zeros(1000, device="meta")
+        b = a + 1
+        torch.zeros(77)
+        del a
+        assert live.now == 4000
+        del b
+    assert live.now == 0
+    assert live.peak == 8000
+
+
+def net(train: str, *, meta: bool) -> Net:
+    """Return the test's net, with adapters on its blocks if they are trained."""
+    made = Net()
+    if train == "lora":
+        add_lora(made, LoraConfig(rank=2), ["blocks.0.0", "blocks.1.0"])
+    return made.to("meta") if meta else made
+
+
+LIES: list[dict[str, Any]] = [
+    {},
+    {"comm": "reshard"},
+    {"grad_sync": "every"},
+    {"comm": "reshard", "checkpointing": "block"},
+    {"checkpointing": "selective", "compute": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize(
+    ("train", "lies"),
+    [*product(["full", "lora"], LIES), *(("lora", {"base": base, "comm": "reshard"}) for base in FORMATS)],
+    ids=str,
+)
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
+def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dict[str, Any], ema_decay: float) -> None:
+    """To the byte: weights, moments, average and gradients."""
+    config, sharding = OptimizerConfig(ema_decay=ema_decay), EngineConfig(**lies)
+    shapes = net(train, meta=True)
+    options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": [Stretch(0, 0)]}
+    paper = account(shapes, list(shapes.blocks), ranks=1, **options)
+    module = net(train, meta=False)
+    engine = Engine(module, list(module.blocks), config, one, updates=5, sharding=sharding)
+    items, weight = data(6)
+    measured = measure(engine, items, weight, squared(module), micro_batch=2)
+    for kind in ("parameters", "buffers", "moments", "average", "gradients"):
+        assert paper._asdict()[kind] == measured._asdict()[kind], kind
+
+
+# Of two blocks, backwards: the gradients of the second are there first.
+STRETCHES = [Stretch(1, 1000, 960, backward=True, reduces=True), Stretch(0, 990, 900, backward=True, reduces=True)]
+
+
+def on_paper(
+    *, ranks: int = 1, micro_batches: int = 2, reference: bool = False, phase: Any = "update", **lies: Any
+) -> Accounting:
+    """Return the account of the test's net: two blocks of 9 + 3 weights, and a head of 3 + 1."""
+    module = Net()
+    return account(
+        module,
+        list(module.blocks),
+        optimizer=OptimizerConfig(ema_decay=0.9),
+        engine=EngineConfig(**lies),
+        device=CPU,
+        ranks=ranks,
+        activations=STRETCHES,
+        trajectory=100,
+        micro_batches=micro_batches,
+        reference=reference,
+        phase=phase,
+    )
+
+
+def test_the_account_is_that_on_paper() -> None:
+    """Two ranks of one replica: of 3 rows the first has 2, of 1 row 1."""
+    shard = 2 * (2 * 3 + 2) + 3 + 1
+    assert on_paper(ranks=2, compute="bfloat16") == Accounting(
+        parameters=4 * shard,
+        buffers=0,
+        moments=8 * shard + 4 * 6,
+        average=4 * shard,
+        reference=0,
+        gradients=4 * shard,
+        gathered=2 * 28,
+        unsharded_gradients=4 * 28 - 4 * shard,
+        communication=4 * 12 - 40,  # when the first unit is reduced, its activations are freed
+        activations=1000,
+        trajectory=100,
+        host=0,
+    )
+
+
+def test_each_setting_changes_what_it_should() -> None:
+    """And nothing else."""
+    plain = on_paper(ranks=2)
+    changes: list[tuple[dict[str, Any], dict[str, int]]] = [
+        ({"comm": "reshard"}, {"gathered": 4 * 28}),  # there are but two blocks
+        ({"compute": "bfloat16", "reduce": "bfloat16"}, {"gathered": 56, "unsharded_gradients": 0, "communication": 0}),
+        ({"grad_sync": "every"}, {"unsharded_gradients": 0, "communication": 2 * 48 - 40}),
+        ({"micro_batches": 1}, {"unsharded_gradients": 0, "communication": 2 * 48 - 40}),
+        ({"offload": "phases"}, {}),
+        ({"reference": True}, {"reference": plain.parameters}),
+        ({"reference": True, "offload": "phases"}, {"reference": plain.parameters}),
+        (
+            {"offload": "always"},
+            {
+                **dict.fromkeys(("parameters", "moments", "average", "gradients"), 0),
+                "unsharded_gradients": 4 * 28,
+                "host": plain.parameters + plain.moments + plain.average + plain.gradients,
+            },
+        ),
+    ]
+    for lies, expected in changes:
+        assert on_paper(ranks=2, **lies) == plain._replace(**expected), lies
+    assert on_paper(ranks=4, replicas=2) == plain
+    assert on_paper(ranks=1, comm="reshard", offload="always").gathered == 4 * (12 + 4)
+    alone = on_paper(ranks=1)  # it computes with its shards
+    assert (alone.gathered, alone.unsharded_gradients, alone.communication) == (0, 0, 0)
+    assert on_paper(ranks=2, replicas=2) == alone  # a bucket of all gradients, when the activations are freed
+    # Copies that bfloat16 computes with: the masters are cast, and gradients in bfloat16 lie beside the shards' own.
+    lies = {"compute": "bfloat16", "reduce": "bfloat16"}
+    halved = alone._replace(gathered=2 * 28, unsharded_gradients=2 * 28)
+    assert on_paper(ranks=1, **lies) == halved
+    assert on_paper(ranks=2, replicas=2, **lies) == halved
+    with pytest.raises(ValueError, match="3 ranks, expected a multiple of the 2 replicas"):
+        on_paper(ranks=3, replicas=2)
+
+
+def test_with_reshard_the_block_that_computes_is_gathered() -> None:
+    """And what it arrived in; backwards the next one. So the highest activations need not be in the highest sum."""
+    blocks = [nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False), nn.Linear(8, 1, bias=False)]
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(), "engine": EngineConfig(comm="reshard"), "device": CPU}
+
+    def highest(stretches: list[Stretch], **more: Any) -> tuple[int, int]:
+        found = account(nn.Sequential(*blocks), blocks, ranks=2, activations=stretches, **options, **more)
+        return found.gathered, found.activations
+
+    forward = [Stretch(0, 200), Stretch(1, 90), Stretch(2, 210)]
+    assert highest(forward, phase="rollout") == (4 * 2 * 32, 90)
+    backward = [stretch._replace(backward=True) for stretch in forward[::-1]]
+    assert highest(backward) == (4 * (8 + 32), 210)
+
+
+def test_a_rollout_holds_no_gradients() -> None:
+    """With offload in phases neither moments nor average nor a reference."""
+    rollout = on_paper(phase="rollout")
+    assert (rollout.gradients, rollout.unsharded_gradients, rollout.communication) == (0, 0, 0)
+    phases = on_paper(phase="rollout", offload="phases", reference=True)
+    assert phases == rollout._replace(moments=0, average=0, host=rollout.moments + rollout.average + rollout.parameters)
+    assert phases.total == rollout.total - rollout.moments - rollout.average
+
+
+class Wide(nn.Module):
+    """Blocks whose insides are wider than what goes between them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 256, bias=False), nn.Tanh(), nn.Linear(256, 16, bias=False)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def live(count: int, *, grad: bool = True, **lies: Any) -> int:
+    """Return the peak of 8 rows through a number of wide blocks."""
+    with torch.device("meta"):
+        module, x = Wide(count), torch.zeros(8, 16)
+    before = copy.deepcopy(module)
+    engine = EngineConfig(**lies)
+    found = activations(module, list(module.blocks), lambda made: made(x), engine=engine, device=CPU, grad=grad)
+    # The module that was given is left as it was.
+    assert [(n, p.dtype, p.grad) for n, p in module.named_parameters()] == [
+        (n, p.dtype, p.grad) for n, p in before.named_parameters()
+    ]
+    assert not any("forward" in vars(unit) for unit in module.modules())
+    return max(stretch.peak for stretch in found)
+
+
+def test_activations_grow_with_the_blocks_by_what_they_save() -> None:
+    """All of it without checkpointing, the input alone with it, and nothing without a backward pass."""
+    row = 8 * 4
+    assert live(9) - live(8) == row * (256 + 16)  # tanh's output, which is the second layer's input; the block's output
+    assert live(9, checkpointing="block") - live(8, checkpointing="block") == row * 16
+    # The input, the block's input, and the first layer's output beside tanh's.
+    assert live(9, grad=False) == live(8, grad=False) == row * (16 + 16 + 256 + 256)
+    between = live(9, checkpointing="selective") - live(8, checkpointing="selective")
+    assert row * 16 < between <= row * (256 + 16)
+    assert live(9, compute="bfloat16") - live(8, compute="bfloat16") == row * (256 + 16) // 2
+
+
+def test_activations_need_a_module_without_values() -> None:
+    """One with values would be computed with."""
+    with pytest.raises(ValueError, match="expected it on the meta device"):
+        activations(Net(), [], lambda made: made(torch.zeros(2, 3)), engine=EngineConfig(), device=CPU, grad=True)

@@ -1,0 +1,338 @@
+"""Plans: parameter counts of published transformers, a small transformer measured, and the knobs that make a plan fit."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tiny_conditioned
+import tiny_pipelines
+import torch
+from marks import long
+
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.plan.check import build_case, compare
+from fluvial.engines.extensions.plan.fit import steps_to_fit
+from fluvial.engines.extensions.plan.memory import LiveStorages, Stretch, account
+from fluvial.engines.extensions.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
+from fluvial.models.lora import LoraConfig, add_lora
+from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
+from fluvial.models.pipelines.open import open_model
+from fluvial.models.quantised import FORMATS
+from fluvial.models.shapes import MODELS, blocks, model_shape
+
+TRAINS: tuple[Train, Train] = ("full", "lora")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "units"),
+    [long("sd3.5-medium", 2.5e9, 24), ("flux.1-dev", 11.9e9, 57), ("qwen-image", 20.4e9, 60)],
+)
+def test_published_transformers_have_their_size(name: str, parameters: float, units: int) -> None:
+    """Within 3% of what their makers say, buffers included, nearly all of it in the blocks."""
+    with torch.device("meta"):
+        module = MODELS[name].build()
+    count = sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    assert count == pytest.approx(parameters, rel=0.03)
+    repeated = blocks(MODELS[name], module)
+    assert len(repeated) == units
+    inside = sum(parameter.numel() for block in repeated for parameter in block.parameters())
+    assert inside / sum(parameter.numel() for parameter in module.parameters()) > 0.97
+
+
+LIES = [
+    {"comm": comm, "checkpointing": checkpointing}
+    for comm, checkpointing in product(("keep", "reshard"), ("none", "block", "selective"))
+]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize(
+    "lies",
+    [
+        LIES[0],
+        *map(long, LIES[1:-1]),
+        LIES[-1],
+        long({"grad_sync": "every"}),
+        long({"offload": "always"}),
+        long({"compute": "bfloat16"}),
+        long({"reduce": "bfloat16"}),
+    ],
+    ids=lambda lies: " ".join(lies.values()),
+)
+def test_a_plan_is_what_an_update_takes(one: World, train: Any, lies: dict[str, Any]) -> None:
+    """What is held to the byte; what an update allocates at its peak no more than planned, and nearly that."""
+    config = PlanConfig(
+        train=train, micro_batch=16, micro_batches=2, engine=EngineConfig(**lies), optimizer=OptimizerConfig(ema_decay=0.9)
+    )
+    for row in compare(build_case("handwriting", config, one)):
+        assert row.agrees, row
+        assert row.measured > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("flux.1-dev", {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 1}),
+        ("qwen-image", {"num_layers": 1, "num_attention_heads": 1, "joint_attention_dim": 3584}),
+    ],
+)
+def test_a_published_network_can_be_compared(
+    one: World, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+) -> None:
+    """Inputs that samples share, or that are lists, too; frozen weights are in the compute dtype, adapters in float32."""
+    folder = next(path for path in CONFIGURATIONS.iterdir() if path.name.lower() == name)
+    values = {**read_settings(folder / "transformer" / "config.json"), **settings}
+    network = getattr(diffusers, values["_class_name"])
+    monkeypatch.setitem(MODELS, name, MODELS[name]._replace(build=lambda: network.from_config(values)))
+    engine = EngineConfig(compute="bfloat16")
+    case = build_case(name, PlanConfig(micro_batch=2, micro_batches=2, resolution=64, engine=engine), one)
+    assert torch.get_default_dtype() == torch.float32
+    rows = compare(case)
+    assert [row for row in rows if not row.agrees and row.kind != "allocated at the peak"] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("train", "lies"),
+    [
+        *(("lora", {"base": base}) for base in FORMATS),
+        ("lora", {"base": "nf4", "compute": "bfloat16", "checkpointing": "block"}),
+        ("lora", {"base": "int8", "comm": "reshard", "checkpointing": "selective"}),
+        ("full", {"masters": "bfloat16"}),
+        ("full", {"masters": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"}),
+        ("full", {"checkpointing": "block", "checkpointed": 2}),
+        ("full", {"grad_sync": "step", "micro_batches": 1}),
+    ],
+    ids=str,
+)
+def test_what_each_setting_of_a_small_card_saves_is_measured(one: World, train: Any, lies: dict[str, Any]) -> None:
+    """Weights, moments and gradients to the byte; the peak of an update within a tenth."""
+    count = lies.pop("micro_batches", 2)
+    config = PlanConfig(train=train, micro_batch=16, micro_batches=count, engine=EngineConfig(**lies))
+    for row in compare(build_case("handwriting", config, one)):
+        assert row.agrees or row.planned == pytest.approx(row.measured, rel=0.1), row
+
+
+LESS: list[dict[str, Any]] = [{}, {"comm": "reshard"}, {"grad_sync": "every"}, {"offload": "always"}]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_more_gpus_never_take_more_on_each(name: str) -> None:
+    """Whatever the settings; and no setting that is there to save memory takes more."""
+    with torch.device("meta"):
+        module = MODELS[name].build()
+
+    def total(gpus: int, lies: dict[str, Any]) -> int:
+        return account(
+            module,
+            blocks(MODELS[name], module),
+            optimizer=OptimizerConfig(ema_decay=0.9),
+            engine=EngineConfig(**lies),
+            device=torch.device("cuda"),
+            ranks=gpus,
+            activations=[Stretch(0, 0)],
+        ).total
+
+    totals = [[total(gpus, lies) for gpus in (1, 2, 8, 64)] for lies in LESS]
+    for sizes in totals:
+        assert all(more >= less for more, less in pairwise(sizes)), sizes
+    for sizes in totals[1:]:
+        assert all(saved <= plain for saved, plain in zip(sizes, totals[0], strict=True)), sizes
+
+
+@pytest.mark.parametrize("train", [long("full"), "lora"])
+def test_checkpointing_takes_less_the_more_there_is(train: Any) -> None:
+    """Of the update; the rollout keeps nothing anyway. Offload in phases is for the rollout."""
+    config = PlanConfig(train=train)
+    none, selective, block = (
+        plan("handwriting", replace(config, engine=EngineConfig(checkpointing=how)))
+        for how in ("none", "selective", "block")
+    )
+    assert block.update.activations < selective.update.activations < none.update.activations
+    assert block.rollout == selective.rollout == none.rollout
+    assert none.rollout.activations < block.update.activations
+    phases = plan("handwriting", replace(config, engine=EngineConfig(offload="phases")))
+    assert phases.update == none.update
+    assert phases.rollout.total < none.rollout.total
+
+
+def test_a_reference_is_a_copy_of_what_is_trained_in_full() -> None:
+    """In the computation's bfloat16, where what is trained has float32; LoRA's costs nothing."""
+    full, lora = (plan("handwriting", PlanConfig(train=train, reference=True)).update for train in TRAINS)
+    assert 2 * full.reference == full.parameters > 0
+    assert lora.reference == 0
+
+
+def test_guidance_takes_twice_the_activations() -> None:
+    """Both halves in one forward pass; and each sample is stored with what it is guided away from."""
+    one, both = (plan("handwriting", PlanConfig(guidance=on)).update for on in (False, True))
+    assert both.activations == pytest.approx(2 * one.activations, rel=0.02)
+    assert both.trajectory - one.trajectory == 16 * 4 * (4 * 14 + 40)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.resolution])
+def test_twice_the_resolution_is_four_times_the_latents(name: str) -> None:
+    """And the text stays."""
+    small, large = (MODELS[name].inputs(2, resolution) for resolution in (512, 1024))
+    assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
+    assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
+
+
+def test_the_knobs_are_turned_from_the_cheapest() -> None:
+    """With ever less memory the dearest knob that is turned gets dearer, until nothing helps."""
+    start = PlanConfig(train="full", gpus=8, reserve_gib=0)
+    ladder = []
+    need = plan("handwriting", start).need
+    for _ in range(40):
+        flags, found = first_to_fit("handwriting", replace(start, memory_gib=need / GIB))
+        if not found.fits:
+            break
+        ladder.append(flags)
+        need = found.need - 1
+    assert ladder[0] == ""
+    assert ladder[1] == "--engine.checkpointing block"
+    order = list(KNOBS)
+    ranks = [sum(2 ** order.index(knob) for knob in order if knob in flags) for flags in ladder]
+    assert ranks == sorted(ranks)
+    assert found.need <= need + 1  # of all that do not fit, the one that takes least
+
+
+@pytest.mark.parametrize(("memory", "knobs"), [long(80.0, ""), long(48.0, "--engine.checkpointing block")])
+def test_large_transformers_fit_with_what_the_plan_says(memory: float, knobs: str) -> None:
+    """12 billion parameters, frozen in bfloat16, are adapted on one GPU of 80 GiB; in 48, with a second forward pass."""
+    flags, found = first_to_fit("flux.1-dev", PlanConfig(gpus=1, memory_gib=memory))
+    assert flags == knobs
+    assert found.fits
+    assert 2 * 11.9e9 < found.update.parameters < 2.1 * 11.9e9
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    """In one line."""
+    with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
+        plan("sd4", PlanConfig())
+    with pytest.raises(UsageError, match="images of one size only"):
+        plan("handwriting", PlanConfig(resolution=64))
+
+
+def test_a_memory_is_fitted_with_the_cheapest_settings() -> None:
+    """Each row of the table is the plan with one more setting; the last fits, and the one before does not."""
+    start = PlanConfig(reserve_gib=0)
+    need = plan("handwriting", start).need
+    config = replace(start, fit=f"{need / 2**20 / 2:.4f}MiB")
+    steps = steps_to_fit("handwriting", config)
+    assert [flags for flags, _ in steps][:2] == ["as it is", "--engine.checkpointing block"]
+    assert steps[0][1].need == need
+    assert [found.fits for _, found in steps] == [False] * (len(steps) - 1) + [True]
+    with pytest.raises(
+        RunError, match=r"handwriting does not fit into 0.01MiB with 0 GiB kept free: the least is .* with --"
+    ):
+        steps_to_fit("handwriting", replace(start, fit="0.01MiB"))
+
+
+def test_bases_and_masters_are_knobs_of_what_they_act_on() -> None:
+    """A quantised base belongs to adapters and stays on the device; masters in bfloat16 belong to full fine-tuning."""
+    lora, full = PlanConfig(), PlanConfig(train="full")
+    assert KNOBS["--engine.base nf4"](lora).engine.base == "nf4"
+    assert KNOBS["--engine.base nf4"](full) == full
+    assert KNOBS["--engine.masters bfloat16"](full).engine.masters == "bfloat16"
+    assert KNOBS["--engine.masters bfloat16"](lora) == lora
+    adafactor = replace(full, optimizer=OptimizerConfig(name="adafactor"))
+    assert KNOBS["--engine.masters bfloat16"](adafactor) == adafactor
+    quantised = KNOBS["--engine.base int8"](lora)
+    assert KNOBS["--engine.base nf4"](quantised) == KNOBS["--engine.offload always"](quantised) == quantised
+    assert KNOBS["--train lora"](KNOBS["--engine.masters bfloat16"](full)).train == "full"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("memory", "flags"), [("24GiB", "--engine.base int8"), ("16GiB", "--engine.base nf4")])
+def test_twelve_billion_parameters_are_adapted_on_a_small_card(memory: str, flags: str) -> None:
+    """With a quantised base and a second forward pass, beside 6 GiB for the rest."""
+    steps = steps_to_fit("flux.1-dev", PlanConfig(fit=memory))
+    assert [each for each, _ in steps] == ["as it is", "--engine.checkpointing block", flags]
+
+
+def test_a_pipelines_folder_is_planned_too(tmp_path: Path) -> None:
+    """Its network has the number of parameters of the loaded one, and takes inputs of its widths."""
+    for name in ("sd3", "flux"):
+        folder = tiny_pipelines.save(tiny_pipelines.ROWS[name], tmp_path / name)
+        found = plan(str(folder), PlanConfig(train="full", resolution=64, reserve_gib=0))
+        held = open_model(folder).build(empty=True).parameters()
+        assert found.update.parameters == 4 * sum(parameter.numel() for parameter in held)
+        assert found.update.activations > 0
+
+
+def test_the_adapters_of_a_folder_are_those_of_a_run(tmp_path: Path) -> None:
+    """Keys and values of CLIP embeddings, which some Wan networks have, are adapted, too."""
+    folder = tiny_conditioned.save("wan-clip", tmp_path / "wan")
+    shape, model = model_shape(str(folder)), open_model(folder)
+    assert shape is not None
+    counts = []
+    for module, targets in ((shape.build(), shape.lora_targets), (model.build(empty=True), model.lora_targets)):
+        add_lora(module, LoraConfig(rank=2), targets)
+        counts.append(sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad))
+        assert any(".add_k_proj.lora_A" in name for name, _ in module.named_parameters())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"fit": "24"}, "fit is '24', expected a number and a unit, e.g. 24GiB"),
+        ({"fit": "0GiB"}, "fit is '0GiB', expected a number and a unit"),
+        ({"fit": "24GiB", "memory_gib": 48.0}, "memory_gib has no effect with `fit`, which is the memory"),
+        ({"engine": EngineConfig(fit="24GiB")}, "engine.fit has no effect in a plan, whose own is `fit`"),
+        ({"fit": "24GiB", "table": True}, "ask one question at a time"),
+    ],
+)
+def test_what_a_fit_excludes_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(says.replace("`", ""))) as error:
+        PlanConfig(**changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_decoding_is_beside_the_gathered_parameters() -> None:
+    """The plan's third phase: the rollout's, with the VAE and its images in place of the network's activations."""
+    config = PlanConfig(train="full", gpus=8, resolution=64)
+    keep = plan("sd3.5-medium", config)
+    reshard = plan("sd3.5-medium", replace(config, engine=EngineConfig(comm="reshard")))
+    for found in (keep, reshard):
+        assert found.decode is not None
+        assert found.need == max(found.update.total, found.rollout.total, found.decode.total)
+    assert keep.decode is not None
+    assert keep.decode == keep.rollout._replace(activations=keep.decode.activations)
+    assert reshard.decode is not None
+    assert keep.decode.gathered == keep.rollout.gathered > reshard.decode.gathered
+    assert plan("handwriting", PlanConfig()).decode is None
+
+
+@pytest.mark.long
+def test_a_decoder_takes_what_is_measured() -> None:
+    """Of images of 64 pixels, with real tensors; four images are decoded at a time, whatever the pass."""
+    from diffusers import AutoencoderKL
+
+    config = PlanConfig(resolution=64, micro_batch=4)
+    expected = plan("sd3.5-medium", config).decode
+    assert expected is not None
+    assert plan("sd3.5-medium", replace(config, micro_batch=8)).decode == expected
+    vae = AutoencoderKL.from_config(read_settings(CONFIGURATIONS / "stable-diffusion-3.5-medium" / "vae" / "config.json"))
+    vae = vae.to(torch.bfloat16).requires_grad_(False).eval()
+    latents = torch.zeros(4, 16, 8, 8)
+    with LiveStorages(vae.parameters()) as measured:
+        vae.decode(latents.to(torch.bfloat16), return_dict=False)
+    weights = sum(parameter.nbytes for parameter in vae.parameters())
+    assert expected.activations == pytest.approx(measured.peak + weights, rel=0.05)

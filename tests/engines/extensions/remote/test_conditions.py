@@ -1,0 +1,451 @@
+"""All that a sample depends on reaches the server that makes it, or the run is refused when it is built."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, cast
+
+import asgi
+import httpx2
+import launch
+import optree
+import pytest
+import rollout_servers
+import tiny_jobs as tiny
+import torch
+from marks import long
+from torch import Tensor
+
+from fluvial.core.random import key
+from fluvial.core.transitions import bind
+from fluvial.engines.cli import main as cli
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.remote.requests import Asking
+from fluvial.engines.extensions.wire import client
+from fluvial.engines.extensions.wire.response import read_response
+from fluvial.engines.methods.table import Nft
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps
+from fluvial.engines.sampling.in_process import InProcess
+from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.window import RandomWindow
+
+URL, COUNT, ETA = "http://127.0.0.1:1", 4, 0.5
+SIZES = {tiny.SHAPE: (Size(4, 4), 1), (1, 2, 8): (Size(2, 8), 1), (1, 4, 2, 2): (Size(2, 2), 4)}
+IDS = (7, 0, 3, 5)
+
+
+@dataclass(frozen=True)
+class Model(tiny.Tiny):
+    """The tiny net over samples of several sizes, and prompts whose padding can be cut off."""
+
+    text_tokens = 6
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of an image, or of a video."""
+        return (1, height, width) if frames == 1 else (1, frames, height, width)
+
+    def prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
+        """Return the number of columns up to the last that is set."""
+        return (cond.rows != 0).long().argmax(1) + 1
+
+    def trimmed(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
+        """Return the first columns; the net takes six."""
+        return tiny.TinyCond(cond.rows * (torch.arange(6) < tokens))
+
+
+MODEL = Model()
+
+
+class Row(NamedTuple):
+    """Another value of a field that a sample depends on.
+
+    Args:
+        rollout, guidance, sampling, stochastic, requests: fields that are changed, of each object.
+        same: the samples are the same as without, so that only the request differs.
+    """
+
+    rollout: dict[str, Any] = {}  # noqa: RUF012
+    guidance: dict[str, Any] = {}  # noqa: RUF012
+    sampling: dict[str, Any] = {}  # noqa: RUF012
+    stochastic: dict[str, Any] | None = {}  # noqa: RUF012
+    requests: dict[str, Any] = {}  # noqa: RUF012
+    same: bool = False
+
+
+def shaped(shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return a shape with its schedule."""
+    return {"shape": shape, "schedule": MODEL.schedule(tiny.STEPS, shape)}
+
+
+GUIDED = {"scale": 2.0, "negative": "4"}
+PROMPTS = [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("1")]
+AGAINST = [Prompt("1", negative="5"), Prompt("1", negative="3"), Prompt("2"), Prompt("1", negative="5")]
+# By object and field. Each object is one that `generate` takes, so that a sample depends on nothing else but the weights.
+CARRIED: dict[str, list[Row]] = {
+    "Requests.prompts": [Row(requests={"prompts": [Prompt("3")] * COUNT})],
+    "Requests.ids": [Row(requests={"ids": (1, 2, 8, 9)})],
+    "Requests.key": [Row(requests={"key": key(2**40)})],
+    "Requests.initial_ids": [Row(requests={"initial_ids": (2, 2, 0, 0)})],
+    "Prompt.text": [Row(requests={"prompts": [Prompt("0"), Prompt("3"), Prompt("0"), Prompt("1")]})],
+    "Prompt.negative": [Row(guidance=GUIDED, requests={"prompts": AGAINST})],
+    "Guidance.scale": [Row(guidance=GUIDED), Row(guidance={**GUIDED, "scale": 3.5}), Row(guidance={"scale": 0.0})],
+    "Guidance.negative": [Row(guidance={**GUIDED, "negative": ""}), Row(guidance={**GUIDED, "negative": "2"})],
+    "Guidance.forwards": [Row(guidance={**GUIDED, "forwards": "two"}, same=True)],
+    "Sampling.shape": [Row(sampling=shaped((1, 2, 8))), Row(sampling=shaped((1, 4, 2, 2)))],
+    "Sampling.schedule": [Row(sampling={"schedule": MODEL.schedule(6, tiny.SHAPE)})],
+    "Sampling.guidance": [Row(guidance=GUIDED)],
+    "Sampling.stochastic": [Row(rollout={"sampler": Ode()}, stochastic=None)],
+    "Sampling.autocast": [Row(sampling={"autocast": True})],
+    "Sampling.prefix": [
+        Row(
+            sampling={"prefix": SharedPrefix(1, 2)},
+            stochastic={"window": (1, 2)},
+            requests={"initial_ids": (0, 0, 1, 1), "prompts": [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("2")]},
+        )
+    ],
+    "Sampling.text_tokens": [Row(sampling={"text_tokens": 2})],
+    "Sampling.after": [Row(sampling={"after": Tail(fraction=0.5)}, stochastic={"window": (0, 1)})],
+    "Sampling.reuse": [Row(sampling={"reuse": "all"}, same=True), Row(sampling={"reuse": "outside_blocks"}, same=True)],
+    "Sampling.final": [Row(sampling={"final": False}, stochastic={"window": (1,)}), Row(sampling={"final": False})],
+    "StochasticSteps.transition": [
+        *(Row(rollout={"sampler": Stochastic(name, eta=ETA)}) for name in ("cps", "dance_sde", "wan_sde")),
+        Row(rollout={"sampler": Stochastic(eta=0.9)}),
+    ],
+    "StochasticSteps.window": [
+        Row(stochastic={"window": (1, 2)}),
+        Row(stochastic={"window": lambda ids: torch.tensor([[own % 3, own % 3 + 1] for own in ids])}),
+    ],
+    "StochasticSteps.record": [Row(stochastic={"record": False})],
+    "StochasticSteps.form": [Row(stochastic={"form": "unscaled"}), Row(stochastic={"form": "no_const"})],
+    "StochasticSteps.reduction": [Row(stochastic={"reduction": "sum"})],
+    "StochasticSteps.keep_velocity": [Row(stochastic={"keep_velocity": True})],
+}
+# A value that changes nothing of what is asked for: of the update, of rewards and metrics, or a choice of kernels.
+LOCAL: dict[str, Row] = {
+    "Guidance.gradient": Row(guidance={**GUIDED, "gradient": "conditional"}),
+    "Guidance.update": Row(guidance={**GUIDED, "update": "conditional"}),
+    "StochasticSteps.implementation": Row(stochastic={"implementation": "reference"}),
+    **{
+        f"Prompt.{name}": Row(requests={"prompts": [replace(prompt, **{name: value}) for prompt in PROMPTS]})
+        for name, value in cast(
+            dict[str, Any],
+            {
+                "image": b"png",
+                "video": b"gif",
+                "audio": b"wav",
+                "weight": 2.0,
+                "tag": "counting",
+                "source": "a.txt",
+                "metadata": {"count": 3},
+                "size": Size(4, 4),  # of the plan, and there of its shape
+            },
+        ).items()
+    },
+}
+# No run with servers has them.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Sampling.solver": ({"sampler": Ode("unipc")}, r"rollout.sampler.solver is 'unipc', expected euler: servers"),
+    "Sampling.eta": ({"sampler": SaSolver(0.5)}, r"rollout.sampler.solver is 'sa_solver', expected euler: servers"),
+    "Sampling.step_cache": (
+        {"step_cache": 0.1, "window": RandomWindow(2)},
+        r"rollout.step_cache is 0\.1, expected 0: .*servers",
+    ),
+}
+UNUSED = {"Sampling.observe"}  # of runs
+# Carried for pipelines without an adapter, see test_served_runs.py and serve/rollout/test_images.py.
+OF_PIPELINES = {"Prompt.media"}
+
+
+def test_the_tables_have_every_field_of_what_samples_are_made_from() -> None:
+    """A new one is carried, refused, or nothing to the server."""
+    known = [*CARRIED, *LOCAL, *REFUSED, *UNUSED, *OF_PIPELINES]
+    made = {
+        f"{kind.__name__}.{field.name}" for kind in (Sampling, StochasticSteps, Guidance, Prompt) for field in fields(kind)
+    }
+    assert sorted(known) == sorted(made | {f"Requests.{name}" for name in Requests._fields})
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def server() -> rollout_servers.Server:
+    """The rollout server of the model, as `fluvial serve` has it."""
+    return rollout_servers.served(rollout_servers.policy(model=MODEL), micro_batch=COUNT)
+
+
+def asked_for(row: Row) -> tuple[Requests, Sampling, RolloutConfig]:
+    """Return what a row asks for."""
+    rollout = RolloutConfig(
+        **{
+            "steps": tiny.STEPS,
+            "sampler": Stochastic(eta=ETA),
+            "source": URL,
+            "servers": ServersConfig(patience=1),
+            **row.rollout,
+        }
+    )
+    schedule = row.sampling.get("schedule", MODEL.schedule(tiny.STEPS, tiny.SHAPE))
+    stochastic = None
+    if row.stochastic is not None:
+        window = range(len(schedule.timesteps))
+        sampler = bind(rollout.sampler.kind, rollout.sampler.eta, schedule.levels)
+        stochastic = StochasticSteps(**{"transition": sampler, "window": window, **row.stochastic})
+    sampling = {"shape": tiny.SHAPE, "schedule": schedule, "guidance": Guidance(**row.guidance), "stochastic": stochastic}
+    requests = {"prompts": PROMPTS, "ids": IDS, "key": key(3), **row.requests}
+    return Requests(**requests), Sampling(**{**sampling, **row.sampling}), rollout
+
+
+class Made(NamedTuple):
+    """What a server was asked, and made; and what this process made of the same."""
+
+    bodies: list[Any]
+    replies: list[bytes]
+    served: Chunk
+    inside: Chunk
+
+
+def made(row: Row, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Return the samples of a row, by the server and in process."""
+    requests, sampling, rollout = asked_for(row)
+    bodies, replies, transport = list[Any](), list[bytes](), asgi.Transport(server.app)
+    handle = transport.handle_request
+
+    def noted(request: Any) -> Any:
+        if request.url.path == "/rollout/generate":
+            bodies.append(json.loads(request.read()))
+        reply = handle(request)
+        if request.url.path == "/rollout/generate":
+            replies.append(reply.read())
+            return httpx2.Response(reply.status_code, headers=reply.headers, stream=httpx2.ByteStream(replies[-1]))
+        return reply
+
+    transport.handle_request = noted  # type: ignore[method-assign]
+    monkeypatch.setattr(client, "_direct", lambda url: transport)
+    module = server.policy.weights.module
+    inside = InProcess(MODEL, lambda: nullcontext(module))
+    sync = SimpleNamespace(push=lambda *args, **options: {}, repeat=lambda peer: None, close=lambda: None)
+    source = Remote(
+        rollout,
+        MODEL,
+        behaviour=lambda: nullcontext(module),
+        adapter=lambda version: "default",
+        world=world,
+        sizes=SIZES,
+        sync=cast(Any, sync),
+    )
+    try:
+        source.push(cast(Any, SimpleNamespace(world=world)), 0)
+        chunks = [next(each.generate(requests, sampling, micro_batch=COUNT)) for each in (source, inside)]
+    finally:
+        source.close()
+    return Made(sorted(bodies, key=str), replies, *chunks)
+
+
+def bits(chunk: Chunk) -> list[Tensor]:
+    """Return all numbers of a chunk."""
+    return optree.tree_leaves((chunk.trajectory, chunk.images))
+
+
+def same(one: list[Tensor], two: list[Tensor]) -> bool:
+    """Return whether numbers have the same shapes and bits."""
+    return len(one) == len(two) and all(torch.equal(*pair) for pair in zip(one, two, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain(server: rollout_servers.Server, one: World) -> Made:
+    """The samples of no change, and of guidance alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        return made(Row(), server, one, patch)
+
+
+@pytest.mark.parametrize(("name", "number"), [(name, number) for name in CARRIED for number in range(len(CARRIED[name]))])
+def test_a_server_is_told_everything_that_a_sample_depends_on(
+    name: str, number: int, server: rollout_servers.Server, plain: Made, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each field is in the request, and the samples have the bits of those in process with the same value."""
+    row = CARRIED[name][number]
+    found = made(row, server, one, monkeypatch)
+    assert same(bits(found.served), bits(found.inside))
+    assert found.bodies != plain.bodies
+    # Else the value would do nothing, and the row would show nothing.
+    assert row.same or not same(bits(found.inside), bits(plain.inside))
+
+
+@pytest.mark.parametrize(
+    ("window", "final", "count"),
+    [((0,), False, 2), ((1,), False, 2), ((1,), True, 3), ((3,), True, 2), ((1, 2), False, 3), ((0, 2), False, 4)],
+)
+def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
+    window: tuple[int, ...],
+    final: bool,
+    count: int,
+    server: rollout_servers.Server,
+    one: World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One step has two, and W steps in a row W + 1; the final ones are sent only where they are needed."""
+    row = Row(stochastic={"window": window}, sampling={"final": final})
+    samples = [sample for reply in made(row, server, one, monkeypatch).replies for sample in read_response(reply)]
+    assert [len(cast(Any, sample.dit_trajectory).latents) for sample in samples] == [count] * COUNT
+
+
+@pytest.mark.parametrize(
+    ("changes", "final"),
+    [
+        ({}, False),
+        ({"rollout": {"store": Path("stored")}}, True),
+        ({"objective": Nft(), "train": "lora", "rollout": {"sampler": Ode()}}, True),
+        ({"rewards": ("latent",)}, True),
+        ({"rollout": {"source": "", "servers": ServersConfig()}}, True),
+    ],
+)
+def test_final_latents_are_asked_for_where_they_are_needed(
+    changes: dict[str, Any],
+    final: bool,
+    server: rollout_servers.Server,
+    one: World,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """By rewards of latents, objectives on clean samples, and a store; not for one that trains on recorded steps."""
+
+    def latent(latents: Tensor, prompts: list[str]) -> Tensor:
+        return latents.flatten(1).mean(1)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client, "_direct", lambda url: asgi.Transport(server.app))
+    asked = {"steps": tiny.STEPS, "prompts": 2, "group": 2, "source": URL, "servers": ServersConfig(patience=1)}
+    rollout = RolloutConfig(**{**asked, **changes.get("rollout", {})})
+    config = tiny.config(tmp_path / "run", **{**changes, "rollout": rollout})
+    job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
+    with Trainer(config, job, one) as trainer:
+        root = key(1)
+        plan = trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
+        assert plan.sampling.final == final
+
+
+def test_images_of_prompts_are_sent_with_their_arguments() -> None:
+    """One request per prompt and images, be the text the same."""
+    media = [{"mask_image": b"m", "image": number} for number in (b"1", b"1", b"2")]
+    prompts = [Prompt("1", media=each) for each in media]
+    asking = Asking("fluvial", "flow_sde", ETA, "velocity", SIZES)
+    schedule = MODEL.schedule(tiny.STEPS, tiny.SHAPE)
+    orders = asking.orders(
+        Requests(prompts, (5, 6, 7), key(1)), Sampling(tiny.SHAPE, schedule, Guidance()), micro_batch=COUNT, guided=False
+    )
+    assert [order.ids for order in orders] == [(5, 6), (7,)]
+    for order, image in zip(orders, ("MQ==", "Mg=="), strict=True):
+        asked = asking.request(order, key(1), Sampling(tiny.SHAPE, schedule, Guidance()), version=0)
+        assert asked.image_path == ("data:image/png;base64,bQ==", f"data:image/png;base64,{image}")
+        assert asked.fluvial.media == ("mask_image", "image")
+
+
+class Unbuilt(Model):
+    """A model without a network."""
+
+    def build(self, *, empty: bool = False) -> NoReturn:
+        """Fail."""
+        raise AssertionError("the network is built")
+
+
+def test_each_image_of_a_list_is_sent() -> None:
+    """With the argument that they all are; sglang, which makes one sample per request, is sent no names."""
+    prompts = [Prompt("1", media={"image": (b"1", b"2"), "mask_image": b"m"})] * 2
+    schedule = MODEL.schedule(tiny.STEPS, tiny.SHAPE)
+    sampling = Sampling(tiny.SHAPE, schedule, Guidance())
+    for kind, ids in (("fluvial", [(5, 6)]), ("sglang", [(5,), (6,)])):
+        asking = Asking(kind, "flow_sde", ETA, "velocity", SIZES)  # type: ignore[arg-type]
+        orders = asking.orders(Requests(prompts, (5, 6), key(1)), sampling, micro_batch=COUNT, guided=False)
+        assert [order.ids for order in orders] == ids
+        asked = asking.request(orders[0], key(1), sampling, version=0)
+        assert asked.image_path == tuple(f"data:image/png;base64,{image}" for image in ("MQ==", "Mg==", "bQ=="))
+        assert asked.fluvial.media == (("image", "image", "mask_image") if kind == "fluvial" else None)
+
+
+def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> None:
+    """A request has files: it is refused before the network is built."""
+    rollout = RolloutConfig(steps=tiny.STEPS, prompts=2, group=2, source=URL)
+    prompts = [Prompt("0"), Prompt("1", media={"video": tmp_path})]
+    job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
+    shown = f"{tmp_path}, a folder of frames, in video"
+    with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which no server is sent: "):
+        Trainer(tiny.config(tmp_path / "run", rollout=rollout), job, one)
+    with pytest.raises(AssertionError, match="the network is built"):
+        Trainer(tiny.config(tmp_path / "run"), job, one)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_what_samples_do_not_depend_on_stays_with_the_trainer(
+    name: str, server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata and images of a prompt are there for the rewards."""
+    row = LOCAL[name]
+    found = made(row, server, one, monkeypatch)
+    without = made(Row(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
+    assert same(bits(found.served), bits(without.served))
+    assert found.bodies == without.bodies
+    assert [*found.served.prompts] == [*asked_for(row)[0].prompts]
+
+
+def test_a_server_with_another_schedule_is_found_out(
+    server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its levels are no field of a request."""
+    levels = MODEL.schedule(tiny.STEPS, tiny.SHAPE).levels ** 1.1
+    row = Row(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
+    with pytest.raises(RunError, match=r"was made at sigma .* serve with the trainer's scheduler and shift"):
+        made(row, server, one, monkeypatch)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "StochasticSteps.transition"])
+def test_what_no_server_can_do_is_refused_when_the_run_is_configured(name: str) -> None:
+    """In one line that names the field; without servers it is taken."""
+    custom = {"sampler": Stochastic(own_sampler, eta=ETA)}, r"rollout.sampler is '.*own_sampler', expected one of flow_sde"
+    changes, says = REFUSED.get(name, custom)
+    RolloutConfig(**changes)
+    with pytest.raises(UsageError, match=says) as caught:
+        RolloutConfig(source=URL, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
+    """Raise: a sampler of this process that nobody calls."""
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nft", "--rollout.sampler", "ode", "--rollout.sampler.solver", "unipc"], "--rollout.sampler.solver is 'unipc'"),
+        long(["nft", "--rollout.sampler", "sa_solver"], "'sa_solver', expected euler: servers return Euler's latents alone"),
+        long(
+            ["grpo", "--rollout.window", "random", "--rollout.step-cache", "0.1"], "--rollout.step-cache is 0.1, expected 0"
+        ),
+        long(["grpo", "--rollout.sampler", "test_conditions:own_sampler"], "expected one of flow_sde"),
+    ],
+)
+def test_the_command_line_refuses_it_before_anything_is_loaded(
+    args: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the exit code 2, and without a request."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    out = tmp_path / "run"
+    assert cli.run(["train", *args, "--model", "handwriting", "--rollout.source", URL, "--out", str(out)]) == 2
+    assert says in launch.one_line(capsys.readouterr().err)
+    assert not out.exists()

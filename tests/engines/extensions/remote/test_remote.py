@@ -1,0 +1,554 @@
+"""Samples by servers: the same bits as in process, and whatever servers do wrong is one line or a retry."""
+
+import pickle
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from types import SimpleNamespace
+from typing import Any, cast
+
+import optree
+import pytest
+import tiny_jobs as tiny
+import torch
+from fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, respond
+from fake_servers import loopback
+from torch import nn
+
+from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.remote import servers
+from fluvial.engines.extensions.remote.remote import Remote
+from fluvial.engines.extensions.wire.client import UnreachableError
+from fluvial.engines.methods.table import Dppo, Nft
+from fluvial.engines.run.config import CorrectionConfig
+from fluvial.engines.run.rollouts import RolloutPlan
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.generate import Chunk, Guidance
+from fluvial.engines.sampling.in_process import InProcess
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.source import Holder
+from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.window import Branches, RandomWindow
+from fluvial.models.pipelines.base import check_still
+
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+QUICK = ServersConfig(timeout=5, patience=1)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask a server that failed after a moment whether it is back."""
+    monkeypatch.setattr(servers, "FIRST_PROBE", 0.05)
+    monkeypatch.setattr(servers, "BUSY", 0.05)
+    monkeypatch.setattr(servers, "TRIES", 2)
+
+
+class FakeSync:
+    """Weights are shared; only their version is given."""
+
+    def __init__(self, fakes: Sequence[FakeRollouts]) -> None:
+        self.fakes, self.repeated = fakes, list[str]()
+        self.is_down, self.pushes = False, 0
+
+    def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
+        """Set the version of the servers."""
+        self.pushes += 1
+        if self.is_down:
+            raise UnreachableError(f"no server took the weights of update {version}: it restarts")
+        self.version = version
+        for fake in self.fakes:
+            fake.version = version
+        return {}
+
+    def repeat(self, peer: Any) -> str | None:
+        """Note who is given the weights again."""
+        self.repeated.append(peer.address)
+        for fake in self.fakes:
+            fake.version = self.version
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def served(
+    *fakes: FakeRollouts, world: World, rollout: RolloutConfig = STEPS, config: ServersConfig = QUICK
+) -> Iterator[Remote]:
+    """Yield a source of servers that run."""
+    with ExitStack() as stack:
+        urls = ",".join(stack.enter_context(loopback(fake)) for fake in fakes)
+        source = Remote(
+            replace(rollout, source=urls, servers=config),
+            tiny.Tiny(),
+            behaviour=lambda: nullcontext(fakes[0].module),
+            adapter=lambda version: "default",
+            world=world,
+            sizes={},
+            sync=cast(Any, FakeSync(fakes)),
+        )
+        stack.callback(source.close)
+        source.push(cast(Engine, SimpleNamespace(world=world)), 3)
+        yield source
+
+
+@pytest.mark.parametrize(("filled", "says"), [(16, False), (17, True), (64, True)])
+def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: World, filled: int, says: bool) -> None:
+    """Two requests at a time, of one group of 8 each, are 16 samples."""
+    fake = FakeRollouts(tiny.Tiny().build())
+    fake.filled = filled
+    config, rollout = replace(QUICK, in_flight=2), replace(STEPS, group=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with served(fake, world=one, rollout=rollout, config=config):
+            pass
+    expected = f"at most 16 at a time: it computes {filled / 16:.3g} times as many; serve with --micro-batch 16 or less"
+    assert [expected in str(warning.message) for warning in said] == [True] * says
+
+
+def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> RolloutPlan:
+    """Return the first rollout of a run."""
+    config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
+    with Trainer(config, tiny.job(), world) as trainer:
+        root = key(1)
+        return trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
+
+
+def chunks(source: Any, plan: RolloutPlan, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
+    """Return all chunks of a rollout."""
+    return list(source.generate(plan.requests, plan.sampling, micro_batch=micro_batch))
+
+
+def net() -> nn.Module:
+    """Return the network."""
+    return tiny.Tiny().build()
+
+
+VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"sampler": Stochastic("dance_sde", eta=0.5)}, {}),
+    ({"sampler": Stochastic("cps", eta=0.5)}, {}),
+    ({"window": RandomWindow(2), "form": "no_const", "reduction": "sum"}, {}),
+    ({"window": RandomWindow(1, high=3, draw="sample")}, {}),
+    ({"window": RandomWindow(1, high=3, draw="call")}, {}),
+    ({"shared_noise": True}, {}),
+    ({"window": RandomWindow(2, low=1, share_prefix=True)}, {}),
+    ({"window": Branches(1, 2, high=2)}, {}),
+    ({"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))}, {}),
+    ({"guidance": Guidance(2.0, "3")}, {}),
+    ({}, {"objective": Dppo(), "train": "lora"}),
+]
+
+
+@pytest.mark.parametrize(("rollout", "changes"), VARIED, ids=lambda value: " ".join(map(str, value)) or "as it is")
+def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Whatever the sampler, the window, the noise that samples share and the guidance."""
+    asked, fakes = replace(STEPS, **rollout), [FakeRollouts(net()) for _ in range(2)]
+    plan = planned(one, asked, **changes)
+    inside = InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module))
+    inside.push(cast(Engine, None), 3)
+    with served(*fakes, world=one, rollout=asked) as source:
+        found, expected = chunks(source, plan), chunks(inside, plan)
+    for own, other in zip(found, expected, strict=True):
+        assert [*own.prompts] == [*other.prompts]
+        assert own.version == other.version == 3
+        leaves = (optree.tree_leaves((chunk.trajectory, chunk.cond, chunk.images)) for chunk in (own, other))
+        for tensor, wanted in zip(*leaves, strict=True):
+            assert tensor.dtype == wanted.dtype
+            assert torch.equal(tensor, wanted)
+    assert all(fake.requests for fake in fakes)  # the load is spread
+
+
+def test_deterministic_samples_are_their_last_latents_alone(one: World) -> None:
+    """Objectives that train on clean samples record no steps."""
+    rollout, fake = replace(STEPS, sampler=Ode()), FakeRollouts(net())
+    plan = planned(one, rollout, objective=Nft(), train="lora")
+    with served(fake, world=one, rollout=rollout) as source:
+        found = chunks(source, plan)
+    expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fake.module)), plan)
+    assert all(torch.equal(own.trajectory.final, other.trajectory.final) for own, other in zip(found, expected, strict=True))
+    assert found[0].trajectory.log_prob.shape == (MICRO_BATCH, 0)
+
+
+def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
+    """One per prompt, with a seed each; the trajectory is taken from the reply, and is scored alike here."""
+    rollout, fake = replace(STEPS, window=RandomWindow(2)), FakeRollouts(net(), "sglang")
+    plan = planned(one, rollout)
+    with served(fake, world=one, rollout=rollout) as source:
+        made = chunks(source, plan)
+        handshake = source.compare_with_servers(
+            plan.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), plan.sampling
+        )
+    window = sorted(cast(Any, plan.sampling.stochastic).steps_of([0]))
+    for request in fake.requests:
+        assert "extra_sampling_params" not in request
+        assert request["rollout_sde_step_indices"] == window
+        assert request["rollout_return_step_indices"] == sorted({*window, *(step + 1 for step in window), tiny.STEPS})
+        assert request["rollout_debug_mode"] is False
+        assert (request["rollout_return_dit_trajectory"], request["num_outputs_per_prompt"]) == (True, 4)
+    assert len({request["seed"] for request in fake.requests}) == len(fake.requests) == 3
+    assert handshake.largest == 0.0
+    assert handshake.kind == "sglang"
+    assert {chunk.version for chunk in made} == {3}
+
+
+@pytest.mark.parametrize(("size", "low"), [(1, 0), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (4, 0)])
+def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size: int, low: int) -> None:
+    """For some windows they are as many as the four steps, and not the timesteps of these."""
+    rollout = replace(STEPS, window=RandomWindow(size, low=low, high=low + size))
+    fake, plan = FakeRollouts(net(), "sglang"), planned(one, rollout)
+    with served(fake, world=one, rollout=rollout) as source:
+        assert len(chunks(source, plan)) == 2
+        fake.faults = [of_trajectory(timesteps=lambda value: value + torch.eye(len(value))[-1])] * 9
+        with pytest.raises(RunError, match="has timestep 1, expected 0"):
+            chunks(source, plan._replace(requests=plan.requests._replace(key=key(9))))
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"sampler": Stochastic("dance_sde", eta=0.5)},
+        {"form": "no_const"},
+        {"reduction": "sum"},
+        {"shared_noise": True},
+        {"autocast": True},
+        {"window": RandomWindow(2, low=1, share_prefix=True)},
+        {"window": RandomWindow(1, high=3, draw="sample")},
+        {"window": Branches(1, 2, high=2)},
+        {"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))},
+    ],
+    ids=str,
+)
+def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -> None:
+    """When the run is built, in one line that names the field."""
+    with pytest.raises(UsageError, match=r"rollout\..*sglang|rollout\.(sampler|form)") as caught:
+        served(FakeRollouts(net(), "sglang"), world=one, rollout=replace(STEPS, **rollout)).__enter__()
+    assert "\n" not in str(caught.value)
+
+
+def hang_up(handler: Any) -> None:
+    """End the connection in the middle of a reply, as a killed server does."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b"\x91")
+    handler.wfile.flush()
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def huge(handler: Any) -> None:
+    """Announce ten gigabytes, and send without an end."""
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/msgpack")
+    handler.send_header("Content-Length", str(10**10))
+    handler.end_headers()
+    try:
+        while True:
+            handler.wfile.write(bytes(1 << 20))
+    except OSError:
+        pass
+
+
+def twice(handler: Any) -> None:
+    """Answer two times on one connection, with something else than samples."""
+    for _ in range(2):
+        respond(handler, b"\x90", media="application/msgpack")
+
+
+class Code:
+    """What a pickle would call."""
+
+    def __reduce__(self) -> Any:
+        return (time.sleep, (100,))
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "killed in mid-request": (Fault(hang_up), "cannot be reached: peer closed connection"),
+    "ten gigabytes": (Fault(huge), "a reply of more than 1 MB"),
+    "two replies": (Fault(twice), "0 samples came, expected 4"),
+    "500": (Fault(lambda handler: respond(handler, b'{"detail": "out of memory"}', 500)), "answered 500: .*out of memory"),
+    "503": (Fault(lambda handler: respond(handler, b"", 503)), "answered 503"),
+    "a page": (Fault(lambda handler: respond(handler, b"<html>", media="text/html")), "of type 'text/html'"),
+    "JSON": (Fault(lambda handler: respond(handler, b"{}")), "response: Expected .?array"),
+    "a pickle": (lambda samples: pickle.dumps(Code()), "response: Expected .?array"),
+    "fewer samples": (lambda samples: samples[:-1], "3 samples came, expected 4"),
+    "more samples": (lambda samples: samples * 2, "8 samples came, expected 4"),
+    "other weights": (changed(weight_version=2), "weights of version 2, expected 3"),
+    "unknown weights": (changed(weight_version=None), "does not say which weights"),
+    "another prompt": (changed(prompt="5"), "is of the prompt '5'"),
+    "no trajectory": (changed(dit_trajectory=None), "has no dit_trajectory"),
+    "no log-probs": (changed(rollout_log_probs=None), r"shape none, expected \[4\]"),
+    "NaN": (changed(rollout_log_probs=torch.full((4,), torch.nan)), "not finite"),
+    "images of another shape": (changed(generated_output=torch.ones(2, 4, 4)), r"an image of shape \[2, 4, 4\]"),
+    "a row of pixels": (changed(generated_output=torch.ones(4)), r"generated_output is torch.float32 \[4\]"),
+    "a black hole": (changed(generated_output=torch.full((1, 4, 4), 7.0)), "an image from 7 to 7"),
+    "other latents": (of_trajectory(latents=lambda value: value[..., :2]), r"latents of shape \[1, 4, 2\], expected"),
+    "infinite latents": (of_trajectory(latents=lambda value: value / 0), "latents are not finite"),
+    "other levels": (of_trajectory(sigmas=lambda value: value * 0.99), "was made at sigma 0.99 in step 0"),
+    "other timesteps": (of_trajectory(timesteps=lambda value: value + 1), "has timestep 1001, expected 1000"),
+    "no last latents": (
+        of_trajectory(latents=lambda value: value[:-1], latent_step_indices=lambda value: value[:-1]),
+        "no latents at boundary 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_a_retry_or_one_line(one: World, name: str) -> None:
+    """On another server the rollout is completed, with the bits it would have had; servers that all fail end it."""
+    fault, says = FAULTS[name]
+    fakes, plan, config = [FakeRollouts(net()) for _ in range(2)], planned(one), replace(QUICK, most_mb=1)
+    expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module)), plan)
+    with served(*fakes, world=one, config=config) as source:
+        fakes[0].faults = [fault]
+        found = chunks(source, plan)
+        assert all(torch.equal(own.images, other.images) for own, other in zip(found, expected, strict=True))
+        for fake in fakes:
+            fake.faults = [fault] * 20
+        with pytest.raises(RunError, match=says) as caught:
+            chunks(source, plan)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_answers_after_the_deadline_is_not_waited_for(one: World) -> None:
+    """Its late reply is nobody's."""
+    over = threading.Event()
+
+    def silent(handler: BaseHTTPRequestHandler) -> None:
+        over.wait(60)
+
+    fakes, plan = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    with served(*fakes, world=one, config=replace(QUICK, timeout=2)) as source:
+        fakes[0].faults = [Fault(silent)]
+        assert len(chunks(source, plan)) == 2
+        fakes[0].faults = fakes[1].faults = [Fault(silent)] * 9
+        with pytest.raises(RunError, match=r"did not answer within 2 s"):
+            chunks(source, plan)
+        over.set()
+
+
+def test_a_wrong_request_is_not_sent_to_other_servers(one: World) -> None:
+    """It is wrong everywhere."""
+    fakes, plan = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    with served(*fakes, world=one) as source:
+        for fake in fakes:
+            fake.faults = [Fault(lambda handler: respond(handler, b'{"detail": "no such sampler"}', 400))] * 9
+        with pytest.raises(RunError, match=r"answered 400: .*no such sampler"):
+            chunks(source, plan)
+    assert sum(len(fake.requests) for fake in fakes) <= 2  # one per prompt
+
+
+def test_a_server_that_is_busy_is_asked_again(one: World) -> None:
+    """429 says that it has too much to do; it does not count as a failure."""
+    fake, plan = FakeRollouts(net()), planned(one)
+    with served(fake, world=one) as source:
+        fake.faults = [Fault(lambda handler: respond(handler, b"", 429))] * 9
+        assert len(chunks(source, plan)) == 2
+
+
+def test_a_server_that_died_comes_back_with_the_weights_of_now(one: World) -> None:
+    """A rollout is completed by the other one; the first is given the weights again before it is asked for samples."""
+    fakes, plan = [FakeRollouts(net()) for _ in range(2)], planned(one)
+    with served(*fakes, world=one) as source:
+        fakes[0].faults, fakes[0].is_ready = [Fault(hang_up)] * 2, False
+        chunks(source, plan)
+        assert [server.address for server in source.pool.live] == [source.pool.servers[1].address]
+        fakes[0].is_ready, fakes[0].version, fakes[0].faults = True, 0, []
+        begun = time.monotonic()
+        while len(source.pool.live) < 2 and time.monotonic() - begun < 60:
+            time.sleep(0.02)
+        assert cast(FakeSync, source.sync).repeated == [source.pool.servers[0].address]
+        assert len(chunks(source, plan._replace(requests=plan.requests._replace(key=key(9))))) == 2
+        assert len(fakes[0].requests) > 1
+
+
+def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
+    """For the patience of the run, and then the weights are given again."""
+    fake, plan, engine = FakeRollouts(net()), planned(one), cast(Engine, SimpleNamespace(world=one))
+    with served(fake, world=one, config=replace(QUICK, patience=3)) as source:
+        sync = cast(FakeSync, source.sync)
+        sync.is_down, fake.is_ready = True, False
+
+        def restart() -> None:
+            sync.is_down, fake.is_ready = False, True
+
+        back = threading.Timer(1.0, restart)
+        back.start()
+        source.push(engine, 4)
+        back.join()
+        assert fake.version == 4
+        assert sync.pushes == 3
+        assert len(chunks(source, plan)) == 2
+        sync.is_down = True  # it says that it is ready, and takes nothing
+        with pytest.raises(RunError, match=r"no server has answered for 3 s: no server took the weights .* it restarts"):
+            source.push(engine, 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((1, 2, 4), r"an image of shape \[1, 2, 4\], of latents \[1, 2, 4\], expected \[1, 4, 4\]"),
+        ((1, 2, 4, 4), r"an image of shape \[1, 2, 4, 4\]: frames is 2"),
+        ((1, 1, 4, 4), ""),  # a video of one frame
+    ],
+)
+def test_images_have_the_size_of_the_samples(
+    one: World, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], says: str
+) -> None:
+    def latent_shape(self: Any, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        check_still(frames)
+        return (1, height, width)
+
+    monkeypatch.setattr(tiny.Tiny, "latent_shape", latent_shape)
+    fake, plan = FakeRollouts(net()), planned(one)
+    with served(fake, world=one) as source, pytest.raises(RunError, match=says) if says else nullcontext():
+        fake.faults = [changed(generated_output=torch.ones(shape))] * 9
+        assert {chunk.images.shape for chunk in chunks(source, plan)} == {(MICRO_BATCH, 1, 4, 4)}
+
+
+@contextmanager
+def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
+    """Yield a trainer that corrects for differences of the servers that make its samples."""
+    config = tiny.config(cast(Any, None), rollout=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
+    with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
+        trainer.config = trainer.rollouts.config = replace(config, rollout=source.rollout)
+        trainer.rollouts.source = source
+        yield trainer, source
+
+
+def test_a_server_with_another_policy_is_left_out(one: World) -> None:
+    """Also with a correction: the rollout is made again by the others, and nothing is asked of that server any more."""
+    bad, good = FakeRollouts(tiny.Tiny(seed=1).build()), FakeRollouts(net())
+    with trainer_of(bad, good, world=one) as (trainer, source):
+        addresses = [server.address for server in source.pool.servers]
+        with pytest.warns(
+            RuntimeWarning, match=rf"^{addresses[0]} is left out: its log-prob[^\n]* above `rollout.servers.tol"
+        ):
+            made = trainer.rollouts.next(key(1), trainer.runners)
+        assert [server.address for server in source.pool.servers] == addresses[1:]
+        inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
+        plan = made.plan
+        ends = [chunk.trajectory.x_next for chunk in chunks(inside, plan)]
+        assert torch.equal(made.samples.trajectory.x_next, torch.cat(ends))
+        assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
+        good.module = bad.module
+        with pytest.raises(RunError, match=r"log-probabilities are up to .* from the trainer's own, above .* 0\.001"):
+            trainer.rollouts.next(key(2), trainer.runners)
+
+
+def test_the_summary_is_of_served_samples_too(one: World) -> None:
+    """With a correction the update's own numbers take the place of the servers', and a first ratio of these is 0."""
+    fake = FakeRollouts(net())
+    with torch.no_grad():
+        for parameter in fake.module.parameters():
+            parameter.mul_(1 + 1e-5)
+    with trainer_of(fake, world=one) as (trainer, _):
+        record = trainer.update()
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        assert 0 < record["correction"]["gap_p99"] <= record["correction"]["gap_max"] < 1e-3
+        assert trainer.progress.max_log_ratio == record["correction"]["gap_max"]
+
+
+def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
+    """In a rollout with another key, the first reply holds samples of the last one."""
+    fake, plan, known = FakeRollouts(net()), planned(one), dict[str, Any]()
+    following = plan.requests._replace(key=key(9))
+
+    def noted(samples: Any) -> Any:
+        known[samples[0].prompt] = samples
+        return samples
+
+    with served(fake, world=one) as source:
+        fake.faults = [noted] * 20
+        chunks(source, plan)
+        fake.faults = [lambda samples: known[samples[0].prompt]]
+        with pytest.raises(RunError, match="sent the same sample twice"):
+            chunks(source, plan._replace(requests=following))
+        fake.faults = []
+        assert len(chunks(source, plan._replace(requests=following._replace(key=key(10))))) == 2
+
+
+def test_a_server_that_repeats_itself_is_found_out(one: World) -> None:
+    """No sample is used twice in a rollout."""
+    fake, plan, known = FakeRollouts(net()), planned(one), list[Any]()
+
+    def repeated(samples: Any) -> Any:
+        known.append(samples)
+        return [replace(sample, prompt=own.prompt) for sample, own in zip(known[0], samples, strict=True)]
+
+    with served(fake, world=one) as source:
+        fake.faults = [repeated] * 2
+        with pytest.raises(RunError, match="sent the same sample twice"):
+            chunks(source, plan)
+
+
+def test_nothing_hangs_without_servers(one: World) -> None:
+    """Neither when the run is built, nor later."""
+    with pytest.raises(RunError, match="cannot be reached"):
+        Remote(
+            replace(STEPS, source="http://127.0.0.1:9", servers=QUICK),
+            tiny.Tiny(),
+            behaviour=lambda: nullcontext(net()),
+            adapter=lambda version: "default",
+            world=one,
+            sizes={},
+            sync=cast(Any, FakeSync([])),
+        )
+    fake, plan = FakeRollouts(net()), planned(one)
+    with served(fake, world=one) as source:
+        fake.is_ready, fake.faults = False, [Fault(hang_up)] * 9
+        with pytest.raises(RunError, match=r"no server has answered for 1 s|tries failed"):
+            chunks(source, plan)
+
+
+def test_servers_that_differ_are_refused(one: World) -> None:
+    """A run has one kind of server, and each once."""
+    with pytest.raises(UsageError, match="different programs"):
+        served(FakeRollouts(net()), FakeRollouts(net(), "sglang"), world=one).__enter__()
+    with pytest.raises(UsageError, match="names a server twice"):
+        servers.ServerPool(["http://a:1", "http://a:1/"], QUICK)
+
+
+def test_the_handshake_says_how_far_servers_are(one: World) -> None:
+    """0 where they compute the same, more where their weights are others."""
+    fake, plan = FakeRollouts(net()), planned(one)
+    requests = plan.requests._replace(prompts=[Prompt("1")] * 4, ids=list(range(4)))
+    with served(fake, world=one) as source:
+        handshake = source.compare_with_servers(requests, plan.sampling)
+        assert handshake.largest == 0.0
+        assert [*handshake.differences] == [0, 1, 2, 3]
+        assert handshake.record["sigmas"] == plan.sampling.schedule.levels.tolist()
+        assert "|log-prob by server - by trainer| per step  0: 0 1: 0 2: 0 3: 0" in str(handshake)
+        own, fake.module = fake.module, tiny.Tiny(seed=1).build()
+        source.behaviour = lambda: nullcontext(own)
+        assert source.compare_with_servers(requests, plan.sampling).largest > 1e-3
+
+
+@pytest.mark.parametrize("source", ["ftp://a", "http://a,b", "http//a"])
+def test_addresses_of_another_kind_are_refused(source: str) -> None:
+    """When the configuration is made."""
+    with pytest.raises(ValueError, match="expected addresses of servers"):
+        replace(STEPS, source=source)
+
+
+def test_settings_of_servers_need_servers() -> None:
+    """They would do nothing."""
+    with pytest.raises(ValueError, match=r"rollout.servers has no effect without servers"):
+        replace(STEPS, servers=QUICK)

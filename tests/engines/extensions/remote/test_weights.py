@@ -1,0 +1,402 @@
+"""Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asgi
+import pytest
+import torch
+from tiny_jobs import Tiny
+from torch import Tensor, nn
+from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
+
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.remote.weight_sync import WeightSync
+from fluvial.engines.extensions.wire.weight_buckets import Checksum
+from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, lora_layers, use_adapter
+from fluvial.models.lora_layer import Product
+from fluvial.models.pipelines.wan import EXPERTS
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture
+def lora(one: World) -> Engine:
+    """An engine that trains an adapter, which is not where it started."""
+    engine = engine_of(adapted(base()), one)
+    move(engine, seed=0)
+    return engine
+
+
+def output(engine: Engine) -> torch.Tensor:
+    """Return what the trainer itself computes."""
+    with engine.inference() as module:
+        return run(module)
+
+
+def test_an_adapter_is_pushed_by_its_file(tmp_path: Path, one: World, lora: Engine) -> None:
+    """To the bit, again and again; the base is equal already, and is not sent."""
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    for version in (3, 4):
+        move(lora, seed=version)
+        assert sync.push(lora, version, [server.client]) == {}
+        assert torch.equal(run(server.weights.module), output(lora))
+        assert server.weights.version == version
+        assert [path.name for path in sync.path.iterdir() if path.is_dir()] == [f"lora-{version}"]
+    assert server.requests.count("/v1/set_lora") == 2
+    assert "/update_weights_from_disk" not in server.requests
+    sync.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_base_is_pushed_once_to_a_server_that_has_another(tmp_path: Path, one: World) -> None:
+    engine = engine_of(adapted(moved_base()), one)
+    move(engine, seed=0)
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    for version in (1, 2):
+        assert sync.push(engine, version, [server.client]) == {}
+        assert torch.equal(run(server.weights.module), output(engine))
+    assert server.requests.count("/update_weights_from_disk") == 1
+    sync.forget(server.client.address)  # it may have started again, and has not
+    assert sync.push(engine, 3, [server.client]) == {}
+    assert server.requests.count("/update_weights_from_disk") == 1
+
+
+@pytest.mark.parametrize("method", ["auto", "shared_memory"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: torch.dtype) -> None:
+    """To the bit, in the server's dtype, in one folder or in several buckets."""
+    engine, server = engine_of(moved_base(), one), served(tmp_path, dtype=dtype)
+    sync = WeightSync(one, folder=tmp_path, method=method, bucket_bytes=2000)
+    assert sync.push(engine, 7, [server.client]) == {}
+    expected = moved_base().to(dtype).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in server.weights.module.state_dict().items())
+    assert server.weights.version == 7
+    assert sync.sent_bytes >= sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
+    assert (server.requests.count("/update_weights_from_tensor") > 2) == (method == "shared_memory")
+
+
+@pytest.mark.parametrize("method", ["disk", "shared_memory"])
+def test_an_adapter_may_be_pushed_merged(tmp_path: Path, one: World, lora: Engine, method: Any) -> None:
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path, method=method)
+    assert sync.push(lora, 1, [server.client]) == {}
+    assert server.weights.adapters == {}
+    torch.testing.assert_close(run(server.weights.module), output(lora), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("product", ["factors", "merged"])
+def test_the_product_of_the_layers_travels(tmp_path: Path, one: World, product: Product) -> None:
+    """The two products differ in rounding, so the bits show which one the server takes."""
+    engine, server = engine_of(adapted(base(), product=product), one), served(tmp_path)
+    move(engine, seed=0)
+    WeightSync(one, folder=tmp_path, product=product).push(engine, 1, [server.client])
+    assert torch.equal(run(server.weights.module), output(engine))
+
+
+def test_another_adapter_than_the_trained_one_may_make_the_rollouts(tmp_path: Path, one: World) -> None:
+    engine, server = engine_of(adapted(base(), "default", "old"), one), served(tmp_path)
+    move(engine, seed=1)
+    copy_adapter(engine.module, "default", "old")
+    move(engine, seed=2)
+    WeightSync(one, folder=tmp_path).push(engine, 1, [server.client], adapter="old")
+    with engine.inference() as inner, use_adapter(inner, "old"):
+        assert torch.equal(run(server.weights.module), run(inner))
+
+
+@pytest.mark.parametrize("method", ["auto", "disk", "shared_memory"])
+def test_the_adapter_of_another_run_is_taken_off(tmp_path: Path, one: World, lora: Engine, method: Any) -> None:
+    """Also by a server that keeps it over new weights, as sglang does; and one that has it still is left out."""
+    server, full = served(tmp_path), engine_of(moved_base(), one)
+    WeightSync(one, folder=tmp_path).push(lora, 1, [server.client])
+    assert server.weights.adapters
+
+    def kept(found: dict[str, str]) -> dict[str, str]:
+        return {**found, **dict.fromkeys({*found} & {"transformer.lora"}, "0" * 64)}
+
+    stubborn: Any = Broken(server.client, "/get_weights_checksum", kept)
+    with pytest.raises(RunError, match="another checksum"):
+        WeightSync(one, folder=tmp_path, method=method).push(full, 2, [stubborn])
+    WeightSync(one, folder=tmp_path).push(lora, 3, [server.client])
+    server.requests.clear()
+    WeightSync(one, folder=tmp_path, method=method).push(full, 4, [server.client])
+    changes = [path for path in server.requests if "unmerge" in path or "update_weights" in path]
+    assert changes[0] == "/v1/unmerge_lora_weights"
+    assert torch.equal(run(server.weights.module), output(full))
+
+
+def test_an_adapter_takes_the_place_of_the_one_before(tmp_path: Path, one: World, lora: Engine) -> None:
+    """By name, so that a server which keeps adapters by their names has one, whatever the number of pushes."""
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+    listed = []
+    for version in (1, 2, 3):
+        move(lora, seed=version)
+        sync.push(lora, version, [server.client])
+        listed.append(server.client.get("/v1/list_loras")["loaded_adapters"])
+    assert [len(each) for each in listed] == [1, 1, 1]
+    assert len({each[0]["nickname"] for each in listed}) == 1
+    assert len({each[0]["path"] for each in listed}) == 3  # by which sglang knows that it has to be read again
+
+
+class Pair(nn.ModuleDict):
+    """Two nets, each with half of the output."""
+
+    def __init__(self, *seeds: int) -> None:
+        super().__init__({name: Tiny(seed=seed).build() for name, seed in zip(EXPERTS, seeds, strict=True)})
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([network(*inputs) for network in self.values()])
+
+
+def test_both_networks_of_a_model_are_pushed(tmp_path: Path, one: World) -> None:
+    """As of Wan 2.2: each by its name, adapters and all weights."""
+
+    lora = Engine(adapted(Pair(0, 1)), [], OptimizerConfig(), one, updates=1)
+    for name, shard in lora.sharded.shards(trainable=True).items():
+        shard.fill_(0.1 if "transformer_2" in name else 0.2)
+    full = Engine(Pair(2, 3), [], OptimizerConfig(), one, updates=1)
+    server = Served(Pair(0, 1).eval(), [tmp_path])
+    for method in ("auto", "disk", "shared_memory"):
+        for engine in (lora, full) if method == "auto" else (full,):
+            assert WeightSync(one, folder=tmp_path, method=method).push(engine, 1, [server.client]) == {}
+            with engine.inference() as module:
+                assert torch.equal(run(server.weights.module), run(module))
+            assert set(server.weights.adapters) == (set(EXPERTS) if engine is lora else set())
+            asyncio.run(asgi.call(server.app, "/v1/unmerge_lora_weights", {}))
+
+
+class Buffered(nn.Module):
+    """A net with a buffer that bfloat16 would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("angles", torch.full((3,), 1 / 3))
+
+
+def test_buffers_of_a_server_in_bfloat16_are_not_rounded(tmp_path: Path, one: World) -> None:
+    module = Buffered()
+    module.get_buffer("angles").fill_(1 / 7)
+    trained = module.inner.weight.detach().clone()
+    engine = Engine(module, [], OptimizerConfig(), one, updates=1)
+    other = Buffered()
+    other.inner.to(torch.bfloat16)
+    server = Served(other, [tmp_path])
+    assert WeightSync(one, folder=tmp_path).push(engine, 1, [server.client]) == {}
+    assert torch.equal(other.get_buffer("angles"), torch.full((3,), 1 / 7))
+    assert torch.equal(other.inner.weight, trained.to(torch.bfloat16))
+
+
+def test_a_server_in_bfloat16_is_compared_in_its_own_dtype(tmp_path: Path, one: World, lora: Engine) -> None:
+    server = served(tmp_path, dtype=torch.bfloat16)
+    assert WeightSync(one, folder=tmp_path).push(lora, 1, [server.client]) == {}
+    assert "/update_weights_from_disk" not in server.requests  # its base is the trainer's, rounded
+
+
+def test_the_bytes_of_an_adapter_are_less_than_a_hundredth(tmp_path: Path, one: World) -> None:
+    """For a transformer of the width of SD3, and an adapter of rank 4."""
+    from diffusers import SD3Transformer2DModel
+
+    from fluvial.engines.engine.export import layout
+
+    def bytes_of(module: torch.nn.Module, **options: Any) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in layout(module, **options).values())
+
+    with torch.device("meta"):
+        module = SD3Transformer2DModel(
+            sample_size=64,
+            num_layers=4,
+            attention_head_dim=64,
+            num_attention_heads=24,
+            joint_attention_dim=4096,
+            caption_projection_dim=1536,
+            pooled_projection_dim=2048,
+        )
+    add_lora(module, LoraConfig(rank=4), ("to_q", "to_k", "to_v", "to_out.0"))
+    small, large = bytes_of(module, adapter="default"), bytes_of(module, adapter="default", merge=True)
+    assert 0 < small <= 0.01 * large
+
+
+class Broken:
+    """A server that is down, or whose answers are changed on the way.
+
+    Args:
+        inner: client of the server.
+        path: path whose answers are changed.
+        answer: function from the answer to another, or the error that is raised.
+    """
+
+    def __init__(self, inner: Any, path: str, answer: Any) -> None:
+        self.inner, self.path, self.answer, self.address = inner, path, answer, "http://broken"
+
+    def get(self, path: str) -> Any:
+        """Return the answer, changed."""
+        return self._changed(path, self.inner.get(path))
+
+    def post(self, path: str, value: Any) -> Any:
+        """Return the answer, changed."""
+        return self._changed(path, self.inner.post(path, value))
+
+    def _changed(self, path: str, answer: Any) -> Any:
+        if path != self.path:
+            return answer
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer(answer)
+
+
+DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "says"),
+    [
+        ("/v1/set_lora", DOWN, "cannot be reached"),
+        ("/v1/set_lora", lambda answer: {"success": False, "message": "no"}, "refused: no"),
+        ("/get_weights_checksum", lambda answer: dict.fromkeys(answer, "0" * 64), "has other base weights"),
+        ("/get_weights_checksum", lambda answer: {}, "has other base weights"),
+        (
+            "/get_weights_checksum",
+            lambda found: {**found, **dict.fromkeys({*found} & {"transformer.lora"}, "0")},
+            "another checksum",
+        ),
+        (  # it has restarted with other base weights since these were compared
+            "/get_weights_checksum",
+            lambda found: {**found, "transformer": "0"} if len(found) > 1 else found,
+            "another checksum",
+        ),
+        ("/v1/models", RunError("http://broken/v1/models did not answer"), "did not answer"),
+    ],
+)
+def test_a_server_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, one: World, lora: Engine, path: str, answer: Any, says: str
+) -> None:
+    good, bad = served(tmp_path), served(tmp_path)
+    sync = WeightSync(one, folder=tmp_path)
+    broken: Any = Broken(bad.client, path, answer)
+    failed = sync.push(lora, 1, [good.client, broken])
+    assert list(failed) == ["http://broken"]
+    assert says in failed["http://broken"]
+    assert torch.equal(run(good.weights.module), output(lora))
+    with pytest.raises(RunError, match=r"^no server took the weights of update 2: [^\n]*$"):
+        sync.push(lora, 2, [broken])
+    broken.path = ""  # it is well again
+    assert sync.push(lora, 3, [good.client, broken]) == {}
+    assert torch.equal(run(bad.weights.module), output(lora))
+
+
+def test_an_adapter_without_a_checksum_has_to_be_listed(tmp_path: Path, one: World, lora: Engine) -> None:
+    """As in sglang, whose checksum of an adapted base is of other names."""
+    server = served(tmp_path)
+
+    class Sglang(Broken):
+        """Knows no checksum of adapters, and lists what `listed` says."""
+
+        listed = True
+
+        def post(self, path: str, value: Any) -> Any:
+            """Return the answer without adapters' checksums."""
+            answer = self.inner.post(path, value)
+            return (
+                {name: "not_found" if ".lora" in name else sum for name, sum in answer.items()} if "sum" in path else answer
+            )
+
+        def get(self, path: str) -> Any:
+            """Return the answer, with no adapters unless they are listed."""
+            return self.inner.get(path) if self.listed or "list" not in path else {"loaded_adapters": []}
+
+    sync = WeightSync(one, folder=tmp_path)
+    peer: Any = Sglang(server.client, "", None)
+    assert sync.push(lora, 1, [peer]) == {}
+    peer.listed = False
+    with pytest.raises(RunError, match="accepted the adapter of update 2, and does not list it"):
+        sync.push(lora, 2, [peer])
+
+
+def test_a_server_that_comes_back_is_given_the_last_push(tmp_path: Path, one: World, lora: Engine) -> None:
+    sync = WeightSync(one, folder=tmp_path)
+    assert "not kept" in str(sync.repeat(served(tmp_path).client))
+    sync.push(lora, 5, [served(tmp_path).client])
+    back = served(tmp_path)
+    assert sync.repeat(back.client) is None
+    assert torch.equal(run(back.weights.module), output(lora))
+    assert back.weights.version == 5
+    other = Served(moved_base().eval(), [tmp_path])
+    assert "has other base weights" in str(sync.repeat(other.client))
+    assert other.weights.version == 0
+    assert sync.push(lora, 6, [other.client]) == {}  # which brings the base, too
+    assert torch.equal(run(other.weights.module), output(lora))
+    full = engine_of(moved_base(), one)
+    sync.push(full, 7, [back.client])
+    again = served(tmp_path)
+    assert sync.repeat(again.client) is None
+    assert torch.equal(run(again.weights.module), output(full))
+
+
+def test_wrong_settings_are_one_line(tmp_path: Path, one: World, lora: Engine) -> None:
+    with pytest.raises(UsageError, match=r"servers.weights is 'nccl', expected one of auto, disk, shared_memory"):
+        WeightSync(one, folder=tmp_path, method="nccl")  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"weights_folder is .*file/x, which cannot be written: Not a directory"):
+        WeightSync(one, folder=tmp_path / "file" / "x")
+    with pytest.raises(RunError, match="no server took the weights of update 1: there is none"):
+        WeightSync(one, folder=tmp_path).push(lora, 1, [])
+
+
+@pytest.mark.parametrize("train", ["all", "adapter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_hashed_once_per_push(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, train: str, dtype: torch.dtype
+) -> None:
+    """However many servers there are; the base, which an adapter leaves as it is, once per run."""
+    hashed, add = list[str](), Checksum.add
+
+    def counted(self: Checksum, name: str, tensor: Tensor) -> None:
+        hashed.append(name)
+        add(self, name, tensor)
+
+    engine = engine_of(adapted(base()) if train == "adapter" else base(), one)
+    servers = [served(tmp_path, name=f"served{number}", dtype=dtype) for number in range(3)]
+    sync = WeightSync(one, folder=tmp_path)
+    monkeypatch.setattr(Checksum, "add", counted)
+    tensors, each = len(base().state_dict()), list[int]()
+    for version in (1, 2, 3):
+        if train == "adapter":
+            move(engine, seed=version)
+        before = len(hashed)
+        assert sync.push(engine, version, [server.client for server in servers]) == {}
+        each.append(len(hashed) - before)
+    if train == "all":  # by the trainer; by each server of the files, and of what it has then
+        assert each == [tensors * (1 + 2 * len(servers))] * 3
+    else:  # two factors of each layer and the scale; in the first push the base too
+        factors = 2 * len(lora_layers(engine.module)) + 1
+        assert each == [(tensors + factors) * (1 + len(servers)), *[factors * (1 + len(servers))] * 2]
+
+
+@pytest.mark.long
+def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lora: Engine) -> None:
+    """An adapter takes the place of the one before, in the server's memory and on the disk."""
+    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
+        files = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        return len(tensors), sum(each.numel() * each.element_size() for each in tensors), files
+
+    counts = []
+    for version in range(1, 13):
+        move(lora, seed=version)
+        assert sync.push(lora, version, [server.client]) == {}
+        counts.append(held())
+    assert counts[2:] == [counts[2]] * 10

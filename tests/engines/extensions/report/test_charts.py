@@ -1,0 +1,111 @@
+"""Charts as SVG: where points are, and that text is text."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from fluvial.engines.extensions.report.charts import COLOURS, MOST_POINTS, LineChart, bar_chart, line_chart, thinned
+
+pytestmark = pytest.mark.usefixtures("charts")
+
+
+def coordinates(figure: str, colour: str) -> list[tuple[float, float]]:
+    """Return the points of the first path of a colour."""
+    path = next(path for path in re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', figure) if f": {colour}" in path[1])
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path[0])]
+
+
+def test_points_are_placed_in_proportion() -> None:
+    """Upwards, from the left; a point that is no number is left out; both lines share their axes."""
+    figure = line_chart(
+        LineChart("t", {"a": [(0, 0.0), (1, math.nan), (2, 1.0), (4, 4.0)], "b": [(2, 1.0), (4, 2.0), (5, math.inf)]})
+    )
+    one, two = (coordinates(figure, colour) for colour in COLOURS[:2])
+    assert (len(one), len(two)) == (3, 2)
+    assert one[1] == two[0]
+    assert one[1][0] == pytest.approx((one[0][0] + one[2][0]) / 2, abs=0.1)
+    assert one[1][1] == pytest.approx((3 * one[0][1] + one[2][1]) / 4, abs=0.1)
+    assert one[0][1] > one[2][1], "down is smaller"
+
+
+def test_a_figure_is_well_formed_and_its_text_is_text() -> None:
+    """Nothing of it leads out of the page, and no part has a name that a part of another chart has."""
+    figures = (
+        line_chart(LineChart("<a> & b", {"<c>": [(1, 1.0)]}, "<f>")),
+        bar_chart("a", {"<c>": {"<d>": 1.0}}, xlabel="<e>"),
+    )
+    for figure, words in zip(figures, ({"<a> & b", "<c>", "<f>", "updates"}, {"a", "<c>", "<d>", "<e>"}), strict=True):
+        assert words <= {text.strip() for text in ElementTree.fromstring(figure).itertext()}
+        assert set(re.findall(r"https?://[^\"]*", figure)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    names = [re.findall(r' id="([^"]*)"', figure) for figure in figures]
+    assert all(names)
+    assert len({name for found in names for name in found}) == sum(map(len, names))
+
+
+def test_the_same_chart_is_the_same_bytes() -> None:
+    chart = LineChart("t", {"a": [(0.0, 1.0), (1.0, 2.0)]})
+    assert line_chart(chart) == line_chart(chart)
+
+
+def numbers(figure: str) -> list[str]:
+    """Return the numbers beside the axes, in their order: those of x first."""
+    return [text.strip() for text in re.findall(r"<text [^>]*>([^<]*)</text>", figure) if text.strip() != "updates"]
+
+
+def test_shares_are_percent_from_0() -> None:
+    """Also where all of them are 0, or a line of one point; no axis goes below 0 or above 102 %."""
+    for points, most in (([(1, 0.0), (2, 0.0)], 100.0), ([(1, 0.2), (2, 0.1)], 21.6), ([(1, 1.0)], 102.0)):
+        ticks = [text for text in numbers(line_chart(LineChart("t", {"": points}, y="share"))) if text.endswith("%")]
+        assert ticks[0] == "0 %"
+        assert 0 < float(ticks[-1].removesuffix(" %")) <= most
+
+
+def test_sizes_begin_at_0_and_others_do_not() -> None:
+    """A size below 0, which no range from 0 could show, is shown; no factor stands above an axis."""
+    points = [(1, 5.1), (2, 5.2)]
+    assert "0" in numbers(line_chart(LineChart("t", {"": points}, y="from_zero")))
+    assert "0" not in numbers(line_chart(LineChart("t", {"": points})))
+    assert "-2" in numbers(line_chart(LineChart("t", {"": [(1, -2.0), (2, 2.0)]}, y="from_zero")))
+    assert "1e-08" in numbers(line_chart(LineChart("t", {"": [(1, -1e-8), (2, 1e-8)]})))
+
+
+def test_a_lone_line_without_a_label_has_no_legend() -> None:
+    points = [(1.0, 1.0)]
+    assert "legend" not in line_chart(LineChart("t", {"": points}))
+    figure = line_chart(LineChart("t", {"a": points, "b": []}))
+    assert figure.count("<i ") == 1, "a line without points has no key"
+    assert f'background:{COLOURS[0]}"></i>a<' in figure
+
+
+def test_nothing_to_draw_is_no_figure() -> None:
+    assert (
+        line_chart(LineChart("t", {"a": []}))
+        == line_chart(LineChart("t", {}))
+        == bar_chart("t", {"a": {"b": 0.0}}, xlabel="x")
+        == ""
+    )
+
+
+def test_bars_are_as_high_as_their_share() -> None:
+    """Side by side, where there are several per position."""
+    figure = bar_chart("t", {"a": {"x": 0.5, "y": 0.25}, "b": {"x": 0.125}}, xlabel="x")
+    paths = re.findall(r'<path d="([^"]*)"[^>]*style="fill: (#\w+)', figure)
+    heights = {}
+    for colour in COLOURS[:2]:
+        found = [re.findall(r"[ML] [-\d.]+ ([-\d.]+)", path) for path, fill in paths if fill == colour]
+        heights[colour] = [max(map(float, ys)) - min(map(float, ys)) for ys in found]
+    first, second = (heights[colour] for colour in COLOURS[:2])
+    assert first[0] == pytest.approx(2 * first[1], abs=0.2)
+    assert first[0] == pytest.approx(4 * second[0], abs=0.2)
+
+
+def test_long_lines_are_thinned_to_means() -> None:
+    """The mean of the line stays, and so does its order."""
+    points = [(float(i), float(i % 7)) for i in range(7 * MOST_POINTS)]
+    found = thinned(points)
+    assert len(found) == MOST_POINTS
+    assert found == sorted(found)
+    assert sum(y for _, y in found) / len(found) == pytest.approx(3.0)
+    assert thinned(points[:5]) == points[:5]

@@ -1,0 +1,254 @@
+"""Trackers: what each is called with, what is kept for a resumption, and that none of them can end a run."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.report import trackers
+from fluvial.engines.extensions.report.trackers import SafeTracker, Samples, TrackedRun
+from fluvial.engines.run import train
+from fluvial.engines.run.process.run_folder import RunFolder, claim
+
+FAKE = '''
+"""Notes its calls. Like the real one it takes these names alone."""
+calls = []
+class Image:
+    def __init__(self, image, caption=None):
+        self.image, self.caption = image, caption
+class Settings:
+    def __init__(self, console):
+        self.console = console
+class Run:
+    def define_metric(self, name, step_metric=None):
+        calls.append(("define_metric", name, step_metric))
+    def log(self, numbers, step=None):
+        calls.append(("log", numbers, step))
+    def finish(self):
+        calls.append(("finish",))
+run = Run()
+log, finish = run.log, run.finish
+def init({arguments}):
+    calls.append(("init", locals()))
+    return run
+'''
+# Arguments of `init`, as wandb 0.31, trackio 0.43 and swanlab 0.10 name them.
+ARGUMENTS = {
+    "wandb": "project, name, id, resume, dir, config, mode, settings",
+    "trackio": "project, name, config, resume, embed",
+    "swanlab": "*, project, name, config, log_dir, mode, id, resume",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what this machine knows of trackers."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packages with the names of trackers."""
+    kept = {name: sys.modules.pop(name, None) for name in ARGUMENTS}
+    for name, arguments in ARGUMENTS.items():
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "__init__.py").write_text(FAKE.replace("{arguments}", arguments))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    yield
+    for name, module in kept.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def calls(name: str) -> list[Any]:
+    """Return the calls of a fake."""
+    found: list[Any] = sys.modules[name].calls
+    return found
+
+
+def folder(out: Path, name: str, update: int = 0) -> RunFolder:
+    """Return a run folder with a tracker, which has logged an update and two images."""
+    claim(out, resume=update > 0)
+    made = RunFolder(out, {"seed": 3}, update=update, tracker=name)
+    made.log({"update": update + 1, "reward": {"mean": 0.5}, "lost": float("nan")})
+    made.samples("before", torch.zeros(2, 1, 4, 4), ["a fox", "an ox"], [0.25, 1.0], title="t", update=update)
+    made.close()
+    return made
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_tracker_gets_numbers_images_and_settings(tmp_path: Path, name: str) -> None:
+    """By update, with prompts and scores; a number that is not finite is left out. Without a login it is offline."""
+    folder(tmp_path / "run", name)
+    start, *rest, end = calls(name)
+    assert start[0] == "init"
+    assert start[1]["config"] == {"seed": 3}
+    assert start[1]["resume"] == "allow"
+    assert start[1].get("mode", "offline") == "offline"
+    assert end == ("finish",)
+    logs = [call for call in rest if call[0] == "log"]
+    numbers = {"update": 1, "reward/mean": 0.5}
+    assert logs[0] == ("log", numbers, None if name == "wandb" else 1)
+    images = [value for _, logged, _ in logs[1:] for key, value in logged.items() if key.startswith("samples/before")]
+    shown = images if name == "trackio" else images[0]
+    assert [image.caption for image in shown] == ["a fox   0.25", "an ox   1.00"]
+    assert all(isinstance(image.image, Image.Image) for image in shown)
+    assert all(step == 0 or logged["update"] == 0 for _, logged, step in logs[1:])
+    if name == "wandb":  # a resumed run logs some updates again, and wandb drops what is not after its own step
+        assert ("define_metric", "*", "update") in rest
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, name: str) -> None:
+    """The id is kept in the run folder. Another run has another."""
+    folder(tmp_path / "run", name)
+    folder(tmp_path / "run", name, update=1)
+    folder(tmp_path / "other" / "run", name)
+    key = "name" if name == "trackio" else "id"
+    first, second, other = (call[1][key] for call in calls(name) if call[0] == "init")
+    assert first == second != other
+    kept = json.loads((tmp_path / "run" / "tracker.json").read_text())["id"]
+    assert len(kept) == 21
+    assert kept.startswith(first.rpartition("-")[2])
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_login_or_a_mode_takes_a_tracker_online(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the tracker's own settings decide, where offline was the default."""
+    for number, change in enumerate(({}, {"WANDB_API_KEY": "x"}, {"WANDB_MODE": "online"}, {"netrc": "api.wandb.ai"})):
+        with monkeypatch.context() as patch:
+            for name, value in change.items():
+                patch.setenv(name, value)
+            if "netrc" in change:
+                (tmp_path / "netrc").write_text(f"machine {change['netrc']} login user password secret\n")
+            folder(tmp_path / f"run{number}", "wandb")
+    assert [call[1]["mode"] for call in calls("wandb") if call[0] == "init"] == ["offline", None, None, None]
+    (tmp_path / ".swanlab").mkdir()
+    (tmp_path / ".swanlab" / ".netrc").write_text("")
+    folder(tmp_path / "swan", "swanlab")
+    assert calls("swanlab")[0][1]["mode"] is None
+
+
+def test_tensorboard_gets_images_and_settings(tmp_path: Path) -> None:
+    """And needs no id."""
+    folder(tmp_path / "run", "tensorboard")
+    assert not (tmp_path / "run" / "tracker.json").exists()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["images"] == ["samples/before"]
+    assert set(events.Tags()["scalars"]) == {"update", "reward/mean"}
+    assert b'"seed": 3' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    none = folder(tmp_path / "none", "none")
+    assert none.tracker is None
+    assert not (tmp_path / "none" / "tensorboard").exists()
+
+
+class Broken:
+    """A tracker without a network, as far as `works` says."""
+
+    works: tuple[str, ...] = ()
+    asked: list[str] = []  # noqa: RUF012
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._call("start")
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._call("log")
+
+    def images(self, samples: Samples, step: int) -> None:
+        self._call("images")
+
+    def finish(self) -> None:
+        self._call("finish")
+
+    def _call(self, name: str) -> None:
+        self.asked.append(name)
+        if name not in self.works:
+            raise SystemExit(1) if name == "finish" else ConnectionError("no\nnetwork")
+
+
+def test_a_tracker_that_fails_is_reported_once_and_left_alone_after_three_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a row: one that works in between is asked on. One that cannot start is not asked at all."""
+    run = TrackedRun(tmp_path, {}, "x" * 21, 0)
+
+    def used(works: tuple[str, ...], kinds: str) -> tuple[list[str], list[str]]:
+        said: list[str] = []
+        monkeypatch.setattr(Broken, "works", works)
+        monkeypatch.setattr(Broken, "asked", [])
+        safe = SafeTracker("mine:Broken", Broken, run, said.append)
+        sheet = Samples("a", [], [], Image.new("RGB", (1, 1)))
+        for kind in kinds:
+            safe.images(sheet, 1) if kind == "i" else safe.log({}, 1)
+        safe.finish()
+        return Broken.asked, said
+
+    asked, said = used((), "llll")
+    assert asked == ["start"]
+    assert said == [
+        "tracker mine:Broken failed (ConnectionError: no network); training goes on, and metrics.jsonl holds every number"
+    ]
+    asked, said = used(("start", "images"), "llillll")
+    assert asked == ["start", "log", "log", "images", "log", "log", "log"]
+    assert len(said) == 1
+    asked, said = used(("start", "log"), "l")
+    assert asked == ["start", "log", "finish"]
+    assert said == ["tracker mine:Broken failed (SystemExit: 1); training goes on, and metrics.jsonl holds every number"]
+
+
+def test_a_run_with_a_broken_tracker_of_ones_own_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its report has the warning. The tracker is named by its module."""
+    monkeypatch.setattr(Broken, "works", ("start",))
+    name = f"{Broken.__module__}:Broken"
+    summary = train(tiny.config(tmp_path / "run", tracker=name, eval_samples=2, final_samples=4), tiny.job())
+    assert summary["updates"] == 1
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"tracker {name} failed (ConnectionError: no network)" in report
+    assert "Best samples" in report
+    assert report.count("<img") == 4 * 2 + 2 + 2  # before and after, best, worst
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["tracker"] == name
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, exit code 2, before anything is written; a folder of its name in the working folder is no package."""
+    monkeypatch.setattr(trackers, "find_spec", lambda found: None)
+    with pytest.raises(UsageError, match=f"tracker is '{name}': {name} is not installed; pip install 'fluvial.{name}.'"):
+        trackers.find(name)
+    monkeypatch.undo()
+    (tmp_path / name).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    if sys.modules.get(name) is None and not any((Path(entry) / name / "__init__.py").exists() for entry in sys.path):
+        with pytest.raises(UsageError, match="is not installed"):
+            trackers.find(name)
+
+
+def test_a_tracker_that_there_is_not_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The nearest name is said, and no run folder is made."""
+    out = tmp_path / "run"
+    assert cli.run(["train", "grpo", "--tracker", "tensorbord", "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "tracker is 'tensorbord', expected one of tensorboard, wandb, trackio, swanlab, none, or module:name" in said
+    assert "did you mean 'tensorboard'?" in said
+    assert not out.exists()
+    with pytest.raises(UsageError, match="is of type str, expected a function or a class of a TrackedRun"):
+        trackers.find("fluvial.engines.extensions.report.trackers:PROJECT")

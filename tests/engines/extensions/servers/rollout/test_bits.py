@@ -1,0 +1,114 @@
+"""A sample depends on its seed, or on its key and id, and on nothing else: not on batch-mates, their order or number."""
+
+import asyncio
+import random
+from typing import Any
+
+import asgi
+import pytest
+import rollout_servers as servers
+import torch
+from rollout_servers import Server
+
+from fluvial.engines.extensions.wire.response import RolloutSample, read_response
+from fluvial.models.handwriting import Handwriting
+
+pytestmark = pytest.mark.bits
+
+
+@pytest.fixture(scope="module")
+def server() -> Server:
+    """A server of batches of three, which wait for others."""
+    return servers.served(linger=0.02)
+
+
+def same(a: RolloutSample, b: RolloutSample) -> bool:
+    """Return whether two samples have the same numbers."""
+    assert a.dit_trajectory is not None
+    assert b.dit_trajectory is not None
+    assert a.rollout_log_probs is not None
+    assert b.rollout_log_probs is not None
+    return (
+        torch.equal(a.generated_output, b.generated_output)
+        and torch.equal(a.rollout_log_probs, b.rollout_log_probs)
+        and torch.equal(a.dit_trajectory.latents, b.dit_trajectory.latents)
+    )
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Return requests of one seed each, of two prompts, two samplers and two windows."""
+    kinds: list[dict[str, Any]] = [{}, {"rollout_sde_type": "cps"}, {"rollout_sde_step_indices": [1, 2]}]
+    return [
+        {
+            "prompt": "12"[seed % 2],
+            "seed": seed,
+            "rollout_return_dit_trajectory": True,
+            "rollout_debug_mode": seed == 0,
+            **kinds[seed % 3],
+        }
+        for seed in range(count)
+    ]
+
+
+def asked(server: Server, requests: list[dict[str, Any]]) -> list[list[RolloutSample]]:
+    """Return the samples of requests that are made at once."""
+
+    async def all_of_them() -> list[asgi.Answer]:
+        return list(await asyncio.gather(*(asgi.call(server.app, "/rollout/generate", body) for body in requests)))
+
+    return [read_response(answer.value) for answer in asyncio.run(all_of_them())]
+
+
+def test_samples_of_requests_at_once_are_those_of_each_alone(server: Server) -> None:
+    """In any order; fewer batches than requests show that they were made together."""
+    requests = bodies(12)
+    alone = [server.samples(**body)[0] for body in requests]
+    before = server.batcher.batches
+    for seed in range(3):
+        order = list(range(len(requests)))
+        random.Random(seed).shuffle(order)
+        found = asked(server, [requests[number] for number in order])
+        assert all(same(sample, alone[number]) for number, (sample,) in zip(order, found, strict=True))
+    assert server.batcher.batches - before < 3 * len(requests)
+
+
+def test_the_seeds_of_a_request_are_those_of_requests_of_one(server: Server) -> None:
+    """Five samples fill two batches; another server has the same bits."""
+    body = {"prompt": "2", "rollout_return_dit_trajectory": True}
+    alone = [server.samples(**body, seed=30 + number)[0] for number in range(5)]
+    for other in (server, servers.served()):
+        found = other.samples(**body, seed=30, num_outputs_per_prompt=5)
+        assert all(same(a, b) for a, b in zip(found, alone, strict=True))
+        assert not same(alone[0], alone[1])
+
+
+def test_keys_and_ids_may_be_spread_over_requests(server: Server) -> None:
+    def body(ids: list[int]) -> dict[str, Any]:
+        own = {"key": [3, 4], "ids": ids, "initial_ids": [0] * len(ids)}
+        return {
+            "prompt": "1",
+            "num_outputs_per_prompt": len(ids),
+            "rollout_return_dit_trajectory": True,
+            "extra_sampling_params": {"fluvial": own},
+        }
+
+    (whole,) = asked(server, [body([0, 1, 2, 3, 4])])
+    parts = asked(server, [body([4, 1]), body([0]), body([3, 2])])
+    found = [parts[1][0], parts[0][1], parts[2][1], parts[2][0], parts[0][0]]
+    assert all(same(a, b) for a, b in zip(whole, found, strict=True))
+
+
+def test_a_transformer_keeps_its_bits_too() -> None:
+    """The handwriting model's attention and matrix products, at every place of a batch."""
+    model = Handwriting()
+    policy = servers.policy(model=model)
+    policy.shape = model.latent_shape()
+    server = servers.served(policy, micro_batch=4, linger=0.02)
+    requests = [
+        {"prompt": prompt, "seed": seed, "rollout_return_dit_trajectory": True, "rollout_debug_mode": False}
+        for seed, prompt in enumerate(["0427", "1999", "3141", "8650"])
+    ]
+    alone = [server.samples(**body)[0] for body in requests]
+    for order in ([3, 1, 0, 2], [2, 0]):
+        found = asked(server, [requests[number] for number in order])
+        assert all(same(sample, alone[number]) for number, (sample,) in zip(order, found, strict=True))

@@ -1,0 +1,228 @@
+"""Prompts with images: files in the server's folders or data URLs reach the pipeline, and nothing else is opened."""
+
+import base64
+import io
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollout_servers as servers
+import tiny_conditioned
+import tiny_pipelines
+import torch
+from PIL import Image
+
+from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.servers.asgi import RequestError
+from fluvial.engines.extensions.servers.rollout.opening import opened
+from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
+from fluvial.engines.extensions.servers.rollout.prompts import checked
+from fluvial.engines.extensions.wire.request import RequestLimits
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
+from fluvial.engines.sampling.samplers import SAMPLERS
+from fluvial.models.replay.kinds import SOUND, Sound
+
+STEPS, ROW = 3, tiny_conditioned.ROWS["fill"]  # an image and a mask
+LIMITS = ServeLimits(RequestLimits(pixels=64 * 64), body=40_000)
+
+
+def url(file: bytes) -> str:
+    """Return a file as a data URL."""
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images and a file of prompts with them."""
+    folder = tmp_path_factory.mktemp("images")
+    for number in range(4):
+        tiny_conditioned.draw_image(folder / f"{number}.png", number, ROW.image)
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "a fox", "image": f"{n}.png", "mask_image": f"{n + 1}.png"}) + "\n" for n in range(2))
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> servers.Server:
+    """The server of a tiny FLUX Fill."""
+    pipeline = PipelineConfig(height=16, width=16, call=tuple(f"{name}={value}" for name, value in ROW.call.items()))
+    of = opened(
+        str(tiny_conditioned.save("fill", folder / "pipeline")),
+        weights=None,
+        steps=STEPS,
+        guidance=Guidance(ROW.scale),
+        pipeline=pipeline,
+        roots=[folder],
+        prompts=[str(folder / "prompts.jsonl")],
+    )
+    return servers.served(of, micro_batch=2, limits=LIMITS)
+
+
+def test_images_reach_the_pipeline(server: servers.Server, folder: Path) -> None:
+    """By file, by bytes, and by bytes in another order with their names: the samples are those of generate to the bit."""
+    files = [folder / "0.png", folder / "1.png"]
+    own: dict[str, Any] = {"key": [7, 0], "ids": [5, 6], "recorded_only": True}
+    body = {
+        "prompt": "a fox",
+        "num_outputs_per_prompt": 2,
+        "rollout_noise_level": 0.5,
+        "rollout_return_dit_trajectory": True,
+        "rollout_sde_step_indices": [0, 1],
+        "rollout_debug_mode": False,
+    }
+    data = [url(file.read_bytes()) for file in files]
+    model = server.policy.model
+    schedule = server.policy.schedule(STEPS, server.policy.shape)
+    sampling = Sampling(
+        server.policy.shape,
+        schedule,
+        server.policy.guidance,
+        stochastic=StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1)),
+    )
+    prompt = Prompt("a fox", media=dict(zip(ROW.media, files, strict=True)))
+    requests = Requests([prompt] * 2, [5, 6], key(7))
+    (chunk,) = generate(model, server.policy.weights.module, requests, sampling, micro_batch=2)
+    named = {**own, "media": ["mask_image", "image"]}
+    for given, options in ((map(str, files), own), (data, own), (data[::-1], named)):
+        found = server.samples(**body, image_path=list(given), extra_sampling_params={"fluvial": options})
+        for row, sample in enumerate(found):
+            assert sample.dit_trajectory is not None
+            assert sample.rollout_log_probs is not None
+            assert torch.equal(sample.dit_trajectory.latents[-1], chunk.trajectory.final[row])
+            assert torch.equal(sample.generated_output, chunk.images[row])
+            assert torch.equal(sample.rollout_log_probs[:2], chunk.trajectory.log_prob[row])
+    other = server.samples(**body, image_path=data[::-1], extra_sampling_params={"fluvial": own})
+    assert not torch.equal(other[0].generated_output, chunk.images[0])
+    assert server.samples(prompt="a fox", image_path=data, rollout=False)[0].generated_output.shape == (3, 16, 16)
+
+
+def bomb(side: int) -> bytes:
+    """Return a PNG whose header says that it is a large square."""
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
+
+
+def gif() -> bytes:
+    """Return an image in a format that is not decoded."""
+    Image.new("RGB", (4, 4)).save(file := io.BytesIO(), "GIF")
+    return file.getvalue()
+
+
+WRONG: dict[str, tuple[int, Callable[[Path], str], str]] = {
+    "a file elsewhere": (400, lambda folder: "/etc/hostname", "is outside the folders"),
+    "a relative name": (400, lambda folder: "0.png", "is no absolute path"),
+    "a way out": (400, lambda folder: str(folder / "../../../etc/passwd"), "cannot be read|outside"),
+    "a link that leads out": (400, lambda folder: str(folder / "link.png"), "is outside the folders"),
+    "a pipe": (400, lambda folder: str(folder / "pipe.png"), "is no file"),
+    "a folder": (400, lambda folder: str(folder), "is no file"),
+    "a long name": (400, lambda folder: "/" + "a" * 5000, "a name of 5001 characters"),
+    "no image": (400, lambda folder: str(folder / "prompts.jsonl"), "image cannot be read as PNG, JPEG, WEBP"),
+    "a large file": (413, lambda folder: str(folder / "large.png"), "has 50000 bytes, expected at most 40000"),
+    "a format that is not decoded": (400, lambda folder: url(gif()), "image cannot be read as PNG, JPEG, WEBP"),
+    "many pixels": (413, lambda folder: url(bomb(100)), "100 x 100 pixels, expected at most 4096"),
+    "a bomb": (400, lambda folder: url(bomb(60000)), "image cannot be read as"),
+    "half an image": (400, lambda folder: url((folder / "0.png").read_bytes()[:-40]), "an image of"),
+    "no base64": (400, lambda folder: "data:image/png;base64,???", "whose base64 cannot be read"),
+    "a URL": (400, lambda folder: "http://169.254.169.254/latest", "is no absolute path"),
+    "text": (400, lambda folder: "data:text/plain,abc", "expected data:image/png;base64,..."),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_image_of_the_servers_folders_is_one_line(server: servers.Server, folder: Path, name: str) -> None:
+    if not (folder / "link.png").exists():
+        (folder / "link.png").symlink_to("/etc/hostname")
+        os.mkfifo(folder / "pipe.png")  # opening it would wait for ever
+        (folder / "large.png").write_bytes(b"0" * 50_000)
+    status, image, says = WRONG[name]
+    found = server.problem(prompt="a fox", image_path=[image(folder), str(folder / "1.png")])
+    assert found[0] == status, found
+    assert any(part in found[1] for part in says.split("|")), found
+
+
+def test_videos_and_sounds_are_bounded() -> None:
+    """A video by its pixels, of all frames; a sound is one that nothing unpacks."""
+    frames = [Image.new("RGB", (10, 10), (number, 0, 0)) for number in range(5)]
+    frames[0].save(file := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:])
+    assert checked(file.getvalue(), "video", 500) == file.getvalue()
+    with pytest.raises(RequestError, match="image_path: video: the video has more than 499 pixels"):
+        checked(file.getvalue(), "video", 499)
+    with pytest.raises(RequestError, match="image_path: video: a video of 4 bytes cannot be read as a video"):
+        checked(b"none", "video", 500)
+    wave = SOUND.write(Sound(torch.zeros(1, 4), 400))
+    assert checked(wave, "audio", 1) == wave
+    with pytest.raises(RequestError, match="image_path: audio cannot be read as WAV"):
+        checked(b"fLaC", "audio", 500)
+
+
+def test_other_images_than_the_pipeline_takes_are_refused(server: servers.Server, folder: Path) -> None:
+    """None, too few, and others; /v1/images/generations has none, and says so."""
+    file = str(folder / "0.png")
+    assert server.problem()[1] == "image_path holds 0 images, expected 2: image, mask_image"
+    assert "holds 1 images, expected 2" in server.problem(image_path=[file])[1]
+    named = {"fluvial": {"media": ["image", "control_image"]}}
+    assert "(image, control_image), expected 2" in server.problem(image_path=[file] * 2, extra_sampling_params=named)[1]
+    named = {"fluvial": {"media": ["image"]}}
+    assert "one argument for each image" in server.problem(image_path=[file] * 2, extra_sampling_params=named)[1]
+    named = {"fluvial": {"media": ["image", "mask_image", "image"]}}
+    found = server.problem(image_path=[file] * 3, extra_sampling_params=named)
+    assert found == (400, "image_path holds 2 images for image, expected one")
+
+
+@pytest.mark.long
+def test_lists_of_images_reach_the_pipeline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen-Image-Edit-Plus, whose one argument all images of a request are, named or not; in their order."""
+    tiny_conditioned.without_scaling(monkeypatch)
+    pipeline = PipelineConfig(height=16, width=16, text_tokens=300)
+    path = str(tiny_conditioned.save("qwen-edit-plus", folder / "edit"))
+    server = servers.served(
+        opened(path, weights=None, steps=STEPS, guidance=Guidance(), pipeline=pipeline, roots=[folder]), micro_batch=2
+    )
+    files = [folder / "0.png", folder / "1.png"]
+    policy = server.policy
+    sampling = Sampling(policy.shape, policy.schedule(STEPS, policy.shape), policy.guidance)
+    prompts = [Prompt("a fox", media={"image": tuple(files)}), Prompt("a fox", media={"image": files[0]})]
+    for prompt in prompts:
+        (chunk,) = generate(
+            policy.model, policy.weights.module, Requests([prompt] * 2, [5, 6], key(7)), sampling, micro_batch=2
+        )
+        given = [str(file) for file in (files if isinstance(prompt.media["image"], tuple) else files[:1])]
+        for names in (None, ["image"] * len(given)):
+            own = {"key": [7, 0], "ids": [5, 6]} | ({} if names is None else {"media": names})
+            found = server.samples(
+                prompt="a fox",
+                image_path=given,
+                num_outputs_per_prompt=2,
+                rollout=False,
+                extra_sampling_params={"fluvial": own},
+            )
+            assert all(torch.equal(sample.generated_output, chunk.images[row]) for row, sample in enumerate(found))
+    (other,) = server.samples(prompt="a fox", image_path=given * 2, rollout=False, seed=1)
+    (again,) = server.samples(prompt="a fox", image_path=given, rollout=False, seed=1)
+    assert not torch.equal(other.generated_output, again.generated_output)
+
+
+@pytest.mark.parametrize("name", ["handwriting", "sd3"])
+def test_prompts_that_change_nothing_are_refused(name: str, folder: Path) -> None:
+    """A built-in model and an adapter encode any prompt."""
+    model = name if name == "handwriting" else str(tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name))
+    (folder / "texts.txt").write_text("a fox\n")
+    pipeline = PipelineConfig() if name == "handwriting" else PipelineConfig(height=16, width=16)
+    with pytest.raises(UsageError, match=r"prompts.* no effect"):
+        opened(
+            model,
+            weights=None,
+            steps=STEPS,
+            guidance=Guidance(),
+            pipeline=pipeline,
+            prompts=[str(folder / "texts.txt")],
+        )

@@ -1,0 +1,299 @@
+"""The reward server's application: what clients send comes back as what the reward gives, in batches and within limits."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import asgi
+import pytest
+import torch
+from fake_servers import FakeClock
+from torch import Tensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.servers.asgi import KEY_ENV, key_of
+from fluvial.engines.extensions.servers.formats import Limits
+from fluvial.engines.extensions.servers.rewards import RewardService, application
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.scoring.clients.formats import FlowFactory, UniRL
+
+IMAGES = torch.arange(5 * 3 * 2 * 4).view(5, 3, 2, 4) / 255
+PROMPTS = ("a", "bb", "ccc", "bad", "e")
+
+
+def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Score the brightness of a sample, in float64."""
+    return images.double().flatten(1).mean(1)
+
+
+def fragile(images: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Score the length of a prompt; raise for one of them."""
+    if "bad" in prompts:
+        raise RuntimeError("CUDA error:\nout of memory")
+    return [float(len(prompt)) for prompt in prompts]
+
+
+def weighed(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
+    """Score the weight in a prompt's metadata."""
+    return [float(record["weight"]) for record in metadata]
+
+
+def app(*rewards: Any, key: str = "", **options: Any) -> Any:
+    """Return an application that serves rewards by the names of their functions."""
+    return application(RewardService({reward.__name__: reward for reward in rewards}, **options), key=key)
+
+
+def client(served: Any, path: str = "") -> HttpClient:
+    """Return a client of an application."""
+    return HttpClient(f"http://localhost:1{path}", transport=asgi.Transport(served), clock=FakeClock())
+
+
+def test_both_formats_give_what_the_reward_gives() -> None:
+    """PNG files are exact for images of 8 bits."""
+    served = app(brightness, weighed)
+    expected = brightness(IMAGES, PROMPTS).float()
+    assert torch.equal(FlowFactory(client(served, "/brightness"), batch=2)(IMAGES, PROMPTS), expected)
+    records: Any = [{"weight": number} for number in range(5)]
+    found = UniRL(client(served), rewards=("brightness", "weighed"), quality=100)(IMAGES, PROMPTS, records)
+    assert isinstance(found, dict)
+    assert torch.allclose(found["brightness"], expected, atol=0.02)  # JPEG
+    assert found["weighed"].tolist() == [0, 1, 2, 3, 4]
+    videos = IMAGES.unsqueeze(2).repeat(1, 1, 3, 1, 1)
+    assert torch.allclose(FlowFactory(client(served, "/brightness"))(videos, PROMPTS), expected)
+
+
+def test_a_reward_alone_needs_no_name() -> None:
+    assert FlowFactory(client(app(brightness)))(IMAGES, PROMPTS).shape == (5,)
+    with pytest.raises(
+        RunError, match=r"answered 404: .*there is no reward '', expected /NAME/compute, one of brightness, fragile"
+    ):
+        FlowFactory(client(app(brightness, fragile)))(IMAGES, PROMPTS)
+
+
+def test_a_sample_that_fails_harms_no_other() -> None:
+    """It is null there, with the reason here; a request of failures alone is an error."""
+    served = app(fragile)
+    found = FlowFactory(client(served))(IMAGES, PROMPTS)
+    assert found.nan_to_num(-1).tolist() == [1, 2, 3, -1, 1]
+    only = UniRL(client(served), rewards=("fragile",))
+    assert only(IMAGES[2:4], PROMPTS[2:4], [{}, {}]).isnan().tolist() == [False, True]  # type: ignore[union-attr]
+    reason = "raised RuntimeError .CUDA error: out of memory."
+    with pytest.raises(RunError, match=reason):
+        only(IMAGES[3:4], PROMPTS[3:4], [{}])
+    with pytest.raises(RunError, match=f"answered 500: .*{reason}.*3 tries"):
+        FlowFactory(client(served))(IMAGES[3:4], PROMPTS[3:4])
+
+
+def test_flow_factorys_client_is_served() -> None:
+    """Its health check, which is under the reward's path, and an error where it has no number to read.
+
+    Source: Flow-Factory, `src/flow_factory/rewards/my_reward_remote.py`: it raises the reply's `error`, if there is one, and
+    makes a tensor of `rewards` otherwise.
+    """
+
+    async def asked() -> Any:
+        served, body = app(brightness, fragile), request(4)
+        return [
+            await asgi.call(served, "/brightness/health"),
+            await asgi.call(served, "/nothing/health"),
+            await asgi.call(served, "/brightness/compute", body),
+            await asgi.call(served, "/fragile/compute", {**body, "prompt": list(PROMPTS[:4])}),
+        ]
+
+    health, missing, whole, partly = asyncio.run(asked())
+    assert health[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok"}})
+    assert missing.status == 404
+    assert set(whole.value) == {"rewards"}
+    assert torch.tensor(whole.value["rewards"]).shape == (4,)
+    assert partly.value["rewards"] == [1, 2, 3, None]
+    assert partly.value["error"] == "1 of 4 samples have no score: raised RuntimeError (CUDA error: out of memory)"
+
+
+def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
+    """Score numbers of which one is not finite, with two further ones."""
+    return {
+        "score": [1.0, float("nan"), 3.0],
+        "length": [float(len(prompt)) for prompt in prompts],
+        "odd": [float("nan")] * 3,
+    }
+
+
+def test_all_numbers_of_a_reward_are_sent() -> None:
+    """UniRL's format has a place for them; a score that is no number is null, or an error with its reason."""
+    served = app(several)
+    assert FlowFactory(client(served))(IMAGES[:3], PROMPTS[:3]).nan_to_num(-1).tolist() == [1, -1, 3]
+    image = FlowFactory(client(None))._payload(IMAGES[:3], list(PROMPTS[:3]))["image"]
+    turns = [[{"text": text, "image_b64": file}] for text, file in zip(PROMPTS[:3], image, strict=True)]
+    body = {"requests": [{"history": turn, "required_rewards": ["several"]} for turn in turns]}
+    found = asyncio.run(asgi.call(served, "/score", body)).value
+    assert found["results"] == [{"several": {"score": 1, "length": 1}}, {}, {"several": {"score": 3, "length": 3}}]
+    assert "reward 'several' is nan for prompt 'bb'" in found["errors"][1]["several"]
+
+
+def test_the_image_of_a_prompt_reaches_the_reward() -> None:
+    def likeness(images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> list[float]:
+        return [float((image - other).abs().sum() == 0) for image, other in zip(images, condition_images, strict=True)]
+
+    body = request(2)
+    body["condition_images"] = [[body["image"][0]], [body["image"][0]]]
+    found = asyncio.run(asgi.call(app(likeness), "/compute", body))
+    assert found.value == {"rewards": [1.0, 0.0]}
+    client_of = FlowFactory(client(app(likeness)), batch=2)
+    assert client_of(IMAGES, PROMPTS, [IMAGES[0], *IMAGES[1:4], IMAGES[0]]).tolist() == [1, 1, 1, 1, 0]
+    missing = asyncio.run(asgi.call(app(likeness), "/compute", request(1)))
+    assert missing.status == 500
+    assert "takes condition_images" in missing.value["detail"]
+
+
+def test_rewards_of_groups_are_not_served() -> None:
+    def preferred(images: Tensor, prompts: Sequence[str], group: int) -> list[float]:
+        return [0.0] * len(prompts)
+
+    with pytest.raises(UsageError, match="reward 'preferred' takes group, which requests do not hold"):
+        app(preferred)
+
+
+def test_names_and_health() -> None:
+    async def both() -> Any:
+        served = app(brightness, fragile, key="secret")
+        key = {"authorization": "Bearer secret"}
+        return [
+            await asgi.call(served, "/health"),
+            await asgi.call(served, "/rewards", headers=key),
+            await asgi.call(served, "/rewards"),
+            await asgi.call(served, "/rewards", headers={"authorization": "Bearer no"}),
+            await asgi.call(served, "/nothing", headers=key),
+        ]
+
+    health, names, none, wrong, missing = asyncio.run(both())
+    assert health[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok", "fragile": "ok"}})
+    assert names[:2] == (200, {"rewards": ["brightness", "fragile"]})
+    assert (none.status, wrong.status, missing.status) == (401, 401, 404)
+
+
+def request(count: int, size: str = "a") -> dict[str, Any]:
+    """Return a request of samples."""
+    file = FlowFactory(client(None))._payload(IMAGES[:count], [size] * count)
+    return {"prompt": file["prompt"], "image": file["image"]}
+
+
+def test_requests_that_come_together_are_scored_together() -> None:
+    """In batches of at most `batch`, images of one size each."""
+    calls: list[tuple[int, ...]] = []
+
+    def noted(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        calls.append(tuple(images.shape))
+        return [float(prompt) for prompt in prompts]
+
+    async def many() -> Any:
+        served = app(noted, batch=6, linger=0.2)
+        requests = [request(2, str(number)) for number in range(5)]
+        return await asyncio.gather(*(asgi.call(served, "/compute", each) for each in requests))
+
+    assert [answer.value["rewards"] for answer in asyncio.run(many())] == [[number] * 2 for number in range(5)]
+    assert sorted(shape[0] for shape in calls) == [4, 6]
+
+
+def test_images_of_several_sizes_are_scored_apart() -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def noted(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls.append(tuple(images.shape))
+        return images.flatten(1).sum(1) * 255
+
+    async def both() -> Any:
+        served = app(noted, linger=0.2)
+        wide = FlowFactory(client(None))._payload(torch.ones(2, 3, 2, 8) / 255, ["x", "x"])
+        return await asyncio.gather(asgi.call(served, "/compute", request(2)), asgi.call(served, "/compute", wide))
+
+    found = [answer.value["rewards"] for answer in asyncio.run(both())]
+    assert found == [(IMAGES[:2].flatten(1).sum(1) * 255).tolist(), [48, 48]]
+    assert sorted(calls) == [(2, 3, 2, 4), (2, 3, 2, 8)]
+
+
+def test_a_full_queue_answers_429() -> None:
+    """A single request is taken however large it is."""
+    go = threading.Event()
+
+    def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        assert go.wait(60)
+        return [0.0] * len(prompts)
+
+    async def many() -> Any:
+        service = RewardService({"slow": slow}, batch=1, linger=0, most_waiting=3)
+        served, batcher = application(service), service.batchers["slow"]
+        first = asyncio.create_task(asgi.call(served, "/compute", request(1)))
+        while batcher.begun < 1:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(asgi.call(served, "/compute", request(5)))
+        while batcher.waiting < 5:
+            await asyncio.sleep(0.01)
+        refused = await asgi.call(served, "/compute", request(1))
+        go.set()
+        return refused, (await first).status, (await waiting).status
+
+    refused, first, waiting = asyncio.run(many())
+    assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert "5 samples are waiting" in refused.value["detail"]
+    assert (first, waiting) == (200, 200)
+
+
+def test_samples_of_a_client_that_has_gone_are_not_scored() -> None:
+    go, seen = threading.Event(), list[str]()
+
+    def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        seen.extend(prompts)
+        assert go.wait(60)
+        return [0.0] * len(prompts)
+
+    async def both() -> Any:
+        service = RewardService({"slow": slow}, batch=1, linger=0)
+        served, batcher = application(service), service.batchers["slow"]
+        first = asyncio.create_task(asgi.call(served, "/compute", request(1, "first")))
+        while batcher.begun < 1:
+            await asyncio.sleep(0.01)
+        gone = await asgi.call(served, "/compute", request(1, "gone"), hangs_up=True)
+        last = asyncio.create_task(asgi.call(served, "/compute", request(1, "last")))
+        while batcher.waiting < 1:
+            await asyncio.sleep(0.01)
+        go.set()
+        return gone.status, (await first).status, (await last).status
+
+    assert asyncio.run(both()) == (499, 200, 200)
+    assert seen == ["first", "last"]
+
+
+def test_a_request_that_is_too_large_is_not_read() -> None:
+    """Announced or not; nor are images decoded that have too many pixels."""
+    served = app(brightness, limits=Limits(most_bytes=3000, most_pixels=20))
+
+    async def sizes() -> Any:
+        big = b"[" + b"1," * 5000
+        announced = await asgi.call(served, "/compute", body=big)
+        streamed = await asgi.call(served, "/score", body=big, headers={"content-length": "12"})
+        return (
+            announced,
+            streamed,
+            await asgi.call(served, "/compute", request(3)),
+            await asgi.call(served, "/compute", body=b"<"),
+        )
+
+    found = asyncio.run(sizes())
+    assert [answer.status for answer in found] == [413, 413, 413, 400]
+    assert all(set(answer.value) == {"detail", "error"} for answer in found)
+
+
+def test_other_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_ENV, raising=False)
+    assert [key_of(host) for host in ("127.0.0.1", "localhost", "::1")] == ["", "", ""]
+    for host in ("0.0.0.0", "example.org", "::"):
+        with pytest.raises(UsageError, match=f"host is {host}, which other machines reach, and there is no API key"):
+            key_of(host)
+    monkeypatch.setenv(KEY_ENV, "secret")
+    assert key_of("0.0.0.0") == "secret"
+
+
+def test_a_server_needs_rewards() -> None:
+    with pytest.raises(UsageError, match="there are no rewards to serve"):
+        RewardService({})

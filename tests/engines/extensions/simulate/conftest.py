@@ -1,0 +1,11 @@
+"""The simulated device is registered before the first backward pass of the process."""
+
+import pytest
+
+from fluvial.engines.extensions.simulate import device
+
+
+@pytest.fixture(autouse=True, scope="session")
+def registered() -> None:
+    """Register the device."""
+    device.register()

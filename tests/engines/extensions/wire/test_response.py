@@ -1,0 +1,239 @@
+"""Responses keep their numbers to the bit, and one that breaks the schema is one line."""
+
+import base64
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import msgpack
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fluvial.engines.extensions.wire.decode import WireError
+from fluvial.engines.extensions.wire.response import (
+    JSON,
+    DitTrajectory,
+    RolloutSample,
+    read_response,
+    write_response,
+)
+from fluvial.engines.extensions.wire.tensors import packed, tree_of
+
+STEPS = 4
+
+
+def envelope(tensor: Tensor) -> Any:
+    """Return a tensor as an independent decoder sees it."""
+    return msgpack.unpackb(packed(tensor))
+
+
+SAMPLE = RolloutSample(
+    request_id="r1",
+    prompt="a fox",
+    seed=7,
+    generated_output=torch.rand(3, 4, 6),
+    rollout_log_probs=torch.tensor([-1.5, 0.0, -2.0, 0.0]),
+    rollout_debug_tensors={"rollout_model_outputs": torch.randn(STEPS, 2, 3)},
+    denoising_env={"pos_cond_kwargs": {"encoder_hidden_states": [torch.randn(5, 2)], "n": 3}, "guidance": None},
+    dit_trajectory=DitTrajectory(
+        torch.randn(3, 2, 3).to(torch.bfloat16), torch.rand(STEPS) * 1000, torch.linspace(1, 0, STEPS + 1), (0, 1, 4)
+    ),
+    inference_time_s=0.5,
+    peak_memory_mb=None,
+    weight_version=3,
+)
+
+
+def leaves(sample: RolloutSample) -> list[Any]:
+    """Return the tensors and the values of a sample."""
+    values = [getattr(sample, field.name) for field in fields(sample)]
+    values = [tree_of(value) if isinstance(value, bytes) else value for value in values]
+    trajectory = sample.dit_trajectory
+    parts = [] if trajectory is None else [getattr(trajectory, field.name) for field in fields(trajectory)]
+    return optree.tree_leaves([part for part in values if part is not trajectory] + parts, none_is_leaf=True)
+
+
+def same(a: RolloutSample, b: RolloutSample) -> bool:
+    """Return whether two samples hold the same values."""
+    pairs = list(zip(leaves(a), leaves(b), strict=True))
+    return all(torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y for x, y in pairs)
+
+
+def test_samples_are_read_as_they_were_written() -> None:
+    """With everything, and with nothing but the image."""
+    least = RolloutSample("r2", "", None, torch.zeros(3, 2, 2, dtype=torch.uint8))
+    found = read_response(write_response([SAMPLE, least]))
+    assert same(found[0], SAMPLE)
+    assert same(found[1], least)
+    assert not same(found[0], replace(SAMPLE, seed=8))
+    assert read_response(write_response([])) == []
+
+
+def test_the_maps_have_the_fields_of_the_schema() -> None:
+    """An independent decoder sees plain msgpack; the weight version is fluvial's own."""
+    (found,) = msgpack.unpackb(write_response([SAMPLE]))
+    assert set(found) == {
+        "request_id",
+        "prompt",
+        "seed",
+        "generated_output",
+        "rollout_log_probs",
+        "rollout_debug_tensors",
+        "denoising_env",
+        "dit_trajectory",
+        "inference_time_s",
+        "peak_memory_mb",
+        "weight_version",
+    }
+    assert found["generated_output"]["dtype"] == "torch.float32"
+    assert set(found["dit_trajectory"]) == {"latents", "timesteps", "sigmas", "latent_step_indices"}
+    assert found["dit_trajectory"]["latents"]["shape"] == [3, 2, 3]
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    """Return the map of a sample as a server without fluvial's own field sends it."""
+    trajectory = {
+        "latents": envelope(torch.ones(STEPS + 1, 2)),
+        "timesteps": None,
+        "sigmas": envelope(torch.linspace(1, 0, STEPS + 1)),
+    }
+    return {
+        "request_id": "r",
+        "prompt": "a",
+        "seed": 1,
+        "generated_output": envelope(torch.zeros(3, 2, 2)),
+        "rollout_log_probs": envelope(torch.zeros(STEPS)),
+        "dit_trajectory": trajectory,
+        **changes,
+    }
+
+
+def trajectory(**changes: Any) -> dict[str, Any]:
+    """Return the map of a sample whose trajectory differs."""
+    return plain(dit_trajectory={**plain()["dit_trajectory"], **changes})
+
+
+def read(*maps: Any) -> list[RolloutSample]:
+    """Return the samples of maps."""
+    return read_response(msgpack.packb(list(maps)))
+
+
+def test_older_servers_are_understood() -> None:
+    """JSON with base64, no weight version, indices as a list or not at all, timesteps with the terminal one."""
+    assert read(plain())[0].weight_version is None
+
+    def text(value: Any) -> str:
+        return base64.b64encode(value).decode()
+
+    (found,) = read_response(json.dumps([plain()], default=text).encode(), media_type=f"{JSON}; charset=utf-8")
+    assert same(found, read(plain())[0])
+    (sample,) = read(trajectory(latents=envelope(torch.ones(2, 2)), latent_step_indices=[1, 2]))
+    assert sample.dit_trajectory is not None
+    assert sample.dit_trajectory.latent_step_indices == (1, 2)
+    read(trajectory(timesteps=envelope(torch.zeros(STEPS + 1))))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([], r"response\[0\]: Expected `object`, got `array`"),
+        (plain(generated_output=None), r"response\[0\].generated_output: Expected `object`, got"),
+        (
+            plain(generated_output=envelope(torch.zeros(2, 2))),
+            r"generated_output is .*32 \[2, 2\], expected an image",
+        ),
+        (plain(generated_output=envelope(torch.zeros(3, 2, 2).long())), "expected an image"),
+        (plain(generated_output=b"PNG"), "generated_output: Expected `object`, got `bytes`"),
+        (
+            plain(rollout_log_probs=envelope(torch.zeros(1, STEPS))),
+            "rollout_log_probs is .* expected floating",
+        ),
+        (plain(rollout_log_probs=envelope(torch.zeros(STEPS).int())), "expected floating-point numbers"),
+        (
+            plain(rollout_log_probs=envelope(torch.zeros(STEPS + 1))),
+            "5 log-probabilities and 5 sigmas, expected one sigma more",
+        ),
+        (plain(seed="x"), "seed: Expected `int [|] null`, got `str`"),
+        (plain(request_id=5), "request_id: Expected `str [|] null`, got `int`"),
+        (plain(inference_time_s=float("nan")), "inference_time_s: Expected `float` >= 0.0"),
+        (plain(weight_version=-1), "weight_version: Expected `int` >= 0"),
+        (plain(dit_trajectory=3), r"response\[0\].dit_trajectory: Expected `object [|] null`, got `int`"),
+        (trajectory(latents=None), "dit_trajectory.latents: Expected `object`, got"),
+        (
+            trajectory(latents=envelope(torch.zeros(5))),
+            r"latents is .*32 \[5\], expected floating-point numbers",
+        ),
+        (trajectory(sigmas=None), "dit_trajectory.sigmas: Expected `object`, got"),
+        (
+            trajectory(sigmas=envelope(torch.zeros(5, 1))),
+            r"sigmas is .*32 \[5, 1\], expected floating-point",
+        ),
+        (trajectory(timesteps=envelope(torch.zeros(5, 1))), r"timesteps is .*, expected numbers \[T\]"),
+        (trajectory(latents=envelope(torch.zeros(6, 2))), "6 latents, expected at most 5"),
+        (trajectory(latent_step_indices=[0, 1]), "5 latents and 2 latent_step_indices"),
+        (trajectory(latent_step_indices=[0, 1, 2, 3, 5]), "latent_step_indices do not rise within 0 to 4"),
+        (trajectory(latent_step_indices=[0, 1, 2, 4, 3]), "latent_step_indices do not rise within 0 to 4"),
+        (trajectory(latent_step_indices=envelope(torch.zeros(5))), "expected integers"),
+        (plain(rollout_debug_tensors={"x": 1}), r"rollout_debug_tensors\[...\]: Expected `object [|] null`, got `int`"),
+    ],
+)
+def test_a_wrong_response_is_one_line(value: Any, says: str) -> None:
+    with pytest.raises(WireError, match=says) as error:
+        read(value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_response_is_a_list_of_few_enough_samples() -> None:
+    with pytest.raises(WireError, match=r"^response: Expected `array`, got `object`"):
+        read_response(msgpack.packb({}))
+    with pytest.raises(WireError, match=r"^response: Expected `array` of length <= 4096"):
+        read_response(write_response([RolloutSample("r", "", None, torch.zeros(3, 1, 1))] * 4097))
+    with pytest.raises(WireError, match="expected at most 100"):
+        read_response(write_response([SAMPLE]), most_bytes=100)
+    with pytest.raises(WireError, match="of type 'text/html', expected application/msgpack"):
+        read_response(b"<html>", media_type="text/html")
+
+
+GOOD = write_response([SAMPLE])
+VALUES: Any = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 6)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=20)
+    | st.sampled_from([torch.zeros(4), torch.zeros(5), torch.zeros(5, 2), torch.zeros(3, 2, 2)]).map(envelope),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["latents", "sigmas", "timesteps", "latent_step_indices", "shape", "dtype"]), inner
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=8), st.booleans())
+def test_a_damaged_response_is_samples_or_one_line(at: int, bytes_: bytes, cut: bool) -> None:
+    """Bytes within a tensor may change unnoticed; anything else is an error in one line."""
+    found = fuzzed(GOOD[:at] + bytes_ + (b"" if cut else GOOD[at + len(bytes_) :]))
+    assert found is None or "\n" not in found
+
+
+@given(st.dictionaries(st.sampled_from([field.name for field in fields(RolloutSample)]), VALUES, max_size=4))
+def test_any_map_is_a_sample_or_one_line(changes: dict[str, Any]) -> None:
+    found = fuzzed(msgpack.packb([plain(**changes)]))
+    assert found is None or "\n" not in found
+
+
+def fuzzed(data: bytes) -> str | None:
+    """Return what is wrong with a response; None if nothing is."""
+    try:
+        read_response(data, most_bytes=10**6)
+    except WireError as error:
+        return str(error)
+    return None

@@ -1,0 +1,355 @@
+"""User-defined objectives and samplers: they train, are recorded and resumed, and a broken one is one line."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.core.transitions import Transition
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods import ErrorInfo, LossConfig, ObjectiveTraits
+from fluvial.engines.methods.losses import KLConfig
+from fluvial.engines.methods.table import check_loss, check_objective, name_of, objective_type
+from fluvial.engines.run import train
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
+from fluvial.engines.sampling.samplers import Ode, SamplerRule, Stochastic
+from fluvial.kernels import velocity_error
+
+ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
+
+SOURCE = '''
+from dataclasses import dataclass
+import torch
+from fluvial.core.transitions import Transition
+from fluvial.engines.methods import ErrorInfo, ObjectiveTraits
+from fluvial.kernels import velocity_error
+
+@dataclass(frozen=True)
+class Weighted:
+    """Fit samples by their advantage's sigmoid.
+
+    Args:
+        temperature: Advantage that counts as large.
+    """
+
+    temperature: float = 1.0
+    traits = ObjectiveTraits(trains_on="noised")
+
+    def target_weight(self, reward, advantage, group):
+        return torch.sigmoid(advantage / self.temperature)
+
+    def loss(self, v, items, config):
+        error = velocity_error(v, items.target)
+        return items.target_weight * error, ErrorInfo(error.detach(), torch.zeros_like(error))
+
+def drift(level, level_next, *, eta):
+    dt = level_next - level
+    return Transition(torch.ones_like(level), dt, eta * torch.sqrt(-dt))
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module `own_objects` in a folder that Python searches."""
+    (tmp_path / "own_objects.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("own_objects", None)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+class RewardInfo(NamedTuple):
+    """Diagnostics of `Reinforce`."""
+
+    log_ratio: Tensor
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """The plain policy gradient on recorded steps, with a log-probability written out here."""
+
+    scale: float = 1.0
+    traits = ObjectiveTraits(trains_on="steps", has_ratio=True, skips_zero=True)
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return the advantage, scaled."""
+        return self.scale * advantage
+
+    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, RewardInfo]:
+        """-A log p; the ratio's constant takes no part in the gradient."""
+        a, b, std = (part[:, None, None, None] for part in items.transition)
+        log_prob = (-((items.x_next - a * items.x - b * v) ** 2) / (2 * std**2)).mean((1, 2, 3))
+        return -items.target_weight * log_prob, RewardInfo(torch.zeros_like(log_prob.detach()))
+
+
+def drift(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
+    """Return Euler's step with noise of a constant rate on top."""
+    dt = level_next - level
+    return Transition(torch.ones_like(level), dt, eta * torch.sqrt(-dt))
+
+
+@pytest.mark.slow
+def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
+    """Named by their module they are in config.json, from which the run goes on."""
+    config = TrainConfig(
+        tmp_path / "run",
+        objective=objective_type("own_objects:Weighted")(temperature=0.5),  # type: ignore[call-arg]
+        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
+        train="lora",
+        updates=1,
+        eval_samples=2,
+        final_samples=2,
+        micro_batch=4,
+        update_micro_batch="rollout",
+    )
+    summary = train(config)
+    assert summary["updates"] == 1
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert record["objective"] == {"name": "own_objects:Weighted", "temperature": 0.5}
+    assert record["rollout"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
+    del sys.modules["own_objects"]  # another process loads it again
+    again = recorded(record)
+    assert type(again.objective) is objective_type("own_objects:Weighted")
+    summary = train(replace(again, updates=2, resume=True))
+    assert summary["updates"] == 2
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["update"] for record in metrics if "loss" in record] == [1, 2]
+
+
+def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
+    """Passed in Python, without a name: the noise is the sampler's, and the gradient that of the loss."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(drift, eta=0.3))
+    run = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce()), one)
+    run.rollout()
+    doubled = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce(scale=2.0)), one)
+    doubled.rollout()
+    assert run.infos[0].grad_norm > 0
+    assert doubled.infos[0].grad_norm == pytest.approx(2 * run.infos[0].grad_norm, rel=1e-4)
+    levels = run.trainer.schedule.levels
+    step = run.trainer.rollouts.schedules.of(run.trainer.job.shape)[1](levels[:-1], levels[1:])
+    torch.testing.assert_close(step.std, 0.3 * (levels[:-1] - levels[1:]).sqrt())
+
+
+def test_their_records() -> None:
+    """An object without a name outside of this file is recorded, too; only reading it back says that it is not found."""
+    config = tiny.config(
+        Path("out"), rollout=RolloutConfig(prompts=2, group=4, sampler=Stochastic(drift)), objective=Reinforce(2.0)
+    )
+    record = json.loads(json.dumps(as_record(config)))
+    assert record["objective"]["name"] == name_of(config.objective) == f"{__name__}:Reinforce"
+    assert record["rollout"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
+
+    def local(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
+        return drift(level, level_next, eta=eta)
+
+    record = as_record(replace(config, rollout=replace(config.rollout, sampler=Stochastic(local, eta=0.5))))
+    with pytest.raises(UsageError, match=r"<locals>.local' is defined inside of a function"):
+        recorded(record)
+
+
+def test_a_rule_says_more_of_a_sampler() -> None:
+    """What is refused of a built-in sampler is refused of one's own with the same rule."""
+    rule = SamplerRule(lambda eta, levels: lambda a, b: drift(a, b, eta=eta), max_eta=0.5, prediction="epsilon")
+    assert Stochastic(rule, eta=0.5).rule is rule
+    with pytest.raises(ValueError, match=r"rollout.sampler.eta is 0.8, expected at most 0.5"):
+        Stochastic(rule, eta=0.8)
+
+
+# What is broken ends in one line.
+
+
+@dataclass
+class Thawed:
+    """Not frozen."""
+
+
+@dataclass(frozen=True)
+class NoTraits:
+    """Without traits."""
+
+
+@dataclass(frozen=True)
+class NoLoss:
+    """Without a loss."""
+
+    traits = ObjectiveTraits(trains_on="noised")
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return the reward."""
+        return reward
+
+
+@dataclass(frozen=True)
+class FewArguments(NoLoss):
+    """A loss of two arguments."""
+
+    def loss(self, v: Tensor, items: RecordedSteps) -> Tensor:
+        """Return the velocity."""
+        return v
+
+
+@dataclass(frozen=True)
+class Traits(NoLoss):
+    """A property of a wrong type."""
+
+    @property
+    def traits(self) -> Any:  # type: ignore[override]
+        """No traits."""
+        return "steps"
+
+    def loss(self, v: Tensor, items: RecordedSteps, config: Any) -> Any:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        (object(), "object is not a frozen dataclass: decorate it"),
+        (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
+        (NoTraits(), "NoTraits has no traits: add `traits = ObjectiveTraits"),
+        (NoLoss(), r"NoLoss has no method loss\(self, v, items, config\)"),
+        (
+            FewArguments(),
+            r"FewArguments has loss\(self, v: .*, expected loss\(self, v, .*: too many",
+        ),
+        (Traits(), "Traits has traits of type str, expected ObjectiveTraits"),
+        (Reinforce, r"objective is the class Reinforce, expected an instance: Reinforce\(\)"),
+        ("clipped", "str is not a frozen dataclass"),
+    ],
+)
+def test_what_is_no_objective(objective: Any, words: str) -> None:
+    """It is refused when the run is built."""
+    with pytest.raises(ValueError, match=words) as refused:
+        TrainConfig(Path("out"), objective=objective)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UsageError):
+        check_objective(objective)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ("sde", r"rollout.sampler is 'sde', expected one of flow_sde, .* or module:name"),
+        ("flow_sd", "did you mean 'flow_sde'"),
+        ("own_objects:drft", "own_objects has no 'drft'; did you mean 'drift'"),
+        ("own_objects:Weighted", r"is a class, expected a function of \(level, level_next, \*, eta\), or a SamplerRule"),
+        (3, "rollout.sampler is of type int, expected a function"),
+        (lambda level: level, "rollout.sampler has the signature .*, expected a function"),
+    ],
+)
+def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
+    """It is refused when the rollout's configuration is built."""
+    with pytest.raises(ValueError, match=words) as refused:
+        RolloutConfig(sampler=Stochastic(sampler))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (lambda level, level_next, *, eta: level, "returns a Tensor, expected a Transition"),
+        (lambda level, level_next, *, eta: drift(level[:1], level_next[:1], eta=eta), r"has shape \[1\], expected"),
+        (lambda level, level_next, *, eta: level / None, "fails when called"),
+    ],
+)
+def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words: str) -> None:
+    """It is tried on the model's schedule before the first rollout."""
+    rollout = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
+    with pytest.raises(UsageError, match=words) as refused:
+        tiny.Run(tiny.config(tmp_path, rollout=rollout), one)
+    assert "\n" not in str(refused.value)
+
+
+@dataclass(frozen=True)
+class Returns:
+    """An objective that returns what it is told to."""
+
+    what: str = "mean"
+    traits = ObjectiveTraits(trains_on="noised")
+
+    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+        """Return one number, or one per sample, as the field says."""
+        if self.what == "nan":
+            return reward / 0 * 0
+        return reward.sum() if self.what == "weight" else reward
+
+    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> Any:
+        """Return a mean, numbers with a dimension too many, wrong diagnostics, or none."""
+        error = velocity_error(v, items.target)
+        info = ErrorInfo(error.detach(), torch.zeros_like(error))
+        return {
+            "mean": (error.mean(), info),
+            "column": (error[:, None], info),
+            "number": (1.0, info),
+            "dict": (error, {"error": error}),
+            "empty": (error, ()),
+            "info": (error, info._replace(error=error.mean())),
+        }.get(self.what, (error, info))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("mean", r":Returns returned a loss of shape \[\], expected \[2\], one number per item"),
+        ("column", r"returned a loss of shape \[2, 1\], expected \[2\]"),
+        ("number", r"returned a loss of type float, expected \[2\]"),
+        ("dict", "returned diagnostics of type dict, expected a NamedTuple"),
+        ("empty", "returned diagnostics of type tuple, expected a NamedTuple"),
+        ("info", r"returned a diagnostic error of shape \[\], expected \[2\]"),
+        ("weight", r"returned a target_weight of \[\], expected \[8\], a number per sample"),
+        ("nan", "returned a target_weight that is not finite"),
+    ],
+)
+def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words: str) -> None:
+    """It is checked on the first batch: a wrong shape would broadcast."""
+    run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Returns(what)), one)
+    with pytest.raises(UsageError, match=words) as refused:
+        run.rollout()
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_right_passes() -> None:
+    """The check says nothing of a loss and diagnostics of one number per item."""
+    check_loss(Reinforce(), torch.zeros(3), ErrorInfo(torch.zeros(3), torch.zeros(3)), 3)
+
+
+# Settings that do nothing are refused, for an own objective, too.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kl": KLConfig(0.1)}, "kl.coef has no effect with .*:Returns, whose loss adds no KL"),
+        ({"implementation": "triton"}, "implementation has no effect with .*:Returns and these settings"),
+        ({"max_log_ratio": 0.5}, "max_log_ratio has no effect with .*:Returns, which has no ratio"),
+    ],
+)
+def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:
+    """Its traits say that it takes none of them."""
+    with pytest.raises(ValueError, match=words):
+        tiny.config(Path("out"), rollout=ODE, objective=Returns(), **changes)
+
+
+def test_traits_are_checked() -> None:
+    """A misspelt trait has the nearest match in its message."""
+    with pytest.raises(ValueError, match=r"traits.trains_on is 'step', expected .*did you mean 'steps'"):
+        ObjectiveTraits(trains_on="step")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"traits.compares_with is 'techer', expected .*did you mean 'teacher'"):
+        ObjectiveTraits(trains_on="steps", compares_with=("techer",))  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""Saves that fail, or lose power, leave the earlier checkpoints whole."""
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from saved_checkpoints import found, holds, options, save, state
+
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.checkpoint import checkpoint, storage
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("tape://deck/run", "tape://deck/run cannot be used: Protocol not known: tape"),
+        ("s3://bucket/run", "s3://bucket/run cannot be used: Install s3fs"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_a_usage_error(
+    one: World, behind: World, monkeypatch: pytest.MonkeyPatch, url: str, says: str
+) -> None:
+    """An unknown protocol, and one whose package is not installed; in one line."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    calls: list[Callable[[], Any]] = [
+        lambda: save(url, one, update=1),
+        lambda: checkpoint.save_async(url, state(), **options(behind, 1)),
+        lambda: checkpoint.listed(url),
+        lambda: checkpoint.verify(f"{url}/000001"),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError) as error:
+            call()
+        assert str(error.value).startswith(says)
+        assert "\n" not in str(error.value)
+
+
+def test_a_service_that_refuses_is_a_run_error(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kind of exception it has for that."""
+
+    class NoCredentialsError(Exception):
+        pass
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
+    with pytest.raises(RunError, match="could not be saved: memory://refused/: Unable to locate credentials; earlier"):
+        save("memory://refused", one, update=1)
+
+
+def test_ranks_on_different_disks_are_noticed(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that a rank wrote and rank 0 does not see: better now than when it is needed."""
+    elsewhere = [{"shard-00002-model-00001-of-00001.safetensors": {"bytes": 8, "sha256": "0"}}]
+    monkeypatch.setattr(World, "gather_items", lambda self, item: [item, *elsewhere] if isinstance(item, dict) else [item])
+    with pytest.raises(RunError, match=r"shard-00002.* is not there: all ranks must write to the same disk"):
+        save(tmp_path, one, update=1)
+    assert found(tmp_path) == []
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_replacement_that_fails_puts_the_old_one_back(
+    tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """Whether the second rename fails or the process is killed before it."""
+    path = save(tmp_path, one, update=3)
+    rename, calls = storage.os.rename, 0
+
+    def second_fails(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt if killed else OSError(errno.ENOSPC, "No space left on device")
+        rename(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.os, "rename", second_fails)
+        with pytest.raises(KeyboardInterrupt if killed else RunError):
+            save(tmp_path, one, update=3)
+    assert checkpoint.listed(tmp_path) == [path]
+    assert holds(path, one, 3.0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("moment", ["draft", "tensors", "manifest", "sync", "rename"])
+def test_a_full_disk_loses_nothing(
+    tmp_path: Path, one: World, behind: World, monkeypatch: pytest.MonkeyPatch, moment: str, background: bool
+) -> None:
+    """At whatever moment of a save: one line, and the earlier checkpoint is still the newest and whole."""
+    older = save(tmp_path, one, update=1, keep=1)
+
+    def saving() -> Path:
+        if background:
+            return checkpoint.save_async(tmp_path, state(2.0), **options(behind, 2, keep=1)).result()
+        return save(tmp_path, one, update=2, keep=1)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    moments: dict[str, tuple[Any, str]] = {
+        "draft": (storage.Path, "mkdir"),
+        "tensors": (checkpoint.HuggingFaceStorageWriter, "write_data"),
+        "manifest": (storage.LocalStore, "publish"),
+        "sync": (storage.os, "fsync"),
+        "rename": (storage.os, "rename"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*moments[moment], fail)
+        with pytest.raises(RunError) as error:
+            saving()
+    assert str(error.value) == (
+        f"checkpoint {tmp_path / '000002'} could not be saved: the disk is full; earlier checkpoints are unchanged"
+    )
+    assert checkpoint.listed(tmp_path) == [older]
+    assert found(tmp_path) == ["000001"]
+    assert holds(older, one, 1.0)
+
+
+@pytest.mark.parametrize("moment", ["makedirs", "open", "pipe_file", "cp_file"])
+def test_a_full_bucket_loses_nothing(one: World, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Behind a URL too, for a new update and for one that is saved again."""
+    folder = "memory://full/checkpoints"
+    older = save(folder, one, update=1, keep=1)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for update in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, moment, fail)
+            with pytest.raises(RunError, match=f"00000{update} could not be saved: the disk is full"):
+                checkpoint.save(folder, state(3.0), **options(one, update, keep=1))
+        assert checkpoint.listed(folder) == [older]
+        assert found(folder) == ["000001"]
+        assert holds(older, one, 1.0)
+    MemoryFileSystem().rm("/", recursive=True)
+
+
+def test_a_checkpoint_survives_a_power_failure(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every file only the bytes that were synced before the rename are left, and they are all.
+
+    Folders are synced, too: the one with the files before it is renamed, the one with its name afterwards.
+    """
+    synced: dict[int, int] = {}  # inode: bytes on the disk
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def renamed(source: Path, target: Path) -> None:
+        for path in source.iterdir():
+            durable[path.name] = synced.get(path.stat().st_ino, 0)
+        rename(source, target)
+        events.append(f"rename {source.name} {target.name}")
+
+    durable: dict[str, int] = {}
+    monkeypatch.setattr(storage.os, "fsync", noted)
+    monkeypatch.setattr(storage.os, "rename", renamed)
+    path = save(tmp_path / "checkpoints", one, update=7)
+    assert len(durable) == 2
+    assert events[-3:] == ["sync .partial-000007", "rename .partial-000007 000007", "sync checkpoints"]
+    for name, size in durable.items():
+        os.truncate(path / name, size)
+    assert holds(path, one, 7.0)

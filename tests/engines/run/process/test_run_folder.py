@@ -1,0 +1,232 @@
+"""The run folder: what is written where, and what a resumed run keeps."""
+
+import json
+import os
+import subprocess
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.process import lock
+from fluvial.engines.run.process.lock import FolderLock
+from fluvial.engines.run.process.run_folder import RunFolder, claim, finite, write_json
+
+UPDATE = {"update": 1, "loss": 0.5, "grad_norm": 2.0, "reward": {"mean": 0.25, "std": 0.1}, "diversity": 0.5}
+EVALUATION = {"update": 1, "exact": {"heldout": 0.5}, "drift": 0.01}
+HANDSHAKE = {"update": 0, "handshake": {"servers": ["http://127.0.0.1:30000"], "kind": "fluvial", "sigmas": [1.0, 0.0]}}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return what metrics.jsonl holds."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_record_is_a_line_of_json_and_a_point_of_each_tag(tmp_path: Path) -> None:
+    """Nested names are joined by a slash; the step is the update."""
+    folder = RunFolder(tmp_path, {"seed": 3})
+    for record in (UPDATE, EVALUATION, UPDATE | {"update": 2, "loss": 0.25}):
+        folder.log(dict(record))
+    folder.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 3}
+    assert records(tmp_path) == [UPDATE, EVALUATION, UPDATE | {"update": 2, "loss": 0.25}]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = {"update", "loss", "grad_norm", "reward/mean", "reward/std", "diversity", "exact/heldout", "drift"}
+    assert set(events.Tags()["scalars"]) == tags
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_texts_in_a_record_are_no_points_of_a_tracker(tmp_path: Path) -> None:
+    """Records of servers hold addresses; their tracker does not fail."""
+    folder = RunFolder(tmp_path, {})
+    folder.log(dict(HANDSHAKE))
+    folder.close()
+    assert records(tmp_path) == [HANDSHAKE]
+    assert not (tmp_path / "warnings.txt").exists()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"update", "handshake/sigmas/0", "handshake/sigmas/1"}
+
+
+def test_a_number_that_json_lacks_is_null_and_no_point(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, {})
+    folder.log({"update": 1, "loss": float("nan"), "reward": {"mean": float("inf")}})
+    folder.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"update": 1, "loss": null, "reward": {"mean": null}}\n'
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["update"]
+    assert finite({"a": [float("-inf"), 1, None], "b": "text"}) == {"a": [None, 1, None], "b": "text"}
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    """Also a last line that was cut short, and a record that is logged again."""
+    (tmp_path / "metrics.jsonl").write_text(f'{json.dumps(UPDATE)}\n{{"update": 2, "loss": 1.0}}\n{{"update": 3, "lo')
+    folder = RunFolder(tmp_path, {}, update=1)
+    folder.log(dict(UPDATE))
+    folder.log({"update": 2, "loss": 2.0})
+    folder.close()
+    assert records(tmp_path) == [UPDATE, {"update": 2, "loss": 2.0}]
+
+
+@pytest.mark.usefixtures("charts")
+def test_samples_and_curves_are_images(tmp_path: Path) -> None:
+    """A name with spaces is a file name without; curves need no record at all."""
+    claim(tmp_path / "run", resume=False)
+    folder = RunFolder(tmp_path / "run", {})
+    path = folder.samples("after 20 updates", torch.zeros(2, 1, 8, 32), ["0427", "1999"], torch.ones(2), title="after")
+    assert path == tmp_path / "run" / "samples" / "after-20-updates.png"
+    empty = folder.curves().read_bytes()
+    for record in (UPDATE, EVALUATION, {"update": 2, "grad_norm": None}):  # a skipped update has no norm
+        folder.log(dict(record))
+    drawn = folder.curves()
+    assert drawn.read_bytes() != empty
+    for image in (path, drawn):
+        with Image.open(image) as opened:
+            opened.load()
+            assert opened.format == "PNG"
+    folder.close()
+
+
+def test_what_python_warns_of_is_kept_for_the_report(tmp_path: Path) -> None:
+    """A line each, and still shown; what is deprecated is for programmers. Afterwards all is as before."""
+    folder = RunFolder(tmp_path, {}, tracker="none")
+    before = warnings.showwarning
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with folder.keeping_warnings():
+            warnings.warn("the gradient\nis small", stacklevel=1)
+            warnings.warn("an old name", DeprecationWarning, stacklevel=1)
+        warnings.warn("later", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["the gradient\nis small", "an old name", "later"]
+    assert (tmp_path / "warnings.txt").read_text() == "the gradient is small\n"
+    assert warnings.showwarning is before
+
+
+def test_a_json_file_is_replaced_whole(tmp_path: Path) -> None:
+    """A value that cannot be written leaves the old file, and no partial one."""
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads(path.read_text()) == {"a": 2}
+
+
+def test_a_folder_is_claimed_once_and_resumed_only_if_it_holds_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run to resume"):
+        claim(tmp_path / "run", resume=True)
+    claim(tmp_path / "run", resume=False)
+    write_json(tmp_path / "run" / "config.json", {})
+    with pytest.raises(UsageError, match="already holds a run: set resume to continue it"):
+        claim(tmp_path / "run", resume=False)
+    claim(tmp_path / "run", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made: Not a directory"):
+        claim(tmp_path / "file" / "run", resume=False)
+
+
+def hold(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Write the lock of another process, by default one of this machine that has ended, and return its holder."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    holder = {**lock._this_process(), "pid": ended.pid, **changes}
+    (folder / lock.NAME).write_text(json.dumps(holder))
+    return holder
+
+
+def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Path) -> None:
+    """Also where its process id is that of another process now."""
+    for dead in ({}, {"pid": os.getppid(), "started": "1"}):
+        hold(tmp_path, **dead)
+        FolderLock(tmp_path).release()
+        assert [*tmp_path.iterdir()] == []
+    parent = os.getppid()
+    hold(tmp_path, pid=parent, started=lock._started(parent))
+    with pytest.raises(
+        UsageError, match=rf"is held by process {parent} on .*: wait for its end, or set out to another folder"
+    ):
+        FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_holder_on_another_host_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
+    """A sign of life refuses the newcomer; without one it takes the folder. Clocks of hosts are not compared."""
+    path, waits, said = tmp_path / lock.NAME, list[float](), list[str]()
+    hold(tmp_path, host="other", started="1")
+    os.utime(path, ns=(0, 2**62))  # a clock far ahead
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if lives and len(waits) == 3:
+            os.utime(path, ns=(0, 1))
+
+    monkeypatch.setattr(lock.time, "sleep", wait)
+    if lives:
+        with pytest.raises(UsageError, match="on other: wait for its end"):
+            FolderLock(tmp_path, said.append)
+        assert len(waits) == 3
+    else:
+        taken = FolderLock(tmp_path, said.append)
+        assert sum(waits) == lock.STALE
+        taken.check()
+        taken.release()
+    assert ["waiting up to 120 s for a sign of life" in line for line in said] == [True]
+
+
+def test_one_of_many_takes_the_folder_of_a_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that all find it dead."""
+    dead = hold(tmp_path)
+    monkeypatch.setattr(lock, "_is_alive", lambda path, known, say: known[0] != dead)
+    holders = [{**dead, "pid": -number} for number in range(1, 17)]
+    ends, begin = list[str](), threading.Barrier(len(holders))
+
+    def take(holder: dict[str, Any]) -> None:
+        begin.wait()
+        try:
+            lock._take(tmp_path / lock.NAME, holder, lambda line: None)
+            ends.append("taken")
+        except UsageError:
+            ends.append("refused")
+
+    threads = [threading.Thread(target=take, args=(holder,)) for holder in holders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ends) == ["refused"] * 15 + ["taken"]
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
+def test_a_run_whose_folder_was_taken_stops(tmp_path: Path) -> None:
+    """And leaves the other's hold as it is."""
+    own = FolderLock(tmp_path)
+    own.check()
+    other = hold(tmp_path, host="other")
+    with pytest.raises(RunError, match=r"is held by process .* on other, while this process was suspended"):
+        own.check()
+    own.release()
+    assert json.loads((tmp_path / lock.NAME).read_text()) == other
+
+
+def test_a_refused_claim_leaves_no_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run began, and ended, between the look at the folder and the hold."""
+    taken = lock._take
+
+    def take(path: Path, *arguments: Any) -> None:
+        taken(path, *arguments)
+        write_json(tmp_path / "config.json", {})
+
+    monkeypatch.setattr(lock, "_take", take)
+    with pytest.raises(UsageError, match="already holds a run"):
+        claim(tmp_path, resume=False)
+    assert not (tmp_path / lock.NAME).exists()

@@ -1,0 +1,154 @@
+"""Caches of encoded images and captions: of another model or other settings, on a full disk, and damaged."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_pipelines
+import torch
+from PIL import Image
+
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.methods.matching import Sft
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.evaluated import encoded_texts
+from fluvial.engines.run.jobs.images import _settings
+from fluvial.engines.run.jobs.weights import digest
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.generate import NO_GUIDANCE
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.models.lora import Dora
+from fluvial.models.lora_files import LoraFile
+from fluvial.models.pipelines import base
+from fluvial.models.pipelines.base import Pipeline
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """Return the world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny pipelines and four images with captions."""
+    folder = tmp_path_factory.mktemp("caches")
+    for name in ("sd3", "sdxl"):
+        tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+    (folder / "foxes").mkdir()
+    for number in range(4):
+        Image.effect_noise((24, 20), 50 + number).save(folder / "foxes" / f"{number}.png")
+        (folder / "foxes" / f"{number}.txt").write_text(f"{number} foxes")
+    return folder
+
+
+def test_the_digest_of_an_adapter_covers_all_that_it_does() -> None:
+    """Its scale, its form, and names, shapes and values of its tensors; not their order."""
+    a, b = {"x.lora_A.weight": torch.arange(6.0).view(2, 3)}, {"x.lora_B.weight": torch.ones(3, 2)}
+    file = LoraFile(2, 4.0, ("x",), {**a, **b})
+    others = [
+        file._replace(alpha=2.0),
+        file._replace(form=Dora()),
+        file._replace(tensors={**a, "y.lora_B.weight": torch.ones(3, 2)}),
+        file._replace(tensors={"x.lora_A.weight": a["x.lora_A.weight"].view(3, 2), **b}),
+        file._replace(tensors={"x.lora_A.weight": a["x.lora_A.weight"].flip(0), **b}),
+    ]
+    assert len({digest(file), *map(digest, others)}) == 6
+    assert digest(file._replace(tensors={**b, **a})) == digest(file)
+
+
+def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_path: Path, one: World) -> None:
+    """An image cache of another `encode` is refused."""
+    functions: list[Any] = [
+        None,
+        lambda images: images,
+        lambda images: 2 * images,
+    ]
+    asked = job(folder, tmp_path)
+    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path)) for encode in functions]
+    assert len({each["encoder"] for each in settings}) == 3
+
+
+def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
+    """Return the job of a supervised run on the images."""
+    settings: dict[str, Any] = {"height": 16, "width": 16, "frozen": "float32", **asked}
+    pipeline = PipelineConfig(**settings)
+    return jobs.of_run(
+        TrainConfig(
+            cache / "run",
+            model=str(folder / name),
+            objective=Sft(),
+            data=(str(folder / "foxes"),),
+            data_cache=cache,
+            pipeline=pipeline,
+            rollout=RolloutConfig(prompts=2, group=1, sampler=Ode()),
+        )
+    )
+
+
+def prepared(job: Job, world: World) -> None:
+    """Encode what the job learns from."""
+    assert job.prepare is not None
+    job.prepare(world, encoded_texts(job, job, NO_GUIDANCE))
+
+
+def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, one: World) -> None:
+    """Another model, size, list of sizes or kind of sample is refused in one line that names what differs."""
+    prepared(job(folder, tmp_path), one)
+    sizes: Any = {"height": 512, "width": 512, "sizes": ("16x16", "24x16")}
+    for other, differs in (
+        (job(folder, tmp_path, "sdxl"), r"encoder SD3 \w+ there and StableDiffusionXL \w+ here"),
+        (job(folder, tmp_path, height=24), "size 16x16 there and 16x24 here"),
+        (job(folder, tmp_path, **sizes), "size 16x16 there and 16x16 24x16 here"),
+        (job(folder, tmp_path, latents="sample"), r"\(latents mean there and sample here\)"),
+    ):
+        with pytest.raises(UsageError, match=differs) as error:
+            prepared(other, one)
+        assert "was written with other settings" in str(error.value)
+        assert "\n" not in str(error.value)
+    prepared(job(folder, tmp_path), one)
+
+
+def test_a_full_disk_while_captions_are_encoded(
+    folder: Path, tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line; what was encoded is kept, nothing half-written stays, and the next start encodes the rest."""
+    write, encode, encoded = base.save_file, Pipeline._encoded, list[str]()
+
+    def full(tensors: Any, path: Path) -> None:
+        if len([*(tmp_path / "texts").glob("*.safetensors")]) == 2:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        write(tensors, path)
+
+    def counted(self: Pipeline, prompt: str) -> dict[str, torch.Tensor]:
+        encoded.append(prompt)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(Pipeline, "_encoded", counted)
+    monkeypatch.setattr(base, "save_file", full)
+    with pytest.raises(RunError, match=r"texts: No space left on device; what is encoded is kept, start again") as error:
+        prepared(job(folder, tmp_path), one)
+    assert "\n" not in str(error.value)
+    assert len(encoded) == 3
+    assert len([*(tmp_path / "texts").iterdir()]) == 2
+    monkeypatch.setattr(base, "save_file", write)
+    prepared(job(folder, tmp_path), one)
+    assert sorted(encoded[3:]) == sorted(set(encoded[3:]))
+    assert set(encoded[:2]).isdisjoint(encoded[3:])
+    assert len([*(tmp_path / "texts").glob("*.safetensors")]) == len(set(encoded))
+
+
+def test_a_damaged_caption_is_named(folder: Path, tmp_path: Path, one: World) -> None:
+    """With what to do about it."""
+    prepared(job(folder, tmp_path), one)
+    for file in (tmp_path / "texts").iterdir():
+        file.write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=r"the encoded prompt .*safetensors cannot be read: .*; delete the file"):
+        prepared(job(folder, tmp_path), one)

@@ -1,0 +1,108 @@
+"""Correction of a rollout that computed in another precision than the update."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from spied_runs import STEPS, Spied
+
+from fluvial.core import correction, gaussian, transitions
+from fluvial.core.advantages import group_advantages
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.losses import LossConfig
+from fluvial.engines.methods.table import Clipped, Guard
+from fluvial.engines.run.config import (
+    CorrectionConfig,
+)
+from fluvial.engines.sampling.correction import correct
+from fluvial.engines.sampling.items import RecordedSteps, Share
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: Any = "step") -> tuple[Spied, dict[str, Any]]:
+    """Return a run whose rollout computed in bfloat16, and its record."""
+    run = Spied(
+        tiny.config(
+            tmp_path,
+            rollout=replace(STEPS, autocast=True),
+            correction=CorrectionConfig(mode, level, threshold),
+            optimizer=OptimizerConfig(max_grad_norm=1e9),
+        ),
+        one,
+    )
+    return run, run.rollout()
+
+
+@pytest.mark.parametrize("level", ["step", "trajectory"])
+@pytest.mark.parametrize(
+    ("mode", "threshold"), [("truncate", 1.0), ("truncate", 1e30), ("reject", 1.0001), ("mask", 1.0001)]
+)
+def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, threshold: float, level: Any) -> None:
+    """The first ratio is exactly 1, and each pair has the weight that core/correction.py gives the two log-probs."""
+    run, record = corrected(tmp_path, one, mode, threshold, level)
+    assert run.infos[0].max_abs["log_ratio"] == 0.0
+    assert record["correction"]["gap_mean"] > 1e-6
+    assert all(record["correction"][name] > 0 for name in ("gap_mean", "gap_p99", "kl", "effective"))
+    items, known = run.updates[0].items, run.trajectories[0].log_prob
+    own = items.log_prob_old.unflatten(0, (tiny.STEPS, 8)).T
+    weight, info = correction.rollout_weights(own, known, mode=mode, threshold=threshold, level=level)
+    assert float((own - known).abs().max()) > 1e-5
+    assert torch.equal(run.updates[0].weight, torch.ones(8 * tiny.STEPS))  # a KL term is not corrected
+    advantage = group_advantages(run.scores[:, 0], torch.arange(8) // 4)
+    torch.testing.assert_close(items.target_weight, (weight * advantage[:, None]).T.flatten(), rtol=1e-4, atol=1e-5)
+    assert record["correction"]["limited"] == pytest.approx(float(info.limited))
+    if threshold < 1e30:
+        assert 0 < record["correction"]["limited"] < 1
+
+
+def test_the_weights_scale_the_gradient(one: World, tmp_path: Path) -> None:
+    """A gradient of untruncated weights is not that of truncated ones; where all pairs are masked there is none."""
+    free, held = (corrected(tmp_path, one, "truncate", threshold)[0] for threshold in (1e30, 1.0))
+    masked, _ = corrected(tmp_path, one, "mask", 1.0)
+    apart = torch.cat([(a - held.gradient()[name]).flatten() for name, a in free.gradient().items()])
+    assert float(apart.norm()) > 1e-7
+    assert free.infos[0].grad_norm != held.infos[0].grad_norm
+    assert masked.infos[0].grad_norm == 0.0 < held.infos[0].grad_norm
+
+
+def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
+    """Its old velocity is then the update's own too, so that the first ratio is 1."""
+    rollout = replace(STEPS, autocast=True)
+    run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Guard(), correction=CorrectionConfig("truncate")), one)
+    run.rollout()
+    recorded = run.trajectories[0].velocity
+    assert recorded is not None
+    assert not torch.equal(run.updates[0].items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
+    assert run.infos[0].max_abs["log_ratio"] == 0.0
+
+
+def test_the_kl_has_no_weight() -> None:
+    """The correction scales the target weight alone, so that pairs which it masks keep their whole KL (verl-omni)."""
+    generator = torch.Generator().manual_seed(0)
+    x, v, x_next, v_ref = torch.randn(4, 6, 5, generator=generator)
+    level = torch.linspace(0.3, 0.9, 6)
+    transition = transitions.dance_sde(level, level / 2, eta=0.5)
+    known = gaussian.log_prob(transition, x, v, x_next)
+    items = RecordedSteps(
+        x, level, level, torch.arange(6), torch.ones(6), torch.ones(6), level / 2, x_next, known, transition, {"ref": v_ref}
+    )
+    share = Share(0, 6, 6)
+    config = CorrectionConfig("mask", threshold=1.5)
+    known_then = (known + 5 * (torch.arange(6) % 2)).unsqueeze(1)
+    corrected, _ = correct(items, known, known_then, config, share=share, gather=lambda tensor: tensor)
+    assert corrected.target_weight.tolist() == [1, 0, 1, 0, 1, 0]
+    loss, info = Clipped().loss(v, corrected, LossConfig(kl_coef=0.5, kl_weight="exact"))
+    kl = gaussian.kl(transition, v, v_ref)
+    torch.testing.assert_close(info.kl_ref, kl)
+    torch.testing.assert_close(loss, 0.5 * kl - corrected.target_weight)

@@ -1,0 +1,365 @@
+"""`fluvial export`: any checkpoint of a run, in every format, opens in diffusers and computes what the run computed."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import tiny_pipelines
+import torch
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from marks import long
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.export import formats
+from fluvial.engines.export.card import Card, write_card
+from fluvial.engines.export.formats import COMFY_WEIGHTS
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.config import PipelineConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.exports import check_exports, export_run
+from fluvial.engines.run.jobs.weights import converter
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.models import LoraConfig
+from fluvial.models.handwriting import Handwriting
+from fluvial.models.lora_files import read_lora
+
+PROMPTS = ("a red fox", "two cats")
+LORA = LoraConfig(rank=2, alpha=6.0)
+
+
+def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
+    """Train a tiny pipeline for two updates, with checkpoints; return the velocities of the policy and of its average."""
+    row = tiny_pipelines.ROWS[name]
+    if not (folder / name).exists():
+        tiny_pipelines.save(row, folder / name)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    height, width = row.sizes[0][:2]
+    frames = row.sizes[0][2] if len(row.sizes[0]) > 2 else 1
+    (folder / "heldout.txt").write_text("an owl\n")
+    asked: dict[str, Any] = {"heldout": (str(folder / "heldout.txt"),), "text_tokens": tiny_pipelines.TEXT}
+    values: dict[str, Any] = {
+        "out": folder / f"{name}-run",
+        "model": str(folder / name),
+        "prompts": (str(folder / "prompts.txt"),),
+        "updates": 2,
+        "pipeline": PipelineConfig(height, width, frames=frames, **asked),
+        "train": "lora",
+        "lora": LORA,
+        "micro_batch": 2,
+        "rewards": ("jpeg",),
+        "keep_checkpoints": 5,
+        "rollout": RolloutConfig(prompts=2, group=2, steps=3),
+        "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
+    }
+    with Trainer(TrainConfig(**{**values, **changes})) as trainer:
+        for _ in trainer:
+            trainer.save()
+        found = {}
+        for average in (False, True):
+            with trainer.engine.inference(average=average) as module:
+                found["average" if average else "policy"] = velocity(trainer.job.model, module)
+    return found
+
+
+def velocity(model: Any, module: Any) -> Tensor:
+    """Return the velocity of both prompts at a noise level."""
+    x = tiny_pipelines.start(model, 2, (16, 16))
+    with torch.no_grad():
+        return model.predict(module, x, torch.tensor([0.7, 0.3]), model.encode(PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A folder with a run of LoRA on a tiny SD3, and the velocities that it computed."""
+    folder = tmp_path_factory.mktemp("exports")
+    found = run_of(folder, "sd3")
+    run = folder / "sd3-run"
+    (run / "config.json").write_text(json.dumps(checkpoint.verify(run / "checkpoints" / "000002")["meta"]["run"]))
+    records: list[dict[str, Any]] = [
+        {"update": 0, "score": {"jpeg": 0.25}, "exact": {"jpeg": 0.0}},
+        {"update": 1, "reward": {"mean": 0.25}, "loss": 0.5},
+        {"update": 2, "reward": {"mean": 0.5}, "loss": 0.25},
+        {"update": 2, "score": {"jpeg": 0.5}, "exact": {"jpeg": 0.0}},
+        {"update": 3, "score": {"jpeg": 0.9}, "exact": {"jpeg": 0.0}},
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"update": 3, "rew')  # is being written
+    return folder, found
+
+
+def exported(run: Path, out: Path, *typed: str) -> Path:
+    """Export by the command line."""
+    assert cli.run(["export", str(run), *typed, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_every_format_computes_what_the_run_did(ran: tuple[Path, dict[str, Tensor]], tmp_path: Path, ema: bool) -> None:
+    """The weights themselves, or their moving average; loaded by diffusers, and by the next run's --lora."""
+    folder, found = ran
+    run, expected, more = folder / "sd3-run", found["average" if ema else "policy"], ["--ema"] if ema else []
+    model = tiny_pipelines.opened("sd3", folder / "sd3")
+    kinds = ("lora", "merged", "full", "comfyui")
+    lora, merged, full, comfy = (exported(run, tmp_path / kind, "--as", kind, *more) for kind in kinds)
+    pipeline = DiffusionPipeline.from_pretrained(folder / "sd3", local_files_only=True)
+    base = velocity(model, pipeline.transformer)
+    assert (base - expected).abs().max() > 0.01
+    pipeline.load_lora_weights(lora)
+    networks = [
+        pipeline.transformer,
+        SD3Transformer2DModel.from_pretrained(merged, local_files_only=True),
+        DiffusionPipeline.from_pretrained(full, local_files_only=True).transformer,
+    ]
+    for network in networks:
+        torch.testing.assert_close(velocity(model, network), expected, rtol=1e-4, atol=1e-5)
+    original = load_file(exported(run, tmp_path / "weights", "--as", "comfyui", "--merge", *more) / COMFY_WEIGHTS)
+    back = convert_sd3_transformer_checkpoint_to_diffusers(original)
+    for key, tensor in load_file(merged / "diffusion_pytorch_model.safetensors").items():
+        assert torch.equal(back[key], tensor)
+    plain = model.build(empty=True)
+    ours = read_lora(lora, plain)
+    converted = read_lora(comfy, plain, convert=converter(model.pipeline, plain))
+    assert (ours.rank, ours.alpha, ours.layers) == (converted.rank, converted.alpha, converted.layers)
+    assert all(torch.equal(ours.tensors[name], converted.tensors[name]) for name in ours.tensors)
+    assert not (set(path.name for path in full.iterdir()) & {".partial"})
+    for kind, out in zip(kinds, (lora, merged, full, comfy), strict=True):
+        card = (out / "README.md").read_text()
+        assert ("moving average" in card) == ema
+        assert str(folder) not in card
+        assert json.loads((out / "fluvial.json").read_text())["format"] == kind
+
+
+def test_an_earlier_checkpoint_and_the_newest_one(ran: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    """A run stands for its newest checkpoint; each export says how many updates it has seen."""
+    folder, _ = ran
+    run = folder / "sd3-run"
+    newest = exported(run, tmp_path / "newest", "--dtype", "bfloat16")
+    second = exported(run / "checkpoints" / "000002", tmp_path / "second")
+    first = exported(run / "checkpoints" / "000001", tmp_path / "first")
+    names = ("newest", "second", "first")
+    tensors = {
+        name: load_file(path / "pytorch_lora_weights.safetensors")
+        for name, path in zip(names, (newest, second, first), strict=True)
+    }
+    assert {tensor.dtype for tensor in tensors["newest"].values()} == {torch.bfloat16}
+    for name, tensor in tensors["second"].items():
+        assert torch.equal(tensors["newest"][name], tensor.bfloat16())
+    assert any(not torch.equal(tensors["first"][name], tensor) for name, tensor in tensors["second"].items())
+    assert "after 1 updates" in (first / "README.md").read_text()
+
+
+def test_the_card_says_what_was_measured(
+    ran: tuple[Path, dict[str, Tensor]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Front matter, settings that differ, scores up to the update of the weights, the curve; in the default folder."""
+    folder, _ = ran
+    assert cli.run(["export", str(folder / "sd3-run")]) == 0
+    out = folder / "sd3-run" / "exports" / "000002-lora"
+    assert str(out) in capfd.readouterr().out.replace("\n", "")
+    card = (out / "README.md").read_text()
+    front = card.split("---\n")[1]
+    assert "library_name: diffusers\npipeline_tag: text-to-image\ntags:\n- fluvial" in front
+    assert "base_model" not in front  # a folder is no id on the Hub
+    assert "license" not in front
+    assert "| `optimizer.lr` | `0.1` |" in card
+    assert "rollout.sampler" not in card
+    assert "| score, `jpeg` | 0.25 | 0.5 |" in card  # not that of update 3
+    assert "exactly right" not in card
+    assert "(reward.png)" in card
+    assert (out / "reward.png").stat().st_size > 0
+    assert 'pipeline.load_lora_weights("path/to/this/folder")' in card
+    shutil.rmtree(out)
+
+
+def test_an_export_is_not_written_over(
+    ran: tuple[Path, dict[str, Tensor]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same export again changes nothing; another one, a damaged one and other files are refused."""
+    folder, _ = ran
+    run, out = folder / "sd3-run", tmp_path / "out"
+    exported(run, out)
+    capfd.readouterr()
+    written = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert cli.run(["export", str(run), "--as", "lora", "--out", str(out)]) == 0
+    assert capfd.readouterr().out.startswith("exported before: ")
+    assert written == {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("notes")
+    for typed, says in (
+        (["--as", "merged", "--out", str(out)], f"--out is {out}, which holds another export: name another folder"),
+        (["--ema", "--out", str(out)], "which holds another export"),
+        (["--out", str(tmp_path / "notes")], "which holds files of something else"),
+    ):
+        assert cli.run(["export", str(run), *typed]) == 2
+        assert says in launch.one_line(capfd.readouterr().err)
+    (out / "pytorch_lora_weights.safetensors").write_bytes(b"cut")
+    assert cli.run(["export", str(run), "--out", str(out)]) == 2
+    assert "which holds another export" in launch.one_line(capfd.readouterr().err)
+
+
+def test_what_cannot_be_exported_is_one_line(
+    ran: tuple[Path, dict[str, Tensor]], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left behind; 2 for what was asked, 1 for what happened."""
+    folder, _ = ran
+    run = folder / "sd3-run"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copyfile(run / "config.json", empty / "config.json")
+    (empty / "metrics.jsonl").write_text("")
+    shutil.copytree(run / "checkpoints" / "000002", tmp_path / "checkpoints" / "000002")
+    shutil.copytree(run / "checkpoints" / "000002", tmp_path / "checkpoints" / ".partial-000003")
+    (tmp_path / "checkpoints" / ".partial-000003" / "manifest.json").unlink()
+    shard = next((tmp_path / "checkpoints" / "000002").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for code, typed, says in (
+        (2, [], "export needs a run or a checkpoint, got nothing"),
+        (2, ["--as", "lora"], "export needs a run or a checkpoint, got '--as'"),
+        (2, [str(tmp_path / "nowhere")], "nowhere is neither a run nor a checkpoint: there is no such folder"),
+        (2, [str(folder / "sd3")], "is neither a run (config.json, metrics.jsonl) nor a checkpoint"),
+        (2, [str(empty)], "is a run without a checkpoint"),
+        (1, [str(tmp_path / "checkpoints" / "000002")], "is damaged ("),
+        (1, [str(tmp_path / "checkpoints" / ".partial-000003")], "is damaged (manifest.json is missing)"),
+        (2, [str(run), "--merge"], "--merge has no effect except with comfyui"),
+        (2, [str(run), "--as", "onnx"], "--as"),
+    ):
+        assert cli.run(["export", *typed, *(["--out", str(tmp_path / "out")] if typed else [])]) == code
+        assert says in launch.one_line(capfd.readouterr().err)
+
+    def full(*args: Any, **given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(formats.shutil, "copytree", full)
+    assert cli.run(["export", str(run), "--as", "full", "--out", str(tmp_path / "out")]) == 1
+    assert f"export cannot be written to {tmp_path / '.out.partial'}: the disk is full" in launch.one_line(
+        capfd.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_base_weights_that_changed_since(ran: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    """They would be merged into weights that no run computed."""
+    folder, _ = ran
+    file = next((folder / "sd3" / "transformer").glob("*.safetensors"))
+    kept = file.read_bytes()
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
+    try:
+        with init_world() as world, pytest.raises(RuntimeError, match="are not those that the run started from"):
+            export_run(folder / "sd3-run", "merged", out=tmp_path / "out", world=world)
+    finally:
+        file.write_bytes(kept)
+
+
+@pytest.mark.parametrize("name", ["wan-experts", long("sdxl")])
+def test_two_experts_and_unets(tmp_path: Path, name: str) -> None:
+    """A folder for each network; merged and from the original layout they compute the same."""
+    sampler: Any = "ddim" if name == "sdxl" else "flow_sde"
+    rollout = RolloutConfig(prompts=1, group=2, steps=2, sampler=Stochastic(sampler))
+    expected = run_of(tmp_path, name, updates=1, rollout=rollout)["policy"]
+    run = tmp_path / f"{name}-run" / "checkpoints" / "000001"
+    model = tiny_pipelines.opened(name, tmp_path / name)
+    full, lora = (exported(run, tmp_path / kind, "--as", kind) for kind in ("full", "lora"))
+    opened = tiny_pipelines.opened(name, full)
+    torch.testing.assert_close(velocity(model, opened.build()), expected, rtol=1e-4, atol=1e-5)
+    comfy = exported(run, tmp_path / "comfyui", "--as", "comfyui")
+    plain = model.build()
+    ours, back = read_lora(lora, plain), read_lora(comfy, plain, convert=converter(model.pipeline, plain))
+    assert (ours.rank, ours.alpha, ours.layers) == (back.rank, back.alpha, back.layers)
+    assert all(torch.equal(ours.tensors[key], back.tensors[key]) for key in ours.tensors)
+    if name == "wan-experts":
+        assert {path.name for path in lora.iterdir()} == {"transformer", "transformer_2", "README.md", "fluvial.json"}
+        assert "load_into_transformer_2=True" in (lora / "README.md").read_text()
+        assert "text-to-video" in (lora / "README.md").read_text()
+
+
+def test_a_run_of_all_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It has no adapter; its weights are those of the checkpoint, also in the original layout."""
+    expected = run_of(tmp_path, "sd3", train="full", updates=1, optimizer=OptimizerConfig(lr=0.001))["policy"]
+    run = tmp_path / "sd3-run" / "checkpoints" / "000001"
+    model = tiny_pipelines.opened("sd3", tmp_path / "sd3")
+    merged = exported(run, tmp_path / "merged")
+    network = SD3Transformer2DModel.from_pretrained(merged, local_files_only=True)
+    assert torch.equal(velocity(model, network), expected)
+    comfy = exported(run, tmp_path / "comfyui", "--as", "comfyui", "--dtype", "float16")
+    assert {tensor.dtype for tensor in load_file(comfy / "diffusion_model.safetensors").values()} == {torch.float16}
+    capfd.readouterr()
+    for typed, says in (
+        (["--as", "lora"], "there is no adapter to export as lora: use merged"),
+        (["--ema"], "--ema has no effect with checkpoint"),
+        (["--as", "comfyui", "--merge"], "--merge has no effect except with comfyui of a run with an adapter"),
+    ):
+        assert cli.run(["export", str(run), *typed, "--out", str(tmp_path / "out")]) == 2
+        assert says in launch.one_line(capfd.readouterr().err)
+
+
+def test_only_some_architectures_have_an_original_layout() -> None:
+    """The message names them."""
+    model = Handwriting()
+    for kind, says in (
+        ("comfyui", "has no layout that ComfyUI reads, expected one of SD3, FLUX, Qwen-Image, Wan, Z-Image and SDXL"),
+        ("full", "is no pipeline with a folder"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            formats.check_format(kind, model, adapted=True)  # type: ignore[arg-type]
+
+
+def test_exports_during_training_are_checked_before_it(tmp_path: Path) -> None:
+    """A format that the run cannot have is an error before the first update, and not after hours."""
+    for changes, says in (
+        ({"export_as": "comfyui"}, "export_as is 'comfyui': .* has no layout that ComfyUI reads"),
+        ({"export_as": "lora"}, "export_as is 'lora': the run trained all weights"),
+    ):
+        asked: dict[str, Any] = changes
+        with pytest.raises(ValueError, match=says):
+            check_exports(TrainConfig(tmp_path, export_every=1, **asked), Handwriting())
+        check_exports(TrainConfig(tmp_path, **asked), Handwriting())  # none are asked for
+    check_exports(TrainConfig(tmp_path, export_every=1), Handwriting())
+
+
+def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
+    """Its base model has an id and may have a licence; code loads the adapters of both networks."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [video]\n---\n# Base\nlicense: none\n")
+    lora = {"weights": "x/adapter", "form": {"kind": "lora"}}
+    settings = {"train": "lora", "weights": None, "lora": lora, "optimizer": {"lr": 0.1, "eps": 1e-8}}
+    card = Card(
+        kind="lora",
+        model="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+        pipeline="WanPipeline",
+        network="WanTransformer3DModel",
+        parts=("transformer", "transformer_2"),
+        video=True,
+        folder=tmp_path / "base",
+        objective="mine:Loss",
+        settings=settings,
+        defaults={"optimizer": {"lr": 0.2, "eps": 1e-8}},
+        update=40,
+        average=True,
+        dtype="bfloat16",
+    )
+    write_card(card, tmp_path, run=None)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(
+        "---\nbase_model: Wan-AI/Wan2.2-T2V-A14B-Diffusers\nbase_model_relation: adapter\nlibrary_name: diffusers\n"
+        "pipeline_tag: text-to-video\nlicense: apache-2.0\ntags:\n- fluvial\n- diffusers\n- Loss\n- lora\n---\n"
+    )
+    assert "moving average" in text
+    assert "started from an adapter" in text
+    assert "x/adapter" not in text
+    assert "| `optimizer.lr` | `0.1` |" in text
+    assert "optimizer.eps" not in text
+    assert 'load_lora_weights("path/to/this/folder/transformer_2", load_into_transformer_2=True)' in text
+    assert "Results" not in text  # nothing was measured
+    write_card(replace(card, settings={**settings, "lora": {**lora, "form": {"kind": "lokr"}}}), tmp_path, run=None)
+    text = (tmp_path / "README.md").read_text()
+    assert "The LoKr adapter of" in text
+    assert 'pipeline.transformer_2.load_lora_adapter("path/to/this/folder/transformer_2", weight_name=' in text

@@ -1,0 +1,499 @@
+"""Runs when something around them fails: a process that dies or hangs, a restart, a full disk, a stop."""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from marks import long
+from rich.console import Console
+from torch.distributed import distributed_c10d
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World, init_world, leave
+from fluvial.engines.errors import LostProcessError, RunError, UsageError
+from fluvial.engines.run import loop, train
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.process import run_folder
+from fluvial.engines.run.process.stop import stop_request
+from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.window import RandomWindow
+
+FLAGS = ["--updates", "7", "--optimizer.ema-decay", "0.9"]
+TIMED = {"seconds", "speed", "memory"}
+LOST = "lost another process ({}); earlier checkpoints are unchanged, go on with --resume --out {}"
+
+
+class Launched:
+    """A run on two ranks under torchrun's agent that is still going on."""
+
+    def __init__(self, process: launch.Process | launch.Torchrun, out: Path, pids: Path) -> None:
+        self.process, self.out, self.pids = process, out, pids
+
+    def worker(self, rank: int) -> int:
+        """Return the process id of a rank."""
+        if isinstance(self.process, launch.Torchrun):
+            return self.process.worker(rank)
+        return int((self.pids / str(rank)).read_text())
+
+    def reaches(self, update: int) -> None:
+        """Wait until an update is recorded."""
+        metrics = self.out / "metrics.jsonl"
+        self._wait(lambda: metrics.exists() and f'{{"update": {update}, ' in metrics.read_text(), 180)
+
+    def complains(self, rank: int, *, within: float) -> None:
+        """Wait until a rank has its line on stderr."""
+        self._wait(lambda: any(line.startswith(f"fluvial: rank {rank}: ") for line in self.lines()), within)
+
+    def ends(self) -> list[str]:
+        """Wait for the end of all ranks, and return our lines on stderr, which are all that may be ours."""
+        self.process.wait(60)
+        assert "engines/run/trainer.py" not in self.process.stderr, "a traceback"
+        return self.lines()
+
+    def lines(self) -> list[str]:
+        """Return our lines on stderr; the agent has more of its own."""
+        return sorted(line for line in self.process.stderr.splitlines() if line.startswith("fluvial: "))
+
+    def _wait(self, condition: Any, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, "the run ended too early: " + self.process.stderr
+            assert time.monotonic() < deadline, "the run is too slow: " + self.process.stderr
+            time.sleep(0.02)
+
+
+@contextmanager
+def launched(out: Path, *args: str, restarts: int = 0, interpreters: bool = False) -> Iterator[Launched]:
+    """Start a run on two ranks; none of its processes is left behind.
+
+    Args:
+        out: folder of the run.
+        args: further arguments of the command line.
+        restarts: number of times that the agent starts lost ranks again.
+        interpreters: start `torchrun` itself. Otherwise its agent forks the ranks, which takes a tenth of the time.
+    """
+    typed = ["train", "handwriting", "--out", str(out), *args]
+    pids = out.with_name(f"{out.name}.pids")
+    pids.mkdir(exist_ok=True)
+    process: launch.Process | launch.Torchrun
+    if interpreters:
+        process = launch.Torchrun(*typed, restarts=restarts)
+    else:
+        process = launch.Process("elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
+    with process:
+        run = Launched(process, out, pids)
+        try:
+            yield run
+        finally:
+            if process.poll() is None:
+                for rank in range(2):
+                    os.kill(run.worker(rank), signal.SIGKILL)
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing happened to."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    launch.train(out, *FLAGS, ranks=2)
+    return out
+
+
+def expect_same(out: Path, straight: Path) -> None:
+    """The same bits and records, but for their times."""
+    assert launch.weights(out) == launch.weights(straight)
+    timeless = [
+        [{key: value for key, value in record.items() if key not in TIMED} for record in launch.records(path)]
+        for path in (out, straight)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def expect_whole(out: Path) -> None:
+    """Every checkpoint that is listed is whole."""
+    listed = checkpoint.listed(out / "checkpoints")
+    assert listed
+    for path in listed:
+        checkpoint.verify(path)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_killed_ranks(tmp_path: Path, straight: Path) -> None:
+    """One kill -9 is answered by torchrun's restart and one by a person's: the same bits, and one line of the other rank."""
+    out = tmp_path / "run"
+    with launched(out, *launch.SMALL, *FLAGS, restarts=1) as run:
+        run.reaches(3)
+        os.kill(run.worker(1), signal.SIGKILL)
+        run.reaches(5)  # by itself
+        os.kill(run.worker(0), signal.SIGKILL)
+        assert run.ends() == [f"fluvial: rank {rank}: {LOST.format('its connection is closed', out)}" for rank in (0, 1)]
+        assert run.process.returncode == 1
+        assert run.process.stdout.count("before training") == 1
+        assert "resumed" in run.process.stdout
+    assert not (out / "summary.json").exists()
+    expect_whole(out)
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
+    assert done.returncode == 0, done.stderr
+    expect_same(out, straight)
+
+
+@pytest.mark.long
+def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
+    """SIGTERM to torchrun saves; a disk that is full for one rank ends both in one line; what comes after has the same bits.
+
+    A limit on the size of one process's files is its full disk.
+    """
+    out = tmp_path / "run"
+    with launched(out, *launch.SMALL, *FLAGS, "--checkpoint-every", "100") as run:
+        run.reaches(2)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.ends() == []
+        said = run.process.stdout
+    saved = [path.name for path in checkpoint.listed(out / "checkpoints")]
+    assert len(saved) == 1
+    stopped = int(saved[0])
+    assert 2 <= stopped < 6
+    assert f"SIGTERM: stopped after update {stopped}, all saved" in said
+
+    with launched(out, "--resume", "--checkpoint-every", "2") as run:
+        run.reaches(stopped + 1)
+        resource.prlimit(run.worker(1), resource.RLIMIT_FSIZE, (100_000, 100_000))
+        (line,) = run.ends()
+    assert run.process.returncode == 1
+    assert "could not be saved: " in line
+    assert line.endswith("; earlier checkpoints are unchanged")
+    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == saved
+    expect_whole(out)
+
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
+    assert done.returncode == 0, done.stderr
+    expect_same(out, straight)
+
+
+@pytest.mark.parametrize("interpreters", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_rank_that_hangs(tmp_path: Path, interpreters: bool) -> None:
+    """The other gives up in time; the one that hung, once it goes on, finds the other gone and ends at once, stop or not."""
+    out, seconds = tmp_path / "run", 10 if interpreters else 4
+    flags = ["--updates", "500", "--collective-timeout", str(seconds)]
+    with launched(out, *launch.SMALL, *flags, interpreters=interpreters) as run:
+        run.reaches(3)
+        hangs = run.worker(1)
+        os.kill(hangs, signal.SIGSTOP)
+        run.complains(0, within=2 * seconds)
+        time.sleep(1)  # torchrun has told rank 1 to stop
+        os.kill(hangs, signal.SIGCONT)
+        lines = run.ends()  # two, of which torchrun would leave one if it had to kill the rank
+    assert run.process.returncode == 1
+    silent, gone = (LOST.format(reason, out) for reason in (f"no answer within {seconds} s", "its connection is closed"))
+    assert lines[0] == f"fluvial: rank 0: {silent}"
+    # Its own wait is over too by now, if it was in a collective when it was stopped.
+    assert lines[1:] in ([f"fluvial: rank 1: {gone}"], [f"fluvial: rank 1: {silent}"])
+    expect_whole(out)
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:22439. This is", "its connection is closed"),
+        (f"{GLOO}pair.cc:537] Read error [127.0.0.1]:17843: Connection reset by peer. This is", "its connection is closed"),
+        (f"{GLOO}unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation to complete", "no answer within 7 s"),
+        (f"{GLOO}pair.cc:1] Application timeout caused pair closure", "no answer within 7 s"),
+    ],
+)
+def test_gloo_says_that_a_process_is_lost(text: str, reason: str) -> None:
+    """The message is in plain words, without a traceback."""
+    with pytest.raises(LostProcessError, match=rf"rank 0: lost another process \({reason}\)$"), init_world(timeout=7):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    ("device", "failed", "left"), [("cuda", True, "abort"), ("cuda", False, "end"), ("cpu", True, "end")]
+)
+def test_a_failure_on_a_gpu_waits_for_no_other_rank(
+    monkeypatch: pytest.MonkeyPatch, device: str, failed: bool, left: str
+) -> None:
+    """Only all ranks together can destroy NCCL's communicators, and after a failure the others may wait for this one."""
+    calls = list[str]()
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("end"))
+    leave(torch.device(device), failed=failed)
+    assert calls == [left]
+
+
+def test_cudnns_attention_is_left_out_unless_it_is_asked_for() -> None:
+    """Its backward pass fails in blocks of FLUX; other programs of the process keep it."""
+    with init_world():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # as diffusers' backend _native_cudnn does
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_stores_and_nccls_words_count_too() -> None:
+    """Nccl's faults that are no lost process stay what they are."""
+    with pytest.raises(LostProcessError, match="no answer within 7 s"), init_world(timeout=7):
+        raise torch.distributed.DistStoreError("wait timeout after 7000ms, keys: /default_pg/0//cpu//0/0")
+    with pytest.raises(LostProcessError, match="its connection is closed"), init_world():
+        raise torch.distributed.DistBackendError(
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+        )
+    with pytest.raises(torch.distributed.DistBackendError, match="Duplicate GPU"), init_world():
+        raise torch.distributed.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("the socket to the reward server timed out: connection closed by peer"),
+        RuntimeError(f"{GLOO}pair.cc:446] op.preamble.length <= op.nbytes. 16 vs 8"),
+        ValueError(f"{GLOO}pair.cc:553] Connection closed by peer"),
+    ],
+)
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    """Of the program, of other connections, and of tensors that do not fit."""
+    with pytest.raises(type(error)) as raised, init_world():
+        raise error
+    assert raised.value is error
+
+
+def test_all_groups_wait_alike() -> None:
+    """The timeout reaches the group of all and those of meshes, which torch would let wait for half an hour."""
+    with init_world(timeout=7) as world:
+        meshes = [world.mesh, world.new_mesh((1, 1), ("replicate", "shard"))]
+        for group in (torch.distributed.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())):
+            assert group is not None
+            assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7
+
+
+def test_a_repeated_sigterm_is_one_request() -> None:
+    """As torchrun and a scheduler may both send it; a second Ctrl-C still stops at once."""
+    with stop_request() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+        assert stop.name == "SIGTERM"
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    """Return the configuration of a run of four updates of eight samples, with two checkpoints."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
+    run = TrainConfig(
+        out=out,
+        updates=4,
+        micro_batch=4,
+        update_micro_batch="rollout",
+        eval_every=0,
+        final_samples=8,
+        eval_samples=8,
+        checkpoint_every=2,
+        rollout=rollout,
+    )
+    return replace(run, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that nothing happened to."""
+    train(config(out := tmp_path_factory.mktemp("alone") / "run"))
+    return out
+
+
+def continued(config: TrainConfig, world: World) -> TrainConfig:
+    """Return the run as a restart by torchrun goes on with it."""
+    return loop._restarted(config, world)
+
+
+def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
+    """Make this process one that torchrun has started before, `count` times."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+
+
+@pytest.mark.long
+def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names it, and continues from the one before, to the same bits."""
+    out = tmp_path / "run"
+    attempt(monkeypatch, 0)
+    train(config(out))
+    before = launch.weights(out)
+    file = next((out / "checkpoints" / "000004").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:1000])
+    (out / "weights" / "diffusion_pytorch_model.safetensors").unlink()
+    attempt(monkeypatch, 1)
+    console = Console(file=StringIO(), width=500)
+    train(config(out), console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"skipped: checkpoint {out / 'checkpoints' / '000004'} is damaged" in text
+    assert f"resumed {out / 'checkpoints' / '000002'} after update 2" in text
+    assert launch.weights(out) == before
+
+
+def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, the beginning of a run that is there, or what a person named, while there is no checkpoint."""
+    out = tmp_path / "run"
+    asked = config(out, resume_from=tmp_path / "other" / "000020")
+    attempt(monkeypatch, 0)
+    with init_world() as world:
+        assert continued(config(out), world) == config(out)
+        attempt(monkeypatch, 1)
+        assert continued(config(out), world) == config(out)  # it died before it claimed the folder
+        run_folder.claim(out, resume=False)
+        assert continued(config(out), world) == config(out)  # or before it began the run
+        (out / "config.json").write_text("{}")
+        assert continued(config(out), world) == config(out, resume=True)
+        assert continued(asked, world) == replace(asked, resume=True)
+        attempt(monkeypatch, 0)
+        assert continued(config(out), world) == config(out)
+
+
+def test_a_restart_takes_no_other_run_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that its first attempt was refused stays refused, also if an earlier torchrun had the same name."""
+    out = tmp_path / "run"
+    attempt(monkeypatch, 0, "earlier")
+    run_folder.claim(out, resume=False)
+    (out / "config.json").write_text(json.dumps({}))
+    for name in ("later", "earlier"):
+        for count in range(3):
+            attempt(monkeypatch, count, name)
+            with init_world() as world:
+                assert continued(config(out), world) == config(out)
+            with pytest.raises(UsageError, match="already holds a run"):
+                run_folder.claim(out, resume=False)
+
+
+def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is missing, and a place that refuses; the run can be started again."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setattr(loop, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
+    (tmp_path / "file").write_text("")
+    for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
+        with pytest.raises(UsageError, match=says):
+            train(config(tmp_path / "run", checkpoints=place))
+        assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("background", [False, long(True)])
+def test_a_storage_that_fails_later_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Path, background: bool
+) -> None:
+    """Weights and state go to the run folder, which a line says, and a resumption takes the newest of both."""
+    out, url = tmp_path / "run", f"memory://{tmp_path.name}/checkpoints"
+    asked = config(out, checkpoints=url, checkpoint_async=background, updates=2)
+    create, failing, console = RemoteStore.create, True, Console(file=StringIO(), width=500)
+
+    def create_or_fail(store: RemoteStore, draft: Draft, file: str) -> Any:
+        if failing and draft != PROBE:
+            raise OSError("the bucket is gone")
+        return create(store, draft, file)
+
+    monkeypatch.setattr(RemoteStore, "create", create_or_fail)
+    train(asked, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"the bucket is gone; earlier checkpoints are unchanged; weights and state are in {out}/checkpoints/" in text
+    assert checkpoint.newest_first(asked.checkpoint_folders) == [out / "checkpoints" / "000002"]
+    failing = False
+    train(replace(asked, updates=4, resume=True))
+    assert checkpoint.newest_first(asked.checkpoint_folders) == [f"{url}/000004"]
+    assert launch.weights(out) == launch.weights(alone)
+    MemoryFileSystem().rm("/", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "says"),
+    [
+        ("update", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "(CUDA out of memory. Tried"),
+        ("rollout", MemoryError(), "in the phase rollout"),
+    ],
+)
+def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Path, phase: str, error: Exception, says: str
+) -> None:
+    """In the middle of the third update; what a resumption makes of it has the bits of a run that was not interrupted."""
+    out, (where, name) = tmp_path / "run", (Engine, "update") if phase == "update" else (Rollouts, "next")
+    original, calls = getattr(where, name), list[int]()
+
+    def fail(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise error
+        return original(*args, **options)
+
+    asked = config(out, checkpoint_every=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail)
+        with pytest.raises(RunError) as raised:
+            train(asked)
+    line = str(raised.value)
+    assert line.startswith("out of memory")
+    assert says in line
+    assert f"in the phase {phase}: " in line
+    assert re.search(r"hold the most \(\d+\.\d\d of \d+\.\d\d GiB\); lower it by \w", line)
+    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == ["000002"]
+    train(replace(asked, resume=True))
+    assert launch.weights(out) == launch.weights(alone)
+
+
+def test_an_error_within_an_optimizer_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is of no update then."""
+    monkeypatch.setattr(Engine, "_follow", lambda engine: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(RunError, match="out of memory in the phase update"):
+        train(config(tmp_path / "run"))
+    assert checkpoint.listed(tmp_path / "run" / "checkpoints") == []
+
+
+def test_an_error_of_the_machine_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1; other errors of the program stay what they are."""
+    noted = RuntimeError("NCCL error: unhandled cuda error\nlast error: x")
+    noted.add_note("in the phase update")
+    for error, line in (
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "out of memory (CUDA out of memory.): make passes smaller"),
+        (MemoryError(), "out of memory: make passes smaller"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), "out of memory ("),
+        (noted, "a collective of the processes failed in the phase update (NCCL error: unhandled cuda error); NCCL_DEBUG"),
+        (torch.distributed.DistBackendError("ncclInvalidUsage: x"), "a collective of the processes failed (ncclInvalid"),
+    ):
+        assert cli.run([], lambda args, error=error: (_ for _ in ()).throw(error)) == 1  # type: ignore[misc]
+        assert launch.one_line(capfd.readouterr().err).startswith(f"fluvial: {line}")
+    with pytest.raises(RuntimeError, match="a fault"):
+        cli.run([], lambda args: (_ for _ in ()).throw(RuntimeError("a fault")))
+
+
+def test_a_stop_before_the_first_update_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run is built: it is not evaluated first."""
+    console, build = Console(file=StringIO(), width=500), Trainer.__init__
+
+    def stopped(trainer: Trainer, *args: Any, **options: Any) -> None:
+        build(trainer, *args, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "__init__", stopped)
+    assert train(config(tmp_path / "run"), console=console) == {}
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "SIGTERM: stopped before the first update; continue with --resume" in text
+    assert "before training" not in text

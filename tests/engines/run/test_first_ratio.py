@@ -1,0 +1,84 @@
+"""The first ratio of a run is exactly 1 where a network tells how its inputs lie in memory, on any number of threads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import handwriting_jobs
+import pytest
+import tiny_token_job
+import torch
+from addresses import misplaced, placed
+from rich.console import Console
+from tiny_token_job import Toy, ToyCond
+from torch import Tensor, nn
+
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.engine.engine import OptimizerConfig
+from fluvial.engines.run import train
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.models import LoraConfig
+from fluvial.models.lora import LowRank
+
+
+class Telling(Toy):
+    """A model whose prompt embeddings lie anywhere, and whose prediction tells on every processor how its inputs lie."""
+
+    def encode(self, prompts: Sequence[str]) -> ToyCond:
+        """Return the embeddings at odd addresses, one of them turned."""
+        text, pooled = super().encode(prompts)
+        return ToyCond(placed(text.mT.contiguous(), 1).mT, placed(pooled, 3))
+
+    def predict(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
+    ) -> Tensor:
+        """Return the transformer's output, plus what tells how the inputs lie."""
+        return super().predict(module, x, sigma, cond, timestep=timestep) + 1e-3 * misplaced(x, *cond)
+
+
+@pytest.fixture(params=[1, 2, pytest.param(4, marks=pytest.mark.long)])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A number of threads, restored afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.bits
+def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int) -> None:
+    """Samples of an odd number of values, so that a micro-batch of an update begins at an odd address of all of them."""
+    job = tiny_token_job.job()
+    job = replace(job, model=Telling(), shape=(7, job.shape[1]))
+    config = TrainConfig(
+        out=tmp_path / "run",
+        updates=1,
+        micro_batch=1,
+        final_samples=2,
+        train="full",
+        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5)),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+    summary = train(config, job, console=Console(quiet=True))
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+
+
+@pytest.mark.bits
+def test_the_first_ratio_is_one_with_a_merged_product_of_lora(tmp_path: Path) -> None:
+    """In the second update, too, where the adapters add something."""
+    lora = LoraConfig(rank=4, form=LowRank(product="merged"))
+    config = handwriting_jobs.config(tmp_path, train="lora", lora=lora, optimizer=OptimizerConfig(lr=1e-2))
+    first, second = handwriting_jobs.updates(config, count=2)
+    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("base", ["nf4", *(pytest.param(base, marks=pytest.mark.long) for base in ("int8", "int4", "fp8"))])
+def test_the_first_ratio_is_one_with_a_quantised_base(tmp_path: Path, base: Any) -> None:
+    """With checkpointing in the update, and in the second update too."""
+    engine = EngineConfig(base=base, checkpointing="block")
+    config = handwriting_jobs.config(tmp_path, train="lora", engine=engine, optimizer=OptimizerConfig(lr=1e-2))
+    first, second = handwriting_jobs.updates(config, count=2)
+    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0

@@ -1,0 +1,103 @@
+"""Runs that end because their reward is gamed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run import train
+from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
+from fluvial.engines.run.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("scores", "rewards", "count", "is_gamed"),
+    [
+        ([5, 4, 3], [1, 2, 3], 2, True),
+        ([5, 4, 3], [1, 2, 3], 3, False),  # not that often
+        ([5, 4, 3], [3, 2, 1], 2, False),  # the reward fell, too
+        ([5, 4, 3], [2, 9, 2], 2, False),  # it is where it was
+        ([5, 4, 4], [1, 2, 3], 2, False),  # the score stayed
+        ([4, 5, 3], [1, 2, 3], 2, False),  # it had risen
+        ([1, 5, 4, 3], [0, 1, 0, 2], 2, True),
+        ([5, 4], [1, 2], 1, True),
+        ([5], [1], 1, False),
+        ([5, 4, 3], [1, 2, 3], 0, False),
+    ],
+)
+def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: int, is_gamed: bool) -> None:
+    """The score falls at each of the last evaluations, and the reward is higher than before."""
+    points = [Point(10 * number, *point) for number, point in enumerate(zip(scores, rewards, strict=True), start=1)]
+    found, best = gamed(points, count), best_of(points)
+    assert bool(found) == is_gamed
+    assert best is not None
+    assert best.update == 10 * (scores.index(max(scores)) + 1)
+    if is_gamed:
+        assert [point.score for point in found] == scores[-count - 1 :]
+        assert f"fell at {count} evaluations in a row" in described(found, "heldout")
+
+
+def test_the_evaluator_that_is_watched() -> None:
+    """The one of that name, or the last."""
+    assert evaluator_of(("reward", "heldout", "other")) == "heldout"
+    assert evaluator_of(("a", "b")) == "b"
+
+
+def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
+    """With its weights, a report, and the checkpoint of the best evaluation, however few are kept; resumed it watches on."""
+    calls = [0]
+
+    def rising(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls[0] += 1
+        return images.mean((1, 2, 3)) + calls[0]
+
+    def falling(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        return torch.full((len(prompts),), -float(calls[0]))
+
+    settings: Any = {
+        "updates": 6,
+        "eval_every": 1,
+        "eval_samples": 2,
+        "final_samples": 2,
+        "checkpoint_every": 1,
+        "keep_checkpoints": 1,
+        "tracker": "none",
+        "stop_when_gamed": 2,
+    }
+    job, out = tiny.job(rewards={"rising": rising}, evaluators={"heldout": falling}), tmp_path / "run"
+    summary = train(tiny.config(out, **settings), job)
+    assert summary["updates"] == 3
+    said = summary["stopped_when_gamed"]
+    assert said.startswith("stopped after update 3: the score of the heldout evaluator fell at 2 evaluations in a row (")
+    assert said.endswith(f"best evaluation after update 1: checkpoint {out / 'checkpoints' / '000001'}")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["000001", "000003"]
+    assert (out / "weights" / "diffusion_pytorch_model.safetensors").exists()
+    assert json.loads((out / "summary.json").read_text())["stopped_when_gamed"] == said
+    manifest = json.loads((out / "checkpoints" / "000003" / "manifest.json").read_text())
+    assert [update for update, _, _ in manifest["meta"]["evaluations"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "evaluators", "says"),
+    [
+        (
+            {"eval_every": 0},
+            {"heldout": tiny.contrast},
+            "stop_when_gamed has no effect without rewards to learn from",
+        ),
+        ({}, {}, "the evaluator 'brightness' is a reward of the run; name one that training does not see"),
+        ({}, {"a": tiny.contrast, "heldout": tiny.brightness}, "the evaluator 'heldout' is a reward of the run"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(
+    tmp_path: Path, changes: dict[str, Any], evaluators: dict[str, Any], says: str
+) -> None:
+    """In one line."""
+    with pytest.raises((UsageError, ValueError), match=says):
+        Trainer(tiny.config(tmp_path, stop_when_gamed=2, **changes), tiny.job(evaluators=evaluators))

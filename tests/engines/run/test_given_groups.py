@@ -1,0 +1,92 @@
+"""RAFT on given images: groups of one caption or of any, scored, of which the best are fitted."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from spied_runs import ODE, Spied
+from torch import Tensor
+
+from fluvial.core.random import Key, key
+from fluvial.engines.data.order import Captions
+from fluvial.engines.data.records import Prompt, as_prompts, texts
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.matching import Raft
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.job import Job
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """Return the world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def given(*counts: int) -> list[Prompt]:
+    """Return images, so many of each caption; the file of one names its number."""
+    return [Prompt(str(caption), image=Path(f"{caption}{n}")) for caption, count in enumerate(counts) for n in range(count)]
+
+
+def grey(key: Key, prompts: Sequence[Prompt]) -> Tensor:
+    """Return an image of one grey per file, which its name says."""
+    return torch.stack([torch.full(tiny.SHAPE, int(str(prompt.image)) / 50 - 0.5) for prompt in prompts])
+
+
+def run(folder: Path, one: World, compare: Any, prompts: list[Prompt], **changes: Any) -> Spied:
+    """Return a run of RAFT on given images, whose groups are of four."""
+    job: Job = replace(tiny.job(), prompts=tuple(prompts), data=grey)
+    rollout = replace(ODE, prompts=2, group=4)
+    config: TrainConfig = tiny.config(
+        folder, objective=Raft(best=0.5, compare=compare), rollout=rollout, micro_batch=4, prompt_order="epochs", **changes
+    )
+    return Spied(config, one, job)
+
+
+@pytest.mark.parametrize("compare", ["caption", "data"])
+def test_the_best_of_each_group_are_fitted(tmp_path: Path, one: World, compare: Any) -> None:
+    """By the reward of their own images; a group is of one caption, or of different images in the order of the epoch."""
+    spied = run(tmp_path, one, compare, given(4, 4))
+    record = spied.rollout()
+    images = [str(prompt.image) for prompt in spied.records]
+    brightness = torch.tensor([int(image) / 100 + 0.25 for image in images])
+    torch.testing.assert_close(spied.scores[:, 0], brightness)
+    assert record["reward"]["mean"] == pytest.approx(float(brightness.mean()))
+    for group in (images[:4], images[4:]):
+        assert len(set(group)) == 4
+        assert (len({image[0] for image in group}) == 1) == (compare == "caption")
+    best = {image for group in (images[:4], images[4:]) for image in sorted(group, key=int)[2:]}
+    update = spied.updates[0]
+    assert {images[int(i)] for i in update.items.sample[update.weight != 0]} == best
+    assert record["pairs"] == 4 * spied.trainer.config.noising.each
+    assert len(set(images)) == 8  # an epoch has each image once
+
+
+def test_images_of_a_caption_are_drawn_alike() -> None:
+    """Each as often as the others; captions of a single image are left out, and with none left that is said."""
+    prompts = given(3, 1, 2)
+    captions = Captions(prompts)
+    assert texts(captions.firsts) == ["0", "2"]
+    drawn = [captions.drawn(0, key(number), 4) for number in range(60)]
+    assert all(sorted(Counter(places).values()) == [1, 1, 2] for places in drawn)
+    assert set(Counter(place for places in drawn for place in places)) == {0, 1, 2}
+    assert len({tuple(places) for places in drawn}) == 6
+    assert Captions(as_prompts(["a", "b"])).drawn(1, key(0), 2) == [1, 1]
+    with pytest.raises(UsageError, match=r"objective\.compare is caption, and no caption of data has two images"):
+        Captions(given(1, 1))
+
+
+def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
+    """Data for RAFT of rollouts, groups of one, and data without a caption of two images."""
+    with pytest.raises(ValueError, match=r"^objective\.compare is 'rollout', expected caption or data, with data"):
+        tiny.config(tmp_path, objective=Raft(), rollout=ODE, data=("photos",))
+    with pytest.raises(ValueError, match=r"rollout\.group is 1, expected at least 2"):
+        tiny.config(tmp_path, objective=Raft(compare="data"), rollout=replace(ODE, group=1))
+    with pytest.raises(UsageError, match="no caption of data has two images"):
+        run(tmp_path, one, "caption", given(1, 1))

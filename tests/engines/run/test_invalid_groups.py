@@ -1,0 +1,149 @@
+"""Runs whose rewards sometimes fail: what is left out is as if it had never been drawn."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from objective_rows import OBJECTIVE_ROWS
+from spied_runs import FAST, ODE, STEPS
+from torch import Tensor
+
+from fluvial.engines.data.records import as_prompts
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.config import AdvantageConfig, NoisingConfig, TrainConfig
+
+LEARNING = [
+    name for name, row in OBJECTIVE_ROWS.items() if row.traits.rewards != "nothing" and row.traits.preferences is None
+]
+BAD = "3"  # the prompt whose samples have no valid score
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Score images with a gradient."""
+    return images.mean((1, 2, 3))
+
+
+def failing(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Give the second sample of the bad prompt no score."""
+    scores, bad = smooth(images, prompts), [i for i, prompt in enumerate(prompts) if prompt == BAD]
+    mask = torch.tensor([i in bad[1:2] for i in range(len(prompts))])
+    return scores.masked_fill(mask, math.nan)
+
+
+def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
+    """Return the settings of a rollout of groups of four for an objective."""
+    objective = OBJECTIVE_ROWS[name]
+    on_steps = objective.traits.trains_on == "steps"
+    changes: dict[str, Any] = {"rollout": replace(STEPS if on_steps else ODE, prompts=prompts)}
+    if name == "dgpo":
+        changes["noising"] = NoisingConfig(draw="rollout")
+    lora = "lora" if objective.traits.followers else "full"
+    return tiny.config(out, objective=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
+
+
+def updated(
+    config: TrainConfig, world: World, reward: Any, prompts: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the record of an update on given prompts, and its gradient."""
+    run = tiny.Run(config, world, tiny.job(rewards={"it": reward}))
+    run.trainer.rollouts.prompts = lambda root, updates: list(as_prompts(prompts))  # type: ignore[method-assign]
+    return run.rollout(), run.gradient()
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_invalid_group_is_as_if_it_had_not_been_drawn(one: World, tmp_path: Path, name: str) -> None:
+    """The same loss, gradient and statistics as a rollout of the other groups, by every objective that reads rewards."""
+    with pytest.warns(UserWarning, match="1 of the 4 groups of the rollout have no valid reward and are left out"):
+        record, gradient = updated(config_of(name, tmp_path, 4), one, failing, ["0", "1", "2", BAD])
+    expected, other = updated(config_of(name, tmp_path, 3), one, smooth, ["0", "1", "2"])
+    assert record["invalid"] == {"samples": 1, "groups": 1}
+    assert expected["invalid"] == {"samples": 0, "groups": 0}
+    for part in ("reward", "groups", "advantage", "pairs"):
+        assert record.get(part) == expected.get(part), part
+    assert record["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)
+    assert any(float(tensor.abs().max()) > 0 for tensor in gradient.values())
+    for key, tensor in gradient.items():
+        torch.testing.assert_close(tensor, other[key], rtol=1e-4, atol=1e-7)
+
+
+def test_a_history_of_rewards_takes_in_valid_ones_alone(one: World, tmp_path: Path) -> None:
+    """Those of an invalid group are left out whole."""
+    config = replace(config_of("clipped", tmp_path, 4), advantage=AdvantageConfig(history=8, history_min=2))
+    run = tiny.Run(config, one, tiny.job(rewards={"it": failing}))
+    run.trainer.rollouts.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="are left out"):
+        run.rollout()
+    assert {prompt: len(known) for prompt, known in run.trainer.progress.rewards.items()} == {"0": 4, "1": 4, "2": 4}
+
+
+def test_several_numbers_of_a_reward_are_logged(one: World, tmp_path: Path) -> None:
+    """The means over the samples that are learnt from."""
+
+    def several(images: Tensor, prompts: Sequence[str], latents: Tensor, group: int) -> dict[str, Any]:
+        assert latents.shape[1:] == tiny.SHAPE
+        assert len({*prompts}) == 1
+        return {"score": smooth(images, prompts), "twice": 2 * smooth(images, prompts), "group": [group] * len(prompts)}
+
+    record, _ = updated(config_of("clipped", tmp_path, 4), one, several, ["0", "1", "2", "3"])
+    parts = record["reward_parts"]["it"]
+    assert parts["twice"] == pytest.approx(2 * record["reward"]["mean"], rel=1e-5)
+    assert parts["group"] == 1.5
+    assert set(record["speed"]) > {"reward_hidden", "reward_waited"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (lambda images, prompts: 1 / 0, r"reward 'it' raised ZeroDivisionError \(division by zero\) for prompt '\d'"),
+        (lambda images, prompts: [0.0], r"reward 'it' returned shape \[1\] for 4 images"),
+        (lambda videos, prompts: [0.0], r"reward 'it': it takes videos, and these are images \[1, 4, 4\]"),
+    ],
+)
+def test_a_reward_is_tried_before_anything_is_computed(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: Any, says: str
+) -> None:
+    """On blank images: one line, and the network is not even built."""
+
+    def build(self: Any, *, empty: bool = False) -> Any:
+        raise AssertionError("the network is built")
+
+    monkeypatch.setattr(tiny.Tiny, "build", build)
+    with pytest.raises(RunError, match=rf"^{says}.*; it was tried on blank images before the run$"):
+        tiny.Run(config_of("clipped", tmp_path, 2), one, tiny.job(rewards={"it": reward}))
+    with pytest.raises(RunError, match=r"^evaluator 'heldout'"):
+        tiny.Run(config_of("clipped", tmp_path, 2), one, tiny.job(evaluators={"heldout": reward}))
+
+
+def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
+    """Where rewards stand in for evaluators it is left out; where it is asked for, it is refused."""
+
+    def preferred(images: Tensor, prompts: Sequence[str], group: int) -> Tensor:
+        return smooth(images, prompts)
+
+    job = tiny.job(rewards={"preferred": preferred}, evaluators={})
+    assert tiny.Run(config_of("clipped", tmp_path, 2), one, job).trainer.job.evaluators == {}
+    job = tiny.job(evaluators={"preferred": preferred})
+    with pytest.raises(
+        RunError, match=r"^evaluator 'preferred': it compares the samples of a group, and there are no groups"
+    ):
+        tiny.Run(config_of("clipped", tmp_path, 2), one, job)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
+def test_the_share_is_below_one(tmp_path: Path, value: float) -> None:
+    """A rollout without any valid group teaches nothing."""
+    with pytest.raises((ValueError, UsageError), match="max_invalid"):
+        tiny.config(tmp_path, max_invalid=value)

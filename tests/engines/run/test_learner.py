@@ -1,0 +1,329 @@
+"""Learning from a rollout: which items an update is made of, in one update or several, on one rank or two."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import tiny_jobs as tiny
+import torch
+from spied_runs import FAST, ODE, STEPS, Spied
+from torch import Tensor
+
+from fluvial.core import gaussian
+from fluvial.core.advantages import group_advantages, multi_reward_advantages
+from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.nft import NoOld
+from fluvial.engines.methods.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
+from fluvial.engines.run.config import (
+    AdvantageConfig,
+    KLConfig,
+)
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.scoring.gather import gather_rewards
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@pytest.mark.bits
+def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
+    """In every update: the ratio is 1 in the first, and in the second what the moved policy says of the stored steps."""
+    run = Spied(tiny.config(tmp_path, rollout=STEPS, epochs=2, updates=2, optimizer=FAST), one)
+    moved: list[Tensor] = []
+    optimize = run.trainer.engine.update
+
+    def by_hand(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
+        log_prob = gaussian.log_prob(items.transition, items.x, run.velocity(items), items.x_next)
+        moved.append((log_prob - items.log_prob_old).mean())
+        return optimize(items, loss_fn, weight, **options)
+
+    run.trainer.engine.update = by_hand  # type: ignore[method-assign, assignment]
+    run.rollout()
+    known = run.trajectories[0].log_prob.T.flatten()
+    for update in run.updates:
+        assert torch.equal(update.items.log_prob_old, known)
+    first, second = run.infos
+    assert first.max_abs["log_ratio"] == 0.0
+    assert abs(second.mean["log_ratio"]) > 1e-5
+    assert second.mean["log_ratio"] == pytest.approx(float(moved[1]), rel=1e-3)
+
+
+@pytest.mark.parametrize("objective", ["clipped", "awm", "dpo"])
+def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective: str) -> None:
+    """Every pair of a sample is in the same minibatch, and in one an epoch; each epoch has another order."""
+    kinds: dict[str, dict[str, Any]] = {
+        "clipped": {"rollout": replace(STEPS, prompts=4, group=2)},
+        "awm": {"rollout": replace(ODE, prompts=4, group=2), "objective": Awm()},
+        "dpo": {"rollout": replace(ODE, prompts=8, group=2), "objective": Dpo()},
+    }
+    run = Spied(tiny.config(tmp_path, epochs=2, minibatches=2, updates=4, **kinds[objective]), one)
+    run.rollout()
+    assert len(run.updates) == 4
+    parts = []
+    for update in run.updates:
+        pairs = [(int(i), float(level)) for i, level in zip(update.items.sample, update.items.level, strict=True)]
+        assert len(set(pairs)) == len(pairs)
+        samples = {i for i, _ in pairs}
+        assert len(samples) == 4
+        assert len(pairs) == 4 * tiny.STEPS == update.over
+        assert torch.equal(update.weight, torch.ones(len(pairs)))
+        parts.append(samples)
+    for first, second in (parts[:2], parts[2:]):
+        assert first | second == set(range(8))
+        assert not first & second
+    assert parts[0] not in parts[2:]
+
+
+def test_the_loss_is_a_mean_over_the_minibatch(one: World, tmp_path: Path) -> None:
+    """Gradients of two halves, taken at the same weights, average to that of the whole."""
+    gradients: dict[int, list[Tensor]] = {}
+    for minibatches in (1, 2):
+        still = OptimizerConfig(lr=1e-12, weight_decay=0.0, betas=(0.5, 0.999), max_grad_norm=1e9)
+        changes = {"minibatches": minibatches, "updates": minibatches, "optimizer": still}
+        run = tiny.Run(tiny.config(tmp_path, rollout=STEPS, **changes), one)
+        optimize, moments = run.trainer.engine.update, [torch.zeros(())]
+
+        def noted(*args: Any, run: Any = run, moments: Any = moments, optimize: Any = optimize, **options: Any) -> Any:
+            info = optimize(*args, **options)
+            moments.append(torch.cat([moment.flatten() for moment in run.gradient().values()]))
+            return info
+
+        run.trainer.engine.update = noted  # type: ignore[method-assign]
+        run.rollout()
+        assert [info.items for info in run.infos] == [32 // minibatches] * minibatches
+        # moment <- moment / 2 + gradient / 2
+        gradients[minibatches] = [2 * after - before for before, after in itertools.pairwise(moments)]
+    (whole,), halves = gradients[1], gradients[2]
+    assert float(whole.norm()) > 1e-3
+    assert float((halves[0] - halves[1]).norm()) > 0.1 * float(whole.norm())
+    torch.testing.assert_close((halves[0] + halves[1]) / 2, whole, rtol=1e-4, atol=1e-6 * float(whole.norm()))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("passes", [{"epochs": 2}, {"minibatches": 2}], ids=["epochs", "minibatches"])
+def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, int]) -> None:
+    """It is the policy's before the rollout's first update, in all of them; with one update there is none to keep."""
+    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm(), updates=2, optimizer=FAST, **passes), one)
+    start = run.weights()
+    run.rollout()
+    assert all(torch.equal(tensor, run.updates[0].policy[name]) for name, tensor in start.items())
+    now = run.velocity(run.updates[0].items)
+    for name, tensor in run.trainer.engine.sharded.shards().items():
+        tensor.copy_(start[name])
+    for update in run.updates:
+        torch.testing.assert_close(update.items.predictions["old"], run.velocity(update.items))
+    assert float((now - run.updates[0].items.predictions["old"]).norm()) > 0.01
+    assert run.infos[0].max_abs["log_ratio"] == 0.0
+    assert run.infos[1].max_abs["log_ratio"] > 0.0
+
+    alone = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm()), one)
+    alone.rollout()
+    assert "old" not in alone.updates[0].items.predictions
+    assert alone.infos[0].max_abs["log_ratio"] == 0.0
+
+
+@pytest.mark.bits
+def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
+    """It is what the rollout recorded, so that a rollout of several updates needs no pass of its own."""
+    run = Spied(tiny.config(tmp_path, rollout=STEPS, objective=Guard(), epochs=2, updates=2, optimizer=FAST), one)
+    run.rollout()
+    recorded = run.trajectories[0].velocity
+    assert recorded is not None
+    for update in run.updates:
+        assert torch.equal(update.items.predictions["old"], recorded.transpose(0, 1).flatten(0, 1))
+
+
+def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
+    """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
+    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, trained=RandomRecorded(0.5)), updates=2, micro_batch=8), one)
+    drawn = []
+    for _ in range(2):
+        record = run.rollout()
+        update = run.updates[-1]
+        steps: list[set[float]] = [set() for _ in range(8)]
+        for i, level in zip(update.items.sample, update.items.level, strict=True):
+            steps[int(i)].add(float(level))
+        assert [len(levels) for levels in steps] == [2] * 8
+        assert update.over == record["pairs"] == 16
+        drawn.append(tuple(map(frozenset, steps)))
+    assert len(set(drawn[0])) > 1
+    assert drawn[0] != drawn[1]
+
+
+def test_the_first_steps(one: World, tmp_path: Path) -> None:
+    """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
+    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, trained=FirstRecorded(0.99)), micro_batch=8), one)
+    record = run.rollout()
+    update, levels = run.updates[-1], run.trainer.schedule.levels
+    assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
+    assert set(update.items.level.tolist()) == set(levels[: tiny.STEPS - 1].tolist())
+    last = run.trajectories[0]
+    assert last.log_prob.shape[1] == tiny.STEPS
+    assert not torch.equal(last.x_next[:, -1], last.x[:, -1])
+
+
+@pytest.mark.parametrize(("coef", "drop"), [(0.0, True), (0.1, True), (0.1, False)])
+def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Path, coef: float, drop: bool) -> None:
+    """They get neither loss nor KL, and do not count; otherwise they get the KL, and count."""
+    rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
+    config = tiny.config(
+        tmp_path, rollout=STEPS, micro_batch=8, seed=1, kl=KLConfig(coef), advantage=AdvantageConfig(drop_zero=drop)
+    )
+    run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
+    run.rollout()
+    assert set(run.prompts) == {"0", "1"}
+    kept = 4 if drop else 8
+    assert (run.infos[0].items, run.updates[0].over) == (kept * tiny.STEPS, kept * tiny.STEPS)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "factor"), [("flow_sde", "rate"), ("dance_sde", "exact"), ("cps", "exact"), ("wan_sde", "exact")]
+)
+def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
+    """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
+    rollout = replace(STEPS, sampler=Stochastic(sampler, eta=0.5), window=RandomWindow(2, high=tiny.STEPS - 1))
+    learners = [
+        Spied(tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1, weight)), one).trainer.learner
+        for weight in ("auto", factor)
+    ]
+    assert learners[0].loss_config == learners[1].loss_config
+    assert learners[0].loss_config.kl_weight == factor
+
+
+def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
+    """They are not computed, and the loss is still a mean over all; but for RAFT, which fits what it keeps."""
+    rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
+    job = tiny.job(rewards=rewards, prompts=("0", "1"))
+    found = {}
+    for objective, rollout in ((None, STEPS), (Raft(best=0.25), ODE)):
+        changes = {} if objective is None else {"objective": objective}
+        run = Spied(tiny.config(tmp_path, rollout=rollout, micro_batch=8, seed=1, **changes), one, job)
+        run.rollout()
+        assert set(run.prompts) == {"0", "1"}
+        found[objective] = (run.infos[0].items, run.updates[0].over)
+    assert found[None] == (4 * tiny.STEPS, 8 * tiny.STEPS)
+    assert found[Raft(best=0.25)] == (tiny.STEPS, tiny.STEPS)
+
+
+def test_shared_noise(one: World, tmp_path: Path) -> None:
+    """The samples of a group begin alike, and end apart."""
+    for shared in (False, True):
+        run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, shared_noise=shared)), one)
+        run.rollout()
+        first, final = run.trajectories[0].x[:, 0].unflatten(0, (2, 4)), run.trajectories[0].final.unflatten(0, (2, 4))
+        assert torch.equal(first, first[:, :1].expand_as(first)) == shared
+        assert not torch.equal(first[0, 0], first[1, 0])
+        assert float((final[:, 0] - final[:, 1]).norm()) > 0.1
+
+
+@pytest.mark.parametrize("combine", ["sum", "gdpo"])
+def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
+    """Their advantages are those of core/advantages.py, for the weights that were asked for."""
+    changes = {"rewards": ("contrast=0.5", "brightness=-2"), "advantage": AdvantageConfig(combine=combine, clip=1.2)}
+    run = Spied(tiny.config(tmp_path, rollout=STEPS, micro_batch=8, **changes), one)
+    record = run.rollout()
+    images = tiny.Tiny().decode(run.trajectories[0].final)
+    rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
+    weights, group = torch.tensor([0.5, -2.0]), torch.arange(8) // 4
+    expected = {
+        "sum": group_advantages(rewards @ weights, group),
+        "gdpo": multi_reward_advantages(rewards, weights, group),
+    }
+    torch.testing.assert_close(
+        run.updates[0].items.target_weight[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4
+    )
+    assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
+    assert record["rewards"] == pytest.approx(
+        {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
+    )
+    assert record["reward"]["mean"] == pytest.approx(float((rewards @ weights).mean()))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Return the results of the rollouts by the number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return {size: launch.on_ranks(size, "objective_ranks:rollouts", folder)[0] for size in (1, 2)}
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_update_of_one(ranks: dict[int, dict[str, Any]]) -> None:
+    """Rewards to the bit; gradients, clip and weights to the order of float32 sums; for every objective."""
+    one, two = ranks[1], ranks[2]
+    assert list(one) == list(two)
+    assert len(one) == 11
+    for name, alone in one.items():
+        both = two[name]
+        assert alone["reward"] == both["reward"], name
+        assert alone["pairs"] == both["pairs"], name
+        assert alone["correction"] == pytest.approx(both["correction"], rel=1e-5), name
+        for first, second in zip(alone["gradients"], both["gradients"], strict=True):
+            a, b = torch.tensor(first), torch.tensor(second)
+            assert float(a.norm()) > 0, name
+            assert float((a - b).norm() / a.norm()) < 1e-5, name
+
+
+def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the brightness, times a number that the prompt says; it has a gradient."""
+    return images.flatten(1).mean(1) * torch.tensor([1.0 + int(prompt) for prompt in prompts])
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("objective", [Clipped(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
+def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
+    """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
+    rollout = STEPS if objective.traits.trains_on == "steps" else ODE
+    run = tiny.config(tmp_path, rollout=rollout, objective=objective, rewards=("scaled",))
+
+    def trained() -> Trainer:
+        return Trainer(run, tiny.job(rewards={"scaled": scaled}), one)
+
+    def made(trainer: Trainer, number: int) -> tuple[Any, Any]:
+        """Return the work of a rollout: each has another prompt, noise levels and a size of its own."""
+        keys = key(7 + number)
+        plan = trainer.rollouts.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
+        schedule, stochastic = plan.sampling.schedule, plan.sampling.stochastic
+        levels = schedule.levels ** (1 + number)
+        if stochastic is not None:
+            stochastic = replace(stochastic, transition=rollout.bound_sampler(levels))
+        schedule, shape = schedule._replace(levels=levels), ((1, 4, 4), (1, 2, 8))[number]
+        sampling = replace(plan.sampling, schedule=schedule, stochastic=stochastic, shape=shape)
+        transitions = None if stochastic is None else stochastic.transition(levels[:-1], levels[1:])
+        plan = plan._replace(sampling=sampling, transitions=transitions)
+        samples = trainer.rollouts.rollout(keys, plan, trainer.rollouts.made(plan, trainer.runners))
+        trainer.runners.exchange(one)
+        own = trainer.runners.collect(batch=rollout.batch)
+        rewards, _ = gather_rewards(own, stop=False, group=rollout.group, max_invalid=0.0, world=one)
+        return trainer.learner.items(samples, rewards, torch.ones(1), keys, {}), keys
+
+    def weights(trainer: Trainer) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in trainer.engine.sharded.shards().items()}
+
+    alone, together = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
+    for number in (0, 1):
+        with trained() as trainer:
+            trainer.learner.update(*made(trainer, number))
+            alone.append(weights(trainer))
+    with trained() as trainer:
+        state, counters = trainer.engine.state(), trainer.engine.counters()
+        start = {name: tensor.clone() for name, tensor in state.items()}
+        for work, keys in [made(trainer, number) for number in (0, 1)]:
+            trainer.engine.restore({name: tensor.clone() for name, tensor in start.items()}, counters)
+            trainer.learner.update(work, keys)
+            together.append(weights(trainer))
+    assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
+    for each, other in zip(alone, together, strict=True):
+        assert all(torch.equal(tensor, other[name]) for name, tensor in each.items())

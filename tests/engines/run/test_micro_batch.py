@@ -1,0 +1,301 @@
+"""A run that chooses its micro-batch: the bits of the chosen number, which its folder and its checkpoints hold."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import launch
+import pytest
+import tiny_jobs as tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.plan import micro_batch
+from fluvial.engines.extensions.plan.warm_up import WarmUp
+from fluvial.engines.methods.losses import KLConfig
+from fluvial.engines.methods.table import AlignProp, Dpo
+from fluvial.engines.run import build, probe_passes, recipes, train
+from fluvial.engines.run.config import NoisingConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.evaluation.evaluate import chunk_size
+from fluvial.engines.run.published.resolve import resolve
+from fluvial.engines.run.published.runs import find
+from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.generate import Guidance, slots
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import RandomWindow
+
+CHOOSE = micro_batch.choose
+ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+
+
+def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Make a size win, after real trials of all up to it."""
+
+    def choose(sizes: Any, measure: Any, *, budget: int) -> micro_batch.Choice:
+        return CHOOSE([s for s in sizes if s <= size], lambda s: measure(s)._replace(seconds=1.0), budget=budget)
+
+    monkeypatch.setattr(micro_batch, "choose", choose)
+
+
+@given(batch=st.integers(1, 300), size=st.integers(1, 200), ranks=st.integers(1, 8))
+def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, ranks: int) -> None:
+    """The named size has as few as any, and as many samples per pass as that allows."""
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(batch=batch), samples_per_pass=size, makes_samples=True)
+    world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
+    engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
+    said = list(probe_passes.notes(config, engine))
+    sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
+    least = min(sizes.values())
+    if sizes[size] == least:
+        assert said == []
+        return
+    better = max(s for s, total in sizes.items() if total == least)
+    assert said == [
+        f"{sizes[size] - batch} of the {sizes[size]} samples that {ranks} ranks compute per rollout are repeats, because "
+        f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
+    ]
+    config.samples_per_pass = better
+    assert list(probe_passes.notes(config, engine)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"rollout": ROLLOUT}, marks=pytest.mark.long),
+        {"rollout": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
+        pytest.param(
+            {"rollout": replace(ROLLOUT, sampler=Ode()), "objective": Dpo(), "train": "lora"}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["steps", "guided", "preferences"],
+)
+def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    """Records and weights after two updates: choosing changes neither network nor random numbers."""
+    choosing(monkeypatch, 4)
+    found = {}
+    for size in ("auto", 4):
+        torch.manual_seed(0)
+        with Trainer(tiny.config(tmp_path, micro_batch=size, updates=2, **changes), tiny.job()) as run:
+            records = [run.update(), run.update()]
+            assert run.config.samples_per_pass == 4
+            for record in records:
+                del record["seconds"], record["speed"], record["memory"]
+            found[size] = records, {name: t.clone() for name, t in run.engine.sharded.shards().items()}, torch.rand(3)
+    assert found["auto"][0] == found[4][0]
+    assert found["auto"][1].keys() == found[4][1].keys()
+    assert all(torch.equal(tensor, found[4][1][name]) for name, tensor in found["auto"][1].items())
+    assert torch.equal(found["auto"][2], found[4][2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({"update_micro_batch": "rollout"}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
+        ({"update_micro_batch": 16}, [16]),
+        ({"update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
+        ({"update_micro_batch": 999}, [16]),  # no more than there are
+        ({"update_micro_batch": 2}, [2] * 8),
+        ({"update_micro_batch": 8, "objective": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
+    ],
+    ids=["default", "all", "uneven", "more", "fewer", "preferences"],
+)
+def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[str, Any], rows: list[int]) -> None:
+    """The rollout's passes keep `micro_batch`, and the update is the same to rounding."""
+    found, passed = {}, list[tuple[bool, int]]()
+    rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
+    if "objective" in changes:
+        rollout = replace(ROLLOUT, sampler=Ode())
+        changes = {**changes, "noising": NoisingConfig(each=2)}
+    for each in (changes, {**changes, "update_micro_batch": "rollout"}):
+        config = tiny.config(tmp_path, micro_batch=4, minibatches=1, updates=1, rollout=rollout, **each)
+        with Trainer(config, tiny.job()) as run:
+            passed.clear()
+            run.engine.module.register_forward_pre_hook(
+                lambda _, inputs: passed.append((torch.is_grad_enabled(), len(inputs[0])))
+            )
+            record = run.update()
+            assert [size for gradient, size in passed if not gradient] == [4] * (2 * tiny.STEPS)
+            found[each["update_micro_batch"]] = (
+                [size for gradient, size in passed if gradient],
+                record["loss"],
+                {name: tensor.clone() for name, tensor in run.engine.sharded.shards().items()},
+            )
+    sizes, loss, weights = found[changes["update_micro_batch"]]
+    assert sizes == rows
+    assert loss == pytest.approx(found["rollout"][1], rel=1e-4, abs=1e-6)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, found["rollout"][2][name], rtol=1e-4, atol=1e-5)
+
+
+@given(samples=st.integers(1, 5000), most=st.integers(1, 600))
+def test_chunks_of_an_evaluation_repeat_as_few_samples_as_their_number_allows(samples: int, most: int) -> None:
+    size = chunk_size(samples, most)
+    chunks = -(-samples // most)
+    assert size <= most
+    assert -(-samples // size) <= chunks
+    assert size * chunks - samples < chunks
+
+
+def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
+    """Of a rollout, an update or an evaluation, whose passes may be larger than those of the rollout."""
+    config = tiny.config(tmp_path, micro_batch=64, rollout=replace(ROLLOUT, window=RandomWindow(2, high=3)))
+    with Trainer(config, tiny.job()) as run:
+        rows = list[int]()
+        run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+        run.update()
+        assert rows == [8] * (tiny.STEPS + 2)
+        rows.clear()
+        run.evaluate(50)
+        assert rows == [50] * tiny.STEPS
+        rows.clear()
+        run.evaluate(66)
+        assert rows == [33] * (2 * tiny.STEPS)
+
+
+def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
+    """A reference policy predicts the pairs of an update in passes like the update's."""
+    rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
+    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=999, minibatches=1, updates=1, rollout=rollout)
+    with Trainer(replace(config, train="lora", kl=KLConfig(coef=0.1)), tiny.job()) as run:
+        rows = list[int]()
+        run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+        run.update()
+    assert rows == [4] * (2 * tiny.STEPS) + [16, 16]
+
+
+@pytest.mark.parametrize(("pairs", "sizes"), [("rollout", [4]), (4, [4]), (16, [4, 16])])
+def test_blocks_compile_for_the_passes_of_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: int | None, sizes: list[int]
+) -> None:
+    """Its own number of pairs is another size, which a rollout does not have."""
+    warmed = list[tuple[int, bool]]()
+
+    def warm_up(engine: Any, each: Any, size: int, *, progress: Any) -> WarmUp:
+        warmed.append((size, each[0].rollout is not None))
+        return WarmUp(2, 0.5)
+
+    monkeypatch.setattr(probe_passes, "warm_up", warm_up)
+    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=pairs)
+    with Trainer(config, tiny.job()) as run:
+        found = probe_passes.compile_blocks(config, run.job, run.engine, run.schedule)
+    assert warmed == [(size, size == 4) for size in sizes]
+    assert found == WarmUp(2 * len(sizes), 0.5 * len(sizes))
+
+
+def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
+    """12 samples: 1, 2, 4 or 12."""
+    config = tiny.config(tmp_path, micro_batch="auto", rollout=replace(ROLLOUT, prompts=3))
+    with Trainer(config, tiny.job()) as run:
+        choice = run.choices["micro_batch"]
+        assert choice.micro_batch == run.config.micro_batch
+        assert choice.micro_batch in choice.trials
+        assert set(choice.trials) <= {1, 2, 4, 12}
+        assert run.learner.config is run.rollouts.config is run.saver.config is run.config
+
+
+def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line on the console, a record in the metrics, config.json and the checkpoint; a resumption takes it."""
+    choosing(monkeypatch, 2)
+    config = tiny.config(
+        tmp_path / "run", micro_batch="auto", rollout=ROLLOUT, updates=2, eval_every=0, final_samples=4, checkpoint_every=1
+    )
+    console = Console(file=StringIO(), width=500)
+    train(config, tiny.job(), console=console)
+    lines = [line for line in console.file.getvalue().splitlines() if "micro_batch" in line]  # type: ignore[attr-defined]
+    assert len(lines) == 1
+    assert lines[0].startswith("micro_batch 2, chosen in")
+    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert [record["micro_batch"]["chosen"] for record in launch.records(config.out) if "micro_batch" in record] == [2]
+    finished = launch.weights(config.out)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a resumed run chose again")
+
+    monkeypatch.setattr(build, "choose_micro_batch", never)
+    first = config.out / "checkpoints" / "000001"
+    train(replace(config, resume_from=str(first)), tiny.job())
+    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert launch.weights(config.out) == finished
+    with pytest.raises(RunError, match="micro_batch 2 there, 4 here"):
+        train(replace(config, resume_from=str(first), micro_batch=4), tiny.job())
+
+
+def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path, micro_batch="auto", rollout=ROLLOUT)
+    with init_world() as world:
+        choosing(monkeypatch, 2)
+        with Trainer(config, tiny.job(), world) as run:
+            run.update()
+            run.save()
+        choosing(monkeypatch, 8)
+        with Trainer(config, tiny.job(), world) as run:
+            assert run.config.micro_batch == 8
+        with Trainer(config, tiny.job(), world, resume_from=tmp_path / "checkpoints" / "000001") as run:
+            assert run.config.micro_batch == run.saver.config.micro_batch == 2
+
+
+def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
+    """Two ranks whose clocks differ: both take what the slower one says, and the weights of that number."""
+    (first, numbers), (second, others) = launch.on_ranks(2, "micro_batches:chosen", tmp_path)
+    assert first == second == 4
+    assert numbers["auto"] == numbers["4"] == others["auto"] == others["4"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"micro_batch": "fast"}, "micro_batch is 'fast', expected 'auto' or an integer"),
+        ({"micro_batch": 0}, r"micro_batch is 0, expected an integer in \[1, "),
+        (
+            {"rollout": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
+            "micro_batch is 'auto', expected a number: rollout.window.draw call draws",
+        ),
+        (
+            {"objective": Dpo(), "rollout": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
+            "micro_batch is 'auto', expected a number: noising.draw call",
+        ),
+        (
+            {"objective": AlignProp(last=2)},
+            "micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{"out": tmp_path, "micro_batch": "auto", "rollout": ROLLOUT, **changes})
+
+
+def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: a Trainer's config has the"):
+        _ = tiny.config(tmp_path, micro_batch="auto").samples_per_pass
+
+
+def test_recipes_choose_for_large_models_alone() -> None:
+    """The built-in models keep 128 or 64, with which their results are reproduced; published runs keep their number."""
+    for name, recipe in recipes.RECIPES.items():
+        large = recipe("someone/a-model")
+        assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
+        fixed = large.objective.traits.through or "call" in (large.rollout.window.draw, large.noising.draw)
+        assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
+    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
+    config = recipes.grpo("someone/a-model")
+    assert recorded(json.loads(json.dumps(as_record(config)))) == config
+
+
+def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    for value, held in (("auto", "auto"), ("3", 3)):
+        assert cli.run(["config", "handwriting", "--micro-batch", value]) == 0
+        assert json.loads(capsys.readouterr().out)["micro_batch"] == held
+    assert cli.run(["config", "handwriting", "--micro-batch", "many"]) == 2
+    assert "--micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err

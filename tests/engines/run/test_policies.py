@@ -1,0 +1,270 @@
+"""The policies that objectives compare with: the old one, the reference and a teacher; preferences, and what RAFT keeps."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from spied_runs import FAST, ODE, STEPS, Spied
+
+from fluvial.core.dpo import best_and_worst
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.nft import LinearOld, NoOld
+from fluvial.engines.methods.table import Awm, Distill, Dpo, Nft, Raft
+from fluvial.engines.run.config import (
+    KLConfig,
+    NoisingConfig,
+)
+from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
+from fluvial.models.lora import adapter_parameters, use_adapter
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+OLD: dict[str, tuple[Nft, list[float]]] = {
+    "none": (Nft(old=NoOld()), [0.0, 0.0, 0.0, 0.0]),
+    "linear": (Nft(old=LinearOld(0.2, 0.5)), [0.2, 0.4, 0.5, 0.5]),
+    "by updates": (Nft(old=LinearOld(0.1, 0.5, unit="updates")), [0.2, 0.4, 0.5, 0.5]),
+    "delayed": (Nft(old=LinearOld(0.3, 0.4, delay=2)), [0.0, 0.0, 0.3, 0.4]),
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
+    """After rollout n it is d old + (1 - d) policy; without one the policy itself is compared with."""
+    objective, decays = OLD[old]
+    run = Spied(
+        tiny.config(
+            tmp_path,
+            rollout=ODE,
+            objective=objective,
+            train="lora",
+            updates=8,
+            epochs=2,
+            optimizer=FAST,
+            kl=KLConfig(0.1),
+        ),
+        one,
+    )
+    names = {name for name in run.weights() if ".old." in name}
+    assert bool(names) == (old != "none")
+    expected = {name: tensor for name, tensor in run.weights().items() if name in names}
+    for n, decay in enumerate(decays):
+        before = run.weights()
+        run.rollout()
+        now, first = run.weights(), run.infos[2 * n]
+        for name in names:
+            policy = now[name.replace(".old.", ".default.")]
+            expected[name] = decay * expected[name] + (1 - decay) * policy
+            torch.testing.assert_close(now[name], expected[name])
+        # Policy and old policy agree in a rollout's first update where they were made to be the same after the last.
+        assert (first.mean["drift"] == 0.0) == (n == 0 or decays[n - 1] == 0)
+        assert run.infos[2 * n + 1].mean["drift"] > 0
+        # Both updates of a rollout compare with the policy that made it.
+        assert "old" in run.updates[2 * n].items.predictions or old == "none"
+        for update in run.updates[2 * n : 2 * n + 2]:
+            assert all(torch.equal(update.policy[name], before[name]) for name in names)
+
+
+def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
+    """Images change with it, and not with the policy."""
+    seen = {}
+    for moved in ("none", "default", "old"):
+        run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora"), one)
+        if moved != "none":
+            for name, tensor in run.trainer.engine.sharded.shards().items():
+                if f".{moved}." in name:
+                    tensor.add_(0.3)
+        run.rollout()
+        seen[moved] = run.trajectories[0].final
+        # What it is compared with is the policy that made the samples.
+        items, module = run.updates[0].items, run.trainer.engine.module
+        if moved == "old":
+            for name, tensor in run.trainer.engine.sharded.shards().items():
+                tensor.copy_(run.updates[0].policy[name])  # it has moved on after the rollout
+            with use_adapter(module, "old"):
+                torch.testing.assert_close(items.predictions["old"], run.velocity(items))
+    assert torch.equal(seen["none"], seen["default"])
+    assert not torch.allclose(seen["none"], seen["old"], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": Nft(old=LinearOld(0.3)), "rollout": ODE, "train": "lora", "kl": KLConfig(0.1)},
+        {"objective": Dpo(), "rollout": ODE, "train": "full"},
+        {"objective": Awm(), "rollout": ODE, "minibatches": 2, "epochs": 2, "updates": 12},
+        {
+            "rollout": replace(STEPS, window=RandomWindow(2), trained=RandomRecorded(0.5)),
+            "minibatches": 2,
+            "updates": 6,
+            "kl": KLConfig(0.1),
+        },
+    ],
+    ids=["nft", "dpo", "awm", "clipped"],
+)
+def test_a_resumed_run_is_the_same(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Three rollouts = two, a checkpoint, and one more, to the bit: old policy, reference, shuffles and noise included."""
+    run = tiny.config(tmp_path / "run", **{"updates": 3, "optimizer": OptimizerConfig(lr=0.05, ema_decay=0.9), **changes})
+    whole = tiny.Run(run, one)
+    for _ in range(3):
+        record = whole.rollout()
+    before = tiny.Run(run, one)
+    for _ in range(2):
+        before.rollout()
+    before.trainer.save()
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    after = tiny.Run(run, one)
+    after.trainer.resume(saved)
+    again = after.rollout()
+    state, expected = after.trainer.engine.state(), whole.trainer.engine.state()
+    assert any(".old." in name for name in state) == isinstance(run.objective, Nft)
+    for name, tensor in expected.items():
+        assert torch.equal(torch.as_tensor(state[name].full_tensor()), tensor.full_tensor()), name  # type: ignore[attr-defined]
+    assert all(torch.equal(tensor, after.weights()[name]) for name, tensor in whole.weights().items())
+    for name in ("update", "samples", "loss", "grad_norm", "reward", "objective"):
+        assert again[name] == record[name], name
+
+
+@pytest.mark.parametrize(
+    ("best", "reward", "expected"),
+    [
+        (0.25, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 0, 1, 1, 0, 0, 0]),
+        (0.5, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 1, 1, 1, 1, 0, 0]),
+        (0.01, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 0, 1, 1, 0, 0, 0]),
+        (0.45, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 0, 1, 1, 0, 0, 0]),  # of 1.8 samples one
+        (0.7, [1, 2, 3, 4, 8, 7, 6, 5], [0, 0, 1, 1, 1, 1, 0, 0]),  # of 2.8 two
+        (1.0, [1, 2, 3, 4, 5, 5, 5, 5], [1, 1, 1, 1, 0, 0, 0, 0]),
+        (0.25, [2, 2, 1, 2, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]),
+        (0.5, [1, 2, 2, 2, 3, 1, 3, 3], [0, 1, 1, 0, 1, 0, 1, 0]),
+    ],
+)
+def test_what_raft_keeps(best: float, reward: list[float], expected: list[float]) -> None:
+    """The best part of each group, at least one; of equal ones the first; nothing of a group whose rewards are equal."""
+    rewards, group = torch.tensor(reward, dtype=torch.float32), torch.arange(8) // 4
+    assert Raft(best=best).target_weight(rewards, torch.zeros(8), group).tolist() == expected
+    shuffled = torch.randperm(8, generator=torch.Generator().manual_seed(0))  # groups need not lie together
+    kept = Raft(best=best).target_weight(rewards[shuffled], torch.zeros(8), group[shuffled])
+    assert kept.sum() == sum(expected)
+    assert torch.equal(rewards[shuffled][kept > 0].sort().values, rewards[torch.tensor(expected) > 0].sort().values)
+
+
+def test_online_preferences(one: World, tmp_path: Path) -> None:
+    """A pair for each group that is not all equal, of its best and its worst, at as many levels as are asked for."""
+    rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
+    rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
+    run = Spied(
+        tiny.config(tmp_path, rollout=rollout, objective=Dpo(), noising=NoisingConfig(3), seed=8, prompt_order="draws"),
+        one,
+        job,
+    )
+    record = run.rollout()
+    asked = run.prompts[::4]
+    assert set(asked) == {"0", "1"}
+    valid = [i for i, prompt in enumerate(asked) if prompt != "0"]
+    assert valid == [0, 2, 3]
+    final = run.trajectories[0].final
+    reward = tiny.brightness(tiny.Tiny().decode(final), ())
+    found = best_and_worst(reward, torch.arange(16) // 4)
+    assert [preference.prompt.text for preference in run.preferences] == ["1"] * len(valid)
+    for preference, group in zip(run.preferences, valid, strict=True):
+        assert torch.equal(preference.win, final[found.win[4 * group]])
+        assert torch.equal(preference.lose, final[found.lose[4 * group]])
+    items = run.updates[0].items
+    assert record["pairs"] == run.updates[0].over == len(items.level) == 3 * len(valid)
+    assert items.x.shape == items.target.shape == (3 * len(valid), 2, *tiny.SHAPE)
+    assert run.infos[0].loss == pytest.approx(0.6931, abs=1e-4)  # where the policy is the reference
+    assert run.infos[0].grad_norm > 0
+
+
+@pytest.mark.parametrize("objective", [Dpo(), Raft(), Awm()])
+def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any) -> None:
+    """They teach nothing, and the update is made all the same."""
+    job = tiny.job(rewards={"none": lambda images, prompts: torch.ones(len(prompts))})
+    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=objective, updates=2, minibatches=2), one, job)
+    record = run.rollout()
+    assert len(run.infos) == 2
+    assert all(info.grad_norm == info.loss == 0.0 for info in run.infos)
+    assert record["update"] == 2
+    assert record["reward"] == {"mean": 1.0, "std": 0.0}
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> None:
+    """The reference stays what training started from, and the margin is the policy's distance from it."""
+    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Dpo(), train=train, updates=2, optimizer=FAST), one)
+    start, errors = tiny.Tiny().build(), {}
+    for _ in range(2):
+        run.rollout()
+        items = run.updates[-1].items
+        prompts = [run.preferences[int(i)].prompt.text for i in items.sample]
+        rows = tiny.Tiny().encode(prompts).rows
+        with torch.no_grad():
+            for side in (0, 1):
+                expected = start(items.x[:, side], rows, items.level)
+                torch.testing.assert_close(items.predictions["ref"][:, side], expected)
+    for name, tensor in run.trainer.engine.sharded.shards().items():
+        tensor.copy_(run.updates[-1].policy[name])  # the policy before the last update
+    with run.trainer.engine.inference() as module:
+        for side in (0, 1):
+            v = tiny.Tiny().predict(module, items.x[:, side], items.level, tiny.Tiny().encode(prompts))
+            of_policy, of_start = ((each - items.target[:, side]) ** 2 for each in (v, items.predictions["ref"][:, side]))
+            errors[side] = (of_policy - of_start).mean((1, 2, 3))
+    margin = -Dpo().beta / 2 * (errors[0] - errors[1])
+    first, last = (info.mean for info in run.infos)
+    assert first["margin"] == first["accuracy"] == 0.0
+    assert abs(float(margin.mean())) > 1e-2
+    assert last["margin"] == pytest.approx(float(margin.mean()), rel=1e-3)
+    assert last["accuracy"] == pytest.approx(float((margin > 0).float().mean()))
+
+
+def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
+    """The student comes near the teacher along its own trajectory."""
+    objective = Distill(teacher=Path("teacher"), match="velocity_mse")
+    run = Spied(
+        tiny.config(tmp_path, rollout=STEPS, objective=objective, updates=10, optimizer=OptimizerConfig(lr=0.03)), one
+    )
+    for _ in range(10):
+        run.rollout()
+    errors = [info.mean["error"] for info in run.infos]
+    assert errors[-1] < 0.2 * errors[0]
+    items = run.updates[-1].items
+    teacher = tiny.Tiny(seed=1).build()
+    with torch.no_grad():
+        said = teacher(items.x, tiny.Tiny().encode([run.prompts[int(i)] for i in items.sample]).rows, items.level)
+    torch.testing.assert_close(items.predictions["teacher"], said)
+
+
+def test_adapters_apart(one: World, tmp_path: Path) -> None:
+    """An optimizer of NFT's policy holds nothing of the old one."""
+    run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora"), one)
+    module = run.trainer.engine.module
+    assert all(p.requires_grad for p in adapter_parameters(module, "default").values())
+    assert not any(p.requires_grad for p in adapter_parameters(module, "old").values())
+
+
+def test_the_moving_average_of_a_kl_follows(one: World, tmp_path: Path) -> None:
+    """After n updates it is d average + (1 - d) policy, d = min(cap, rise n), and the KL to it joins the loss."""
+    kl = KLConfig(ema_coef=0.5, ema_cap=0.3, ema_rise=0.2)
+    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm(), train="lora", updates=3, optimizer=FAST, kl=kl), one)
+    names = [name for name in run.weights() if ".ema." in name]
+    assert names
+    expected = {name: run.weights()[name] for name in names}
+    for n, decay in enumerate((0.2, 0.3, 0.3)):
+        run.rollout()
+        now = run.weights()
+        for name in names:
+            expected[name] = decay * expected[name] + (1 - decay) * now[name.replace(".ema.", ".default.")]
+            torch.testing.assert_close(now[name], expected[name])
+        assert run.infos[n].mean["kl_ref"] == 0.0  # there is no other reference
+        plain = -float(run.updates[n].items.target_weight.mean())  # on policy the ratio is 1
+        assert (abs(run.infos[n].loss - plain) > 1e-6) is (n > 0)

@@ -1,0 +1,396 @@
+"""Rollouts ahead of the trainer: which weights make them, that timing changes nothing, what a killed run goes on with."""
+
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import ahead_ranks
+import launch
+import pytest
+import tiny_jobs as tiny
+import torch
+from marks import long
+from rich.console import Console
+from torch import Tensor, nn
+
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
+from fluvial.engines.methods.table import Nft, Sft
+from fluvial.engines.run.build import _copy
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.prefetch import Ahead, PushOrder
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import AsyncConfig
+from fluvial.engines.sampling.generate import Chunk
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.models.lora import use_adapter
+
+ROLLOUTS = 5
+TIMED = ("seconds", "speed", "memory")
+STEPS = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def clipped(out: Path, ahead: int, **changes: Any) -> TrainConfig:
+    """Return a run whose ratios are corrected."""
+    values: dict[str, Any] = {
+        "updates": ROLLOUTS,
+        "asynchronous": AsyncConfig(ahead),
+        "rollout": STEPS,
+        "optimizer": OptimizerConfig(lr=0.02),
+        "correction": CorrectionConfig("truncate", threshold=2.0),
+        "checkpoint_every": 2,
+        "keep_checkpoints": 9,
+    }
+    return tiny.config(out, **{**values, **changes})
+
+
+def nft(out: Path, ahead: int, **changes: Any) -> TrainConfig:
+    """Return a run with adapters, one of which lags behind and makes the rollouts."""
+    values: dict[str, Any] = {
+        "updates": ROLLOUTS,
+        "asynchronous": AsyncConfig(ahead),
+        "rollout": ODE,
+        "optimizer": OptimizerConfig(lr=0.02),
+        "objective": Nft(),
+        "train": "lora",
+    }
+    return tiny.config(out, **{**values, **changes})
+
+
+def untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records without what depends on the machine, and without the age of the weights."""
+    return [{name: value for name, value in record.items() if name not in (*TIMED, "staleness")} for record in records]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Return copies of the weights, whole."""
+    return {name: shard.clone() for name, shard in trainer.engine.sharded.shards().items()}
+
+
+def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    """Return whether two sets of weights have the same bits."""
+    return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def run(config: TrainConfig, world: World) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return the records and the last weights of a run."""
+    with Trainer(config, tiny.job(), world) as trainer:
+        return list(trainer), weights(trainer)
+
+
+def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return the records and the last weights of a run that puts K updates older weights in for each rollout."""
+    with Trainer(replace(config, asynchronous=AsyncConfig()), tiny.job(), world) as trainer:
+        versions: list[dict[str, Tensor]] = []
+        source: Any = trainer.rollouts.source
+
+        @contextmanager
+        def behaviour() -> Iterator[nn.Module]:
+            now = weights(trainer)
+            versions.append(now)
+            number = len(versions) - 1
+            written, made = trainer.engine.sharded.shards(), versions[max(0, number - ahead)]
+            updates = max(0, number - ahead) * config.updates_per_rollout
+            for name, tensor in written.items():
+                tensor.copy_(made[name])
+            adapter = trainer.policies.sampling_adapter(updates)
+            follower = partial(use_adapter, name=adapter) if adapter else nullcontext
+            with trainer.engine.inference() as module, follower(module):
+                yield module
+            for name, tensor in written.items():
+                tensor.copy_(now[name])
+
+        source.behaviour = behaviour
+        return list(trainer), weights(trainer)
+
+
+@pytest.mark.parametrize("of", [clipped, long(nft)])
+def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of: Any) -> None:
+    """With the thread and the copy, too: they make each rollout with the current weights."""
+    config = of(tmp_path, 0)
+    expected, last = run(config, one)
+    with Trainer(config, tiny.job(), one) as trainer:
+        copy = _copy(config, trainer.job, trainer.policies, one)
+        source: Any = trainer.rollouts.source
+        source.behaviour = copy.behaviour
+        trainer.ahead = Ahead(trainer.rollouts, trainer.runners, copy)
+        found = list(trainer)
+        assert same(weights(trainer), last)
+        trainer.ahead.close()
+    assert untimed(found) == untimed(expected)
+    assert all(record["staleness"] == {"0": 4} for record in found)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize(
+    ("of", "changes"), [(clipped, {}), (clipped, {"updates": 10, "minibatches": 2}), (nft, {})], ids=["steps", "two", "lora"]
+)
+def test_rollout_j_is_made_with_the_weights_of_version_j_minus_k(
+    one: World, tmp_path: Path, of: Any, changes: dict[str, Any], ahead: int
+) -> None:
+    """To the bit as a synchronous run that puts older weights in for each rollout; and the age is recorded."""
+    config = of(tmp_path, ahead, **changes)
+    found, last = run(config, one)
+    expected, reached = reference(config, one, ahead)
+    assert untimed(found) == untimed(expected)
+    assert same(last, reached)
+    each = config.updates_per_rollout
+    assert [record["staleness"] for record in found] == [{str(min(j, ahead) * each): 4} for j in range(ROLLOUTS)]
+    # Else the test could not fail.
+    assert untimed(found) != untimed(run(of(tmp_path, ahead - 1, **changes), one)[0])
+
+
+def test_timing_changes_nothing(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow source and a slow trainer: the same bits."""
+    found = []
+    for slow in ("source", "trainer"):
+        with Trainer(clipped(tmp_path, 2), tiny.job(), one) as trainer:
+            generate, update = trainer.rollouts.source.generate, trainer.engine.update
+
+            def late(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+                time.sleep(0.02 if slow == "source" else 0)  # noqa: B023
+                yield from generate(*args, **options)  # noqa: B023
+
+            def dragged(*args: Any, **options: Any) -> Any:
+                time.sleep(0.02 if slow == "trainer" else 0)  # noqa: B023
+                return update(*args, **options)  # noqa: B023
+
+            monkeypatch.setattr(trainer.rollouts.source, "generate", late)
+            monkeypatch.setattr(trainer.engine, "update", dragged)
+            found.append((untimed(list(trainer)), weights(trainer)))
+    for records, last in found[1:]:
+        assert records == found[0][0]
+        assert same(last, found[0][1])
+
+
+def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path) -> None:
+    """The next rollout begins before the update on this one ends; without rollouts ahead it does not."""
+    for ahead, overlaps in ((0, False), (1, True)):
+        events, second = list[str](), threading.Event()
+        if not overlaps:
+            second.set()
+        with Trainer(clipped(tmp_path, ahead), tiny.job(), one) as trainer:
+            generate, update = trainer.rollouts.source.generate, trainer.engine.update
+
+            def noted(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+                events.append("begun")  # noqa: B023
+                if len(events) > 1:  # noqa: B023
+                    second.set()  # noqa: B023
+                yield from generate(*args, **options)  # noqa: B023
+
+            def waiting(*args: Any, **options: Any) -> Any:
+                assert second.wait(60) or not overlaps  # noqa: B023
+                events.append("updated")  # noqa: B023
+                return update(*args, **options)  # noqa: B023
+
+            trainer.rollouts.source.generate, trainer.engine.update = noted, waiting  # type: ignore[method-assign]
+            trainer.update()
+        assert (events[:2] == ["begun", "begun"]) == overlaps
+
+
+def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers may have been stopped with it: without them the newest update is saved, and a resumed run goes on."""
+    config, said = clipped(tmp_path, 1), StringIO()
+    saved, save, calls = threading.Event(), checkpoint.save, list[bool]()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        path = save(*args, **options)
+        saved.set()
+        return path
+
+    monkeypatch.setattr(checkpoint, "save", noted)
+    with Trainer(config, tiny.job(), one, console=Console(file=said, width=500)) as trainer:
+        generate = trainer.rollouts.source.generate
+
+        def gone(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+            calls.append(len(calls) == 1 and saved.wait(60))
+            if calls[-1]:
+                raise RunError("no server has answered")
+            yield from generate(*args, **options)
+
+        trainer.rollouts.source.generate = gone  # type: ignore[method-assign]
+        trainer.update()
+        trainer.save(ends=True)
+    assert calls == [False, True]
+    line = "no server has answered: update 1 is saved, and rollouts made ahead are made again on resume"
+    assert line in said.getvalue()
+    (path,) = checkpoint.listed(config.checkpoint_folder)
+    with Trainer(config, tiny.job(), one, resume_from=path) as trainer:
+        assert [record["update"] for record in trainer] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("of", "ahead"), [(clipped, 2), long(nft, 1)])
+def test_a_resumed_run_neither_loses_nor_repeats_a_rollout(one: World, tmp_path: Path, of: Any, ahead: int) -> None:
+    """The rollouts that were asked for are in the checkpoint; what follows is the same to the bit."""
+    config = of(tmp_path, ahead)
+    with Trainer(config, tiny.job(), one) as trainer:
+        for _ in range(2):
+            trainer.update()
+        trainer.save()
+        straight, last = list(trainer), weights(trainer)
+    asked = []
+    with Trainer(config, tiny.job(), one) as trainer:
+        generate = trainer.rollouts.source.generate
+
+        def noted(requests: Any, *args: Any, **options: Any) -> Generator[Chunk, None, None]:
+            asked.append(requests.key)
+            yield from generate(requests, *args, **options)
+
+        trainer.rollouts.source.generate = noted  # type: ignore[method-assign]
+        trainer.resume(tmp_path / "checkpoints" / "000002")
+        resumed = list(trainer)
+        assert same(weights(trainer), last)
+    for one_record, other in zip(straight, resumed, strict=True):
+        timed = dict.fromkeys(TIMED, 0)
+        assert {**one_record, **timed} == {**other, **timed}
+    assert len(asked) == ROLLOUTS - 2 - ahead  # the others were in the checkpoint
+
+
+def test_a_run_that_is_made_longer_begins_its_queue_again(one: World, tmp_path: Path) -> None:
+    """After the last update nothing is asked for, so that the checkpoint holds no rollout."""
+    with Trainer(clipped(tmp_path, 2, updates=2), tiny.job(), one) as trainer:
+        list(trainer)
+        trainer.save()
+    with Trainer(clipped(tmp_path, 2, updates=4), tiny.job(), one) as trainer:
+        trainer.resume(tmp_path / "checkpoints" / "000002")
+        assert [record["staleness"] for record in trainer] == [{"0": 4}, {"1": 4}]
+
+
+def test_a_source_that_fails_ends_the_run_in_its_line(one: World, tmp_path: Path) -> None:
+    """The rollout that failed is the one that is named, after those before it were learnt from."""
+    with Trainer(clipped(tmp_path, 1), tiny.job(), one) as trainer:
+        generate, calls = trainer.rollouts.source.generate, []
+
+        def failing(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
+            calls.append(1)
+            if len(calls) == 3:
+                raise RunError("the server is gone")
+            yield from generate(*args, **options)
+
+        trainer.rollouts.source.generate = failing  # type: ignore[method-assign]
+        trainer.update()
+        trainer.update()
+        with pytest.raises(RunError, match="the server is gone"):
+            trainer.update()
+
+
+def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> None:
+    """A source that was not pushed to, or says so."""
+    with Trainer(clipped(tmp_path, 1), tiny.job(), one) as trainer:
+        source: Any = trainer.rollouts.source
+        source.push = lambda engine, version: None
+        trainer.update()
+        trainer.update()
+        with pytest.raises(
+            RunError, match="rollout 2: the source made samples with the weights of update 0, expected those"
+        ):
+            trainer.update()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with asynchronous.ahead 1"),
+        ({"engine": EngineConfig(offload="phases")}, "expected none or always: with asynchronous.ahead 1"),
+        (
+            {"objective": Sft(), "rollout": replace(ODE, group=1), "correction": CorrectionConfig()},
+            "asynchronous.ahead has no effect with sft, which learns from data",
+        ),
+        (
+            {"asynchronous": AsyncConfig(1), "rollout": replace(STEPS, source="replayed:x")},
+            "asynchronous.ahead has no effect with rollouts that are stored",
+        ),
+    ],
+)
+def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    """In one line that says what to set."""
+    with pytest.raises(ValueError, match=line):
+        clipped(tmp_path, 1, **changes)
+
+
+def test_how_far_ahead_is_bounded() -> None:
+    """As any number of a configuration."""
+    with pytest.raises(ValueError, match=r"asynchronous\.ahead is -1, expected"):
+        AsyncConfig(-1)
+
+
+def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
+    """Samples are the same, so rewards agree to the rounding of gradients; two ranks' queue goes on with on one."""
+    found = launch.on_ranks(2, "ahead_ranks:trained", tmp_path / "two")
+    assert found[0] == found[1]
+    alone = ahead_ranks.trained(one, str(tmp_path / "one"))
+    config = replace(ahead_ranks.config(tmp_path / "two", 2), resume=True)
+    with Trainer(config, tiny.job(), one) as trainer:
+        trainer.resume(tmp_path / "two" / "checkpoints" / "000002")
+        resumed = ahead_ranks.told(list(trainer))
+    assert len(resumed) == ahead_ranks.UPDATES - 2
+    for records in (found[0], alone[:2] + resumed):
+        for own, expected in zip(records, alone, strict=True):
+            assert own[2] == expected[2]
+            assert own[:2] == pytest.approx(expected[:2], rel=2e-4)
+
+
+def test_ranks_that_share_a_server_wait_for_each_other(tmp_path: Path) -> None:
+    """Rank 0 pushes weights when the slow rank has its samples of the earlier ones, and the slow rank asks after that."""
+    found = launch.on_ranks(2, "ahead_ranks:shared", tmp_path)
+    assert [record[2] for record in found[0]] == [{"0": 12}, *[{"1": 12}] * (ahead_ranks.UPDATES - 1)]
+
+
+def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) -> None:
+    """In a line of its own; without waiting for the timeout where the other has said so."""
+    store = torch.distributed.HashStore()
+    orders = [PushOrder(one, lambda: False) for _ in range(2)]
+    for rank, order in enumerate(orders):
+        order.world, order.store = replace(one, rank=rank, size=2, timeout=0.2), store
+        order.made(3)
+    pushed: list[int] = []
+    orders[0].push(4, lambda: pushed.append(0))
+    orders[1].push(4, lambda: pushed.append(1))
+    assert pushed == [0, 1]
+    orders[0].made(4)
+    with pytest.raises(LostProcessError, match="rank 0: another process has not made its rollout within"):
+        orders[0].push(5, lambda: pushed.append(0))
+    orders[1].failed()
+    with pytest.raises(ElsewhereError, match="rank 1 failed"):
+        orders[0].push(5, lambda: pushed.append(0))
+    assert pushed == [0, 1]
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
+    """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
+    flags = ["--updates", "5", "--async.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    launch.train(straight, *flags)
+    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
+        while not (out / "checkpoints" / "000002").exists():
+            assert process.poll() is None, process.stderr
+            time.sleep(0.01)
+        process.kill()
+    launch.train(out, *flags, "--resume")
+    names = ("update", "loss", "reward", "staleness", "correction", "first_pass_max_abs_log_ratio")
+    known, found = (
+        [[record.get(name) for name in names] for record in launch.records(folder) if "loss" in record]
+        for folder in (straight, out)
+    )
+    assert len(known) == 5
+    assert found == known
+    assert launch.weights(out) == launch.weights(straight)

@@ -1,0 +1,89 @@
+"""Runs whose reward promises its scores, as one of people does."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import fake_servers
+import pytest
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.run.build import _rewards
+from fluvial.engines.run.config import AsyncConfig
+from fluvial.engines.run.process.stop import StopRequest
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.scoring.clients.votes import Votes
+
+
+def promised(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":
+    """Score brightness a little later."""
+    scores = Future[Tensor]()
+    threading.Timer(0.02, scores.set_result, [tiny.brightness(images, prompts)]).start()
+    return scores
+
+
+def never(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":
+    """Promise scores that do not come."""
+    return Future()
+
+
+def parameters(trainer: Trainer) -> list[Tensor]:
+    """Return copies of the trained parameters."""
+    return [value.detach().clone() for value in trainer.engine.module.parameters() if value.requires_grad]
+
+
+def test_promised_scores_are_learnt_from_as_others_are(tmp_path: Path) -> None:
+    """To the bit."""
+    found = []
+    with init_world() as world:
+        for reward in (tiny.brightness, promised):
+            with Trainer(tiny.config(tmp_path, updates=2), tiny.job(rewards={"it": reward}), world) as trainer:
+                assert len([*trainer]) == 2
+                found.append(parameters(trainer))
+        assert all(map(torch.equal, *found))
+
+
+def test_a_run_that_waits_for_scores_stops_when_it_is_asked_to(tmp_path: Path) -> None:
+    """The rollout is given up, and nothing is learnt from it; a resumed run makes it again, as if nothing had been."""
+    config = tiny.config(tmp_path, updates=1)
+    stop, found = StopRequest(), []
+    with init_world() as world:
+        with Trainer(config, tiny.job(rewards={"it": never}), world, stop=stop) as trainer:
+            before = parameters(trainer)
+            threading.Timer(0.3, setattr, [stop, "name", "SIGINT"]).start()
+            assert [*trainer] == []
+            assert trainer.stopping
+            assert (trainer.engine.updates, trainer.progress.samples) == (0, 0)
+            assert all(map(torch.equal, before, parameters(trainer)))
+            trainer.save()
+        for resumed in (None, f"{config.checkpoint_folder}/000000"):
+            with Trainer(config, tiny.job(rewards={"it": promised}), world, resume_from=resumed) as trainer:
+                assert len([*trainer]) == 1
+                found.append(parameters(trainer))
+        assert all(map(torch.equal, *found))
+
+
+def test_rollouts_ahead_are_refused(tmp_path: Path) -> None:
+    """A checkpoint would have to hold their votes."""
+    votes = Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))
+    config = tiny.config(tmp_path, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
+    with init_world() as world, pytest.raises(UsageError, match=r"asynchronous.ahead is 1, expected 0: a checkpoint would"):
+        Trainer(config, tiny.job(rewards={"votes": votes}), world)
+
+
+def test_a_timeout_shorter_than_the_wait_for_votes_is_refused(tmp_path: Path) -> None:
+    """Ranks wait for each other's votes."""
+    job = tiny.job(rewards={"votes": Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))})
+    with init_world() as world:
+        ranks = replace(world, size=2)
+        _rewards(tiny.config(tmp_path, collective_timeout=3601.0), job, ranks)
+        with pytest.raises(UsageError, match=r"collective_timeout is 600, expected more than 3600: processes wait for each"):
+            _rewards(tiny.config(tmp_path), job, ranks)

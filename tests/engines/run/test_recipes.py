@@ -1,0 +1,360 @@
+"""Recipes: each builds for the built-in models and for others, is recorded and read back, and says where it comes from."""
+
+import inspect
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.parse import parsed
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.nft import LinearOld
+from fluvial.engines.methods.table import OBJECTIVES, Distill, Dpo, Nft, name_of
+from fluvial.engines.run.config import (
+    AdvantageConfig,
+    CorrectionConfig,
+    KLConfig,
+    NoisingConfig,
+    PipelineConfig,
+    RolloutConfig,
+    TrainConfig,
+)
+from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
+from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.validate import check_model
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels
+from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.sampling.window import AllSteps, Branches, FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.models import LoraConfig, Prediction
+
+OTHER = "someone/a-model"
+ODE: dict[str, Any] = {"rollout.sampler.kind": "ode"}
+# What the papers and their published code have, of each recipe.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "rollout.sampler.name": "flow_sde",
+        "rollout.sampler.eta": 0.7,
+        "rollout.group": 24,
+        "rollout.guidance.scale": 4.5,
+        "rollout.trained": FirstRecorded(0.99),
+        "kl.coef": 0.04,
+        "objective.clip_low": 1e-4,
+        "advantage.scale": "batch",
+        "advantage.ddof": 0,
+        "advantage.drop_zero": True,
+        "minibatches": 2,
+        "optimizer.lr": 3e-4,
+    },
+    "dance": {
+        "rollout.sampler.name": "dance_sde",
+        "rollout.sampler.eta": 0.3,
+        "rollout.group": 12,
+        "rollout.shared_noise": True,
+        "rollout.trained": RandomRecorded(0.6),
+        "rollout.window": AllSteps(high=15),
+        "train": "full",
+        "optimizer.lr": 1e-5,
+        "kl.coef": 0.0,
+    },
+    "cps": {"rollout.sampler": Stochastic("cps", 0.8), "rollout.window.size": 3, "rollout.form": "unscaled", "kl.coef": 0.0},
+    "guard": {
+        "rollout.sampler.name": "flow_sde",
+        "rollout.trained.kind": "first",
+        "objective.clip": 2e-6,
+        "optimizer.lr": 1e-4,
+        "advantage.scale": "group",
+    },
+    "dppo": {"rollout.sampler.name": "flow_sde", "objective.kl_threshold": 1e-5},
+    "ddpo": {"rollout.sampler.name": "ddim", "rollout.sampler.eta": 1.0, "rollout.steps": 50, "rollout.guidance.scale": 5.0},
+    "nft": ODE
+    | {
+        "rollout.sampler.solver": "dpmpp_2m",
+        "objective.beta": 1.0,
+        "objective.old.kind": "linear",
+        "objective.old.unit": "updates",
+        "noising.each": 9,
+        "kl.coef": 1e-4,
+    },
+    "awm": {
+        "objective.weighting": "ghuber",
+        "objective.clip_low": 1.0,
+        "rollout.steps": 14,
+        "rollout.prompts": 72,
+        "kl.coef": 1e-3,
+        "kl.ema_coef": 1.0,
+        "kl.ema_cap": 0.3,
+        "kl.ema_rise": 0.001,
+        "rollout.sampler": SaSolver(0.4),
+        "noising.levels.kind": "stratified",
+        "noising.each": 6,
+    },
+    "dpo": ODE | {"objective.beta": 2000.0},
+    "dgpo": ODE
+    | {
+        "rollout.sampler.solver": "dpmpp_2m",
+        "rollout.guidance.scale": 4.5,
+        "rollout.guidance.update": "conditional",
+        "noising.levels.highest": 5,
+        "noising.draw": "rollout",
+        "kl.coef": 0.02,
+        "objective.beta": 100.0,
+        "objective.clip_low": 0.01,
+        "objective.old_samples_from": 500,
+        "optimizer.lr": 3e-4,
+        "rollout.group": 16,
+    },
+    "crd": ODE
+    | {
+        "objective.beta": 1.0,
+        "objective.match": "mse",
+        "objective.old_rise": 0.005,
+        "objective.sampling_delay": 75,
+        "kl.coef": 0.1,
+        "minibatches": 2,
+        "rollout.group": 24,
+    },
+    "tempflow": {
+        "rollout.group": 216,
+        "rollout.window": Branches(1, 6, high=9),
+        "kl.coef": 0.004,
+        "kl.weight": "exact",
+        "objective.scale": 1.73,
+    },
+    "d3po": {
+        "rollout.sampler.name": "ddim",
+        "rollout.steps": 20,
+        "rollout.guidance.scale": 5.0,
+        "rollout.group": 2,
+        "rollout.shared_noise": True,
+        "objective.beta": 0.1,
+        "objective.eps": 0.1,
+        "optimizer.lr": 3e-5,
+    },
+    "alignprop": {
+        "rollout.sampler.name": "ddim",
+        "rollout.sampler.eta": 1.0,
+        "rollout.steps": 50,
+        "rollout.guidance.scale": 5.0,
+        "objective.last": 8,
+        "objective.spread": 5.0,
+        "objective.target": 10.0,
+        "objective.scale": 0.01,
+        "optimizer.lr": 1e-3,
+        "rollout.prompts": 128,
+    },
+    "raft": ODE,
+    "sft": ODE | {"rollout.group": 1},
+    "distill": {"objective.match": "mean_kl", "rollout.group": 1},
+}
+
+PUBLISHED |= dict.fromkeys(("handwriting", "words", "edit-words"), PUBLISHED["grpo"] | {"minibatches": 1})
+
+
+def value(config: TrainConfig, name: str) -> Any:
+    """Return a field by its dotted name."""
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_every_objective_has_a_recipe() -> None:
+    """And every recipe an objective of the table."""
+    assert {name_of(recipe().objective) for recipe in RECIPES.values()} == set(OBJECTIVES)
+    assert set(PUBLISHED) == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_of_other_models_are_the_published(name: str) -> None:
+    """What is found on the built-in ones, which is quick, holds for them alone."""
+    config, tuned = RECIPES[name](OTHER), RECIPES[name](HANDWRITING)
+    assert config.model == OTHER
+    assert {field: value(config, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+    assert config.train == PUBLISHED[name].get("train", "lora")
+    assert config.lora.targets is None  # the model's own
+    assert (config.prompt_order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
+    assert replace(config, model=HANDWRITING) != tuned
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_built_in_models_are_evaluated_on_hundreds_of_samples(name: str) -> None:
+    """What bench/README.md says of them; a large model is looked at less."""
+    assert RECIPES[name]().final_samples == (500 if name == "ddpo" else 1000)
+    assert RECIPES[name](OTHER).final_samples < 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_fits_the_model_that_it_is_made_for(name: str) -> None:
+    """The built-in one that its sampler is for, by default."""
+    config = RECIPES[name]()
+    assert config.model == {"ddpo": UNET, "d3po": UNET, "words": "words", "edit-words": "edit-words"}.get(name, HANDWRITING)
+    check_model(config, "epsilon" if config.model == UNET else "velocity")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "prediction"),
+    [("dpo", UNET, "epsilon"), ("raft", UNET, "epsilon"), ("ddpo", UNET, "epsilon"), ("sft", UNET, "epsilon")],
+)
+def test_it_fits_the_other_built_in_model(name: str, model: str, prediction: Prediction) -> None:
+    """Where the objective is defined for it."""
+    check_model(RECIPES[name](model), prediction)
+
+
+def test_supervised_runs_fit_pipelines_without_an_adapter() -> None:
+    """Their levels are those of the schedule then; levels between its steps are refused."""
+    config = RECIPES["sft"](OTHER)
+    check_model(config, "velocity", recorded=True)
+    between = replace(config, noising=replace(config.noising, levels=ContinuousLevels()))
+    with pytest.raises(UsageError, match=r"noising\.levels is 'continuous', expected auto, schedule or stratified"):
+        check_model(between, "velocity", recorded=True)
+
+
+@pytest.mark.parametrize("model", [HANDWRITING, UNET, OTHER])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_record_is_read_back(name: str, model: str) -> None:
+    """Through JSON, and as the same run."""
+    config = RECIPES[name](model)
+    record = json.loads(json.dumps(as_record(config)))
+    assert record["objective"]["name"] == name_of(config.objective)
+    assert recorded(record) == config
+
+
+RUNS: list[TrainConfig] = [
+    TrainConfig(
+        Path("out"),
+        weights=Path("base"),
+        prompts=("a.jsonl=2", "b.txt"),
+        rewards=("characters", "neat=0.5"),
+        seed=2**62,
+        epochs=2,
+        minibatches=2,
+        updates=8,
+        checkpoints="s3://bucket/run",
+        resume_from="elsewhere",
+        max_log_ratio=0.5,
+        rollout=RolloutConfig(
+            prompts=2,
+            group=2,
+            shared_noise=True,
+            window=RandomWindow(3, low=1, high=7),
+            trained=RandomRecorded(0.3),
+            form="no_const",
+            reduction="sum",
+            guidance=Guidance(2.0, "ugly", "two", "conditional"),
+            autocast=True,
+        ),
+        advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"),
+        kl=KLConfig(0.1, "exact"),
+        correction=CorrectionConfig("mask", "trajectory", 1.5),
+        lora=LoraConfig(4, 8.0, ("to_q", "to_k")),
+        optimizer=OptimizerConfig(betas=(0.5, 0.6)),
+        engine=EngineConfig(comm="reshard"),
+    ),
+    TrainConfig(
+        Path("out"),
+        train="lora",
+        objective=Nft(old=LinearOld(delay=7), mode="binary"),
+        rollout=RolloutConfig(sampler=Ode("dpmpp_2m")),
+        noising=NoisingConfig(3, LogitNormalLevels()),
+    ),
+    TrainConfig(Path("out"), objective=Distill(teacher=Path("runs/teacher"))),
+    TrainConfig(
+        Path("out"),
+        model="folder/of/one",
+        prompts=("prompts.txt",),
+        pipeline=PipelineConfig(heldout=("heldout.txt",), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
+    ),
+    TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler=Ode())),
+]
+
+
+@pytest.mark.parametrize("config", RUNS, ids=lambda config: name_of(config.objective))
+def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
+    """Paths, tuples, the objective's own fields; what was written is written again."""
+    record = json.loads(json.dumps(as_record(config)))
+    assert recorded(record) == config
+    assert as_record(recorded(record)) == record
+
+
+def test_a_record_of_another_version() -> None:
+    """A field that there is not is said, never passed over."""
+    record = as_record(RECIPES["grpo"]())
+    for changed, words in (
+        ({**record, "novel": 1}, "unknown fields novel @ run"),
+        ({**record, "rollout": {**record["rollout"], "novel": 1}}, "unknown fields novel @ run.rollout"),
+        ({**record, "objective": {**record["objective"], "novel": 1}}, "unknown fields novel @ run.objective"),
+        ({**record, "objective": {"name": "dppoo"}}, "objective is 'dppoo', expected one of .*; did you mean 'dppo'"),
+        ({**record, "objective": {}}, "misses the field 'name' @ run.objective"),
+        ({**record, "updates": "3"}, "updates is a str, expected an integer"),
+        ({**record, "kl": {"weight": "exat"}}, "kl.weight is 'exat', expected .*did you mean 'exact'"),
+        ({**record, "max_log_ratio": float("inf")}, "max_log_ratio is inf, expected a finite number"),
+        ([], "run"),
+    ):
+        with pytest.raises(UsageError, match=words) as refused:
+            recorded(changed)  # type: ignore[arg-type]
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_says_where_it_comes_from(name: str) -> None:
+    """In its first line, which is all that a person sees before they choose."""
+    about = inspect.getdoc(RECIPES[name])
+    assert about is not None
+    assert re.search(r"\(arXiv \d{4}\.\d{5}", about.splitlines()[0]), name
+
+
+def test_help_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with that line."""
+    assert cli.run(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, recipe in RECIPES.items():
+        about = inspect.getdoc(recipe)
+        assert about is not None
+        assert re.search(rf"^  {name} +{re.escape(about.splitlines()[0])}$", shown, re.MULTILINE), name
+
+
+OWN: dict[str, tuple[str, str, Any]] = {
+    "grpo": ("--objective.clip-low", "0.2", 0.2),
+    "dance": ("--rollout.trained.fraction", "0.5", 0.5),
+    "cps": ("--rollout.form", "unscaled", "unscaled"),
+    "guard": ("--objective.clip", "0.3", 0.3),
+    "dppo": ("--objective.kl-threshold", "0.1", 0.1),
+    "ddpo": ("--rollout.sampler.eta", "0.5", 0.5),
+    "nft": ("--objective.old.cap", "0.9", 0.9),
+    "awm": ("--objective.weighting", "t2", "t2"),
+    "dpo": ("--objective.preferences", "folder", Path("folder")),
+    "dgpo": ("--objective.old-samples-from", "7", 7),
+    "crd": ("--objective.match", "bce", "bce"),
+    "tempflow": ("--objective.scale", "2.0", 2.0),
+    "d3po": ("--objective.eps", "0.2", 0.2),
+    "alignprop": ("--objective.last", "3", 3),
+    "raft": ("--objective.best", "0.5", 0.5),
+    "sft": ("--noising.each", "2", 2),
+    "distill": ("--objective.teacher", "folder", Path("folder")),
+    "handwriting": ("--objective.clip-high", "0.2", 0.2),
+    "words": ("--evaluation.seeds", "3", 3),
+    "edit-words": ("--optimizer.lr", "0.001", 0.001),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_fields_are_flags(name: str) -> None:
+    """The command line knows those of the recipe's objective, and changes nothing else."""
+    flag, text, expected = OWN[name]
+    default = RECIPES[name]()
+    config = parsed(default, "fluvial", [flag, text])
+    field = flag.removeprefix("--").replace("-", "_")
+    assert value(config, field) == expected != value(default, field)
+    assert changed(config, field, value(default, field)) == default
+
+
+def changed(config: Any, name: str, new: Any) -> Any:
+    """Return a dataclass with a field changed, by its dotted name."""
+    first, _, rest = name.partition(".")
+    return replace(config, **{first: changed(getattr(config, first), rest, new) if rest else new})

@@ -1,0 +1,209 @@
+"""A run's record: any run that can be built is read back as itself."""
+
+import json
+import os
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import handwriting_jobs
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fluvial.engines.methods.table import OBJECTIVES
+from fluvial.engines.run import loop, saving, train
+from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.jobs.weights import configuration
+from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
+from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, recorded, with_absolute_paths
+from fluvial.engines.sampling.samplers import SAMPLERS
+
+WORD = st.text("abc/._=:é \n", min_size=1, max_size=8)
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Return values of a field's type, most of which are accepted."""
+    if get_origin(kind) in (Union, UnionType):
+        return st.one_of(*(values_of(member) for member in get_args(kind)))
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if get_origin(kind) is tuple:
+        members = get_args(kind)
+        if members[1:] == (...,):
+            return st.lists(values_of(members[0]), max_size=3).map(tuple)
+        return st.tuples(*(values_of(member) for member in members))
+    return {
+        bool: st.booleans(),
+        int: st.integers(0, 40),
+        float: st.floats(0, 2),
+        str: WORD,
+        Path: WORD.map(Path),
+        NoneType: st.none(),
+        Any: st.sampled_from(list(SAMPLERS)),
+    }[kind]
+
+
+def leaves(config: Any, prefix: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """Return the path and the type of each field of a dataclass that holds no dataclass."""
+    types, found = get_type_hints(type(config)), []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        path = (*prefix, field.name)
+        found += leaves(value, path) if is_dataclass(value) else [(path, types[field.name])]
+    return found
+
+
+def changed(config: Any, path: tuple[str, ...], value: Any) -> Any:
+    """Return a dataclass with one field changed."""
+    first, *rest = path
+    return replace(config, **{first: changed(getattr(config, first), tuple(rest), value) if rest else value})
+
+
+@given(st.data(), st.sampled_from(sorted(RECIPES)), st.sampled_from([HANDWRITING, UNET, "someone/a-model"]))
+@settings(max_examples=150)
+@pytest.mark.long
+def test_every_run_is_read_back(data: st.DataObject, recipe: str, model: str) -> None:
+    """Every recipe, with any of its fields changed, through JSON text."""
+    config = RECIPES[recipe](model)
+    accepted = 0
+    for path, kind in data.draw(st.lists(st.sampled_from(leaves(config)), max_size=6)):
+        try:
+            config = changed(config, path, data.draw(values_of(kind)))
+            accepted += 1
+        except (ValueError, TypeError):  # a combination without a meaning
+            continue
+    assume(accepted or data.draw(st.booleans()))
+    record = as_record(config)
+    text = json.dumps(record)
+    assert recorded(json.loads(text)) == config
+    assert json.loads(text) == record == as_record(recorded(record))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_field_of_an_objective_is_recorded(name: str) -> None:
+    """Under the objective's name."""
+    objective = OBJECTIVES[name]()
+    record = as_record(
+        next(config for recipe in RECIPES.values() if type((config := recipe()).objective) is type(objective))
+    )
+    assert set(record["objective"]) == {"name", *(field.name for field in fields(objective))}
+    assert record["objective"]["name"] == name
+
+
+LITERALS = [
+    (path, get_args(literal), run)
+    for run in (recipe() for recipe in RECIPES.values())
+    for path, kind in leaves(run)
+    for literal in ([kind] if get_origin(kind) is Literal else get_args(kind))
+    if get_origin(literal) is Literal
+]
+
+
+def test_there_are_choices() -> None:
+    """The next test is about all of them: settings of the run, of its parts and of objectives."""
+    names = {".".join(path) for path, *_ in LITERALS}
+    assert {"train", "rollout.window.draw", "engine.comm", "objective.mode", "objective.weighting", "rollout.form"} <= names
+    assert len(names) > 20
+
+
+# Two objectives may have fields of one name with other choices.
+CHOICES = {(".".join(path), choices): (path, choices, run) for path, choices, run in LITERALS}
+
+
+@pytest.mark.parametrize(("path", "choices", "config"), CHOICES.values(), ids=[name for name, _ in CHOICES])
+def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None:
+    """In Python as on the command line, with the accepted values and the nearest match."""
+    near = next((choice for choice in choices if isinstance(choice, str) and len(choice) > 3), None)
+    wrong = f"{near}x" if near else "nonsense"
+    with pytest.raises(ValueError, match=rf"{path[-1]} is '{wrong}', expected ") as refused:
+        changed(config, path, wrong)
+    message = str(refused.value)
+    assert all(repr(choice) in message for choice in choices), message
+    assert message.startswith(".".join(path)), message
+    assert near is None or f"did you mean {near!r}?" in message
+
+
+# Settings of text that name no file, beside those of `record.TEXTS`.
+NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "rollout.guidance.negative"} | {
+    *(
+        "rollout.servers.key_env",
+        "rollout.servers.admin_env",
+        "advantage.floors",
+        "lora.targets",
+        "engine.attention",
+        "engine.fit",
+    )
+}
+
+
+def test_it_is_known_of_every_text_whether_it_is_a_path() -> None:
+    """A new setting of text is either moved with the run or named here."""
+    texts = {
+        ".".join(path)
+        for path, kind in leaves(RECIPES["grpo"](HANDWRITING))
+        if {str, tuple[str, ...]} & {kind, *get_args(kind)}
+    }
+    assert texts == NAMES | set(TEXTS)
+
+
+def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its paths are found from where it began, from elsewhere and after a move with what is beside it; old records, too.
+
+    They are absolute in the record and relative where they are shown. Names that are no paths stay.
+    """
+    home = tmp_path / "home"
+    for folder in ("models/tiny", "weights", "pick", "stored", "other"):
+        (home / folder).mkdir(parents=True)
+    for file in ("a/p.txt", "b/p.txt", "held=out.txt"):
+        (home / file).parent.mkdir(exist_ok=True)
+        (home / file).write_text("0427\n")
+    monkeypatch.chdir(home)
+    asked = replace(
+        TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights")),
+        prompts=("a/p.txt=2", "b/p.txt", "@codes"),
+        rewards=("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
+        pipeline=PipelineConfig(heldout=("held=out.txt",)),
+        rollout=replace(TrainConfig(Path("x")).rollout, source="replayed:stored"),
+    )
+    (home / "runs" / "x").mkdir(parents=True)
+    record = as_record(with_absolute_paths(asked))
+    assert record["model"] == f"{home}/models/tiny"
+    assert record["prompts"] == [f"{home}/a/p.txt=2", f"{home}/b/p.txt", "@codes"]
+    assert record["rewards"] == [f"pickscore:device=cuda:1,weights={home}/pick=0.5", "mine:score=2"]
+    assert record["rollout"]["source"] == f"replayed:{home}/stored"
+    places, elsewhere = Finder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
+    assert places.same("data", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
+    assert not places.same("data", ["a/p.txt=2", "b/p.txt"], elsewhere)
+    assert places.same("objective.teacher", "weights", record["weights"])
+    assert not places.same("optimizer.lr", 0.1, 0.2)
+    for text in (record, as_record(asked)):
+        for place in (home, home / "other", tmp_path):
+            monkeypatch.chdir(place)
+            found = locate_paths(recorded(text), Path(os.path.relpath(home / "runs" / "x")))
+            assert with_absolute_paths(found) == with_absolute_paths(recorded(record))
+            assert (found.model == "models/tiny") == (place == home)
+    home.rename(tmp_path / "moved")
+    moved = locate_paths(recorded(record), tmp_path / "moved" / "runs" / "x")
+    assert moved.prompts == ("moved/a/p.txt=2", "moved/b/p.txt", "@codes")
+    assert as_record(moved)["weights"] == "moved/weights"
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_run_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    """Checkpoints hold its settings: those of a run with absolute paths, and with paths as they were typed."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "codes.txt").write_text("0427\n1999\n")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        if old:
+            for module in (saving, loop):
+                patch.setattr(module, "with_absolute_paths", lambda config: config)
+        asked = handwriting_jobs.config(Path("run"), prompts=("a/codes.txt", "b/codes.txt"), updates=1)
+        train(asked)
+    monkeypatch.chdir(tmp_path / "other")
+    run = configuration(Path("../run"))
+    assert train(replace(run, updates=2, resume=True))["updates"] == 2

@@ -1,0 +1,371 @@
+"""Settings of a run that published runs need: evaluation apart from the rollout, seeds of the data, steps one by one."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import handwriting_jobs
+import pytest
+import tiny_jobs as tiny
+import torch
+
+from fluvial.core.random import key
+from fluvial.core.sigmas import sde_steps
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.advantages import AdvantageConfig, advantages
+from fluvial.engines.methods.nft import LinearOld
+from fluvial.engines.methods.table import Awm
+from fluvial.engines.run import trainer as trainers
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.sampling.window import AllSteps, Branches, MovingWindow, RandomWindow, ScatteredSteps
+
+STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def noted(trainer: Trainer) -> list[Any]:
+    """Return a list that each rollout's samples will be added to."""
+    learn, seen = trainer.learner.items, []
+
+    def learnt(rollout: Any, *args: Any) -> Any:
+        seen.append(rollout.samples)
+        return learn(rollout, *args)
+
+    trainer.learner.items = learnt  # type: ignore[method-assign, assignment]
+    return seen
+
+
+def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps, guidance, solver and weights; by default they are the rollout's, and the moving average."""
+    seen: list[dict[str, Any]] = []
+    real = trainers.evaluate
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(trainers, "evaluate", spy)
+    base = tiny.config(tmp_path, rollout=replace(STEPS, guidance=Guidance(scale=1.0)))
+    own = EvaluationConfig(micro_batch=3, steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
+    for evaluation in (EvaluationConfig(), own):
+        with Trainer(replace(base, evaluation=evaluation), tiny.job(), one) as trainer:
+            trainer.evaluate(4)
+    assert [len(options["schedule"].timesteps) for options in seen] == [tiny.STEPS, tiny.STEPS + 3]
+    assert [options["guidance"].scale for options in seen] == [1.0, 2.0]
+    assert [options["solver"] for options in seen] == ["euler", "dpmpp_2m"]
+    assert [options["micro_batch"] for options in seen] == [base.micro_batch, 3]
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_the_weights_themselves_can_be_evaluated(
+    one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, average: bool
+) -> None:
+    """Without `evaluation.average` the scores are those of the weights, not of their moving average."""
+    seen: list[list[torch.Tensor]] = []
+    real = trainers.evaluate
+
+    def spy(job: Any, module: Any, **options: Any) -> Any:
+        seen.append([parameter.detach().clone() for parameter in module.parameters()])
+        return real(job, module, **options)
+
+    monkeypatch.setattr(trainers, "evaluate", spy)
+    config = tiny.config(tmp_path, rollout=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
+    with Trainer(replace(config, evaluation=EvaluationConfig(average=average)), tiny.job(), one) as trainer:
+        trainer.update()
+        trainer.evaluate(4)
+        for own in (True, False):
+            with trainer.engine.inference(average=own) as module:
+                assert all(map(torch.equal, module.parameters(), seen[0])) == (own == average)
+
+
+def test_the_moving_average_takes_every_nth_update(one: World, tmp_path: Path) -> None:
+    """With an interval of 2 it is what it was after the first update, and moves with the second."""
+    optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_interval=2)
+    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer, updates=2), tiny.job(), one) as trainer:
+        first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
+        trainer.update()
+        assert all(torch.equal(tensor, first[name]) for name, tensor in trainer.engine.average.items())
+        trainer.update()
+        assert not all(torch.equal(tensor, first[name]) for name, tensor in trainer.engine.average.items())
+
+
+def test_an_interval_without_an_average_is_refused() -> None:
+    """There is nothing that it could be of."""
+    with pytest.raises(ValueError, match=r"optimizer.ema_interval is 4: optimizer.ema_decay is 0"):
+        OptimizerConfig(ema_interval=4)
+
+
+def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -> None:
+    """Two runs with one data_seed see the same prompts, and other noise."""
+
+    def run(seed: int, data_seed: int | None) -> tuple[list[str], torch.Tensor]:
+        config = tiny.config(
+            tmp_path, rollout=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
+        )
+        with Trainer(config, tiny.job(prompts=("0", "1", "2", "3", "4")), one) as trainer:
+            seen = noted(trainer)
+            trainer.update()
+            return list(seen[0].prompts), seen[0].trajectory.final.clone()
+
+    base, same, other = run(0, 7), run(1, 7), run(0, None)
+    assert base[0] == same[0]
+    assert not torch.equal(base[1], same[1])
+    assert base[0] != other[0]
+    assert run(7, None)[0] == base[0]
+
+
+def test_stochastic_steps_one_by_one() -> None:
+    """They are distinct, in order, within the range, and every set of them is drawn."""
+    drawn = {tuple(sde_steps(key(seed), 9, 3, 1, 6)) for seed in range(300)}
+    assert len(drawn) == 10  # 5 choose 3
+    for steps in drawn:
+        assert sorted(set(steps)) == list(steps)
+        assert set(steps) <= set(range(1, 6))
+    with pytest.raises(ValueError, match="size is 6, expected 1 to 5"):
+        sde_steps(key(0), 9, 6, 1, 6)
+
+
+def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
+    """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
+    rollout = replace(STEPS, window=ScatteredSteps(2))
+    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        for record in trainer:
+            if record["update"] == 1:
+                assert record["first_pass_max_abs_log_ratio"] == 0.0
+    assert any(b - a > 1 for a, b in (batch.trajectory.steps[0].tolist() for batch in samples))
+
+
+@pytest.mark.parametrize("draw", ["call", "sample"])
+def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
+    """Samples that are generated together share a window, or none do; the first-pass ratio is 1 all the same."""
+    rollout = replace(STEPS, window=RandomWindow(1, draw=draw))
+    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        for record in trainer:
+            if record["update"] == 1:
+                assert record["first_pass_max_abs_log_ratio"] == 0.0
+    steps = torch.cat([batch.trajectory.steps for batch in samples]).unflatten(0, (-1, 4))
+    assert len(steps.unique()) > 1
+    assert ((steps == steps[:, :1]).all()) == (draw == "call")
+
+
+def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) -> None:
+    """Those of a sample; its noise and its steps are its own."""
+    found = []
+    for micro_batch in (2, 8):
+        config = tiny.config(
+            tmp_path, rollout=replace(STEPS, window=RandomWindow(2, draw="sample")), micro_batch=micro_batch
+        )
+        with Trainer(config, tiny.job(), one) as trainer:
+            samples = noted(trainer)
+            trainer.update()
+            found.append(samples[0].trajectory)
+    assert torch.equal(found[0].steps, found[1].steps)
+    assert torch.allclose(found[0].final, found[1].final, atol=1e-6)
+
+
+def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
+    """It moves every second rollout, whatever the number of updates per rollout; a resumed run continues from there."""
+    rollout = replace(STEPS, window=MovingWindow(2, every=2, stride=1))
+    config = tiny.config(tmp_path, rollout=rollout, updates=12, minibatches=2, checkpoint_every=4)
+    with Trainer(config, tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        for record in trainer:
+            if record["update"] == 4:
+                trainer.save()
+    starts = [int(batch.trajectory.steps[0, 0]) for batch in samples]
+    assert starts == [0, 0, 1, 1, 2, 2]
+    with Trainer(config, tiny.job(), one) as trainer:
+        trainer.resume(checkpoint.listed(config.checkpoint_folder)[-1])
+        again = noted(trainer)
+        list(trainer)
+    assert [int(batch.trajectory.steps[0, 0]) for batch in again] == starts[2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"window": RandomWindow(4, draw="call")}, r"rollout.window.draw has no effect with a window that covers its whole"),
+        ({"window": ScatteredSteps(4, draw="sample")}, r"rollout.window.draw has no effect with a window that covers"),
+        ({"window": MovingWindow(4)}, r"rollout.window is 'moving', expected all: it covers its whole range"),
+        (
+            {"window": Branches(1, 2), "group": 6},
+            r"rollout.group is 6, expected a multiple of 8: 2 samples at each of the 4",
+        ),
+        ({"window": Branches(1, 2), "group": 8, "shared_noise": True}, r"rollout.shared_noise has no effect"),
+        ({"window": Branches(1, 2), "group": 8, "sampler": Ode()}, r"rollout.window is 'branches', expected all"),
+    ],
+)
+def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: str) -> None:
+    """They are errors."""
+    with pytest.raises(ValueError, match=says):
+        replace(STEPS, **changes)
+
+
+def test_moves_that_would_do_nothing(tmp_path: Path) -> None:
+    """A stride without a number of rollouts, a threshold without a decay, samples with different numbers of steps."""
+    with pytest.raises(ValueError, match=r"rollout.window.every is 0, expected"):
+        MovingWindow(2, every=0)
+    with pytest.raises(ValueError, match=r"rollout.window.decay_from has no effect with rollout.window.decay 0"):
+        MovingWindow(2, every=2, decay_from=1)
+    with pytest.raises(
+        ValueError, match=r"rollout.window.high is None, expected at most 3: the last step of cps has no log-prob"
+    ):
+        tiny.config(
+            tmp_path, rollout=replace(STEPS, sampler=Stochastic("cps", eta=0.5), window=RandomWindow(2, draw="sample"))
+        )
+
+
+def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
+    """The samples of a micro-batch share their levels and not their noise; other micro-batches have others."""
+    config = tiny.config(
+        tmp_path,
+        objective=Awm(),
+        rollout=RolloutConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
+        noising=NoisingConfig(each=2, draw="call"),
+        micro_batch=4,
+    )
+    with Trainer(config, tiny.job(), one) as trainer:
+        items, seen = trainer.learner.update, []
+
+        def noted_items(work: Any, key: Any) -> Any:
+            seen.append(work.items)
+            return items(work, key)
+
+        trainer.learner.update = noted_items  # type: ignore[method-assign]
+        trainer.update()
+    level = seen[0].level.unflatten(0, (2, 3, 4))
+    assert torch.equal(level, level[:, :, :1].expand_as(level))
+    assert len(level[:, :, 0].T.unique(dim=0)) > 1
+    assert len(seen[0].target.flatten(1).unique(dim=0)) == 24
+
+
+@pytest.mark.parametrize(("warmup", "repeats"), [(True, 1), (False, 1), (True, 3)])
+def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: bool, repeats: int) -> None:
+    """Its decay is the same from the first update on (DanceGRPO's 8-GPU script); else it starts at 1 / 10."""
+    optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_warmup=warmup, ema_repeats=repeats)
+    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
+        first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
+        trainer.update()
+        now = dict(trainer.engine._local())
+        decay = (0.1 if warmup else 0.9) ** repeats
+        for name, average in trainer.engine.average.items():
+            torch.testing.assert_close(average, decay * first[name] + (1 - decay) * now[name].detach())
+    with pytest.raises(ValueError, match=r"optimizer.ema_repeats is 2: optimizer.ema_decay is 0"):
+        OptimizerConfig(ema_repeats=2)
+    with pytest.raises(ValueError, match=r"optimizer.ema_warmup is False: optimizer.ema_decay is 0"):
+        OptimizerConfig(ema_warmup=False)
+
+
+def test_an_old_policy_that_follows_every_second_rollout() -> None:
+    """It stays as it is after the others (verl-omni)."""
+    old = LinearOld(0.1, 0.5, every=2)
+    assert [old.decay(done, done) for done in (1, 2, 3, 4)] == [1.0, 0.2, 1.0, 0.4]
+
+
+def test_advantages_of_several_rewards_are_summed() -> None:
+    """MixGRPO's: each reward is normalised in its group, then weighted; the sum is not normalised again."""
+    rewards = torch.tensor([[0.0, 5.0], [2.0, 5.5], [1.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
+    config = AdvantageConfig(combine="advantages", eps=1e-12)
+    found = advantages(rewards, torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1]), config)
+    expected = torch.tensor([-1.5, 1.5, -1.5, 1.5], dtype=torch.float64) / 2**0.5
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
+    """Its noise is that of its eta, so that samples from the same noise differ; Euler's method has none."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=8, sampler=SaSolver(0.4), shared_noise=True)
+    with Trainer(tiny.config(tmp_path, objective=Awm(), rollout=rollout), tiny.job(), one) as trainer:
+        samples = noted(trainer)
+        trainer.update()
+    final = samples[0].trajectory.final
+    assert torch.isfinite(final).all()
+    assert len(final.flatten(1).unique(dim=0)) == 8
+    with pytest.raises(ValueError, match=r"rollout.shared_noise is True, expected False: sa_solver takes no noise"):
+        replace(rollout, sampler=SaSolver())
+    assert "eta" not in {field.name for field in fields(Ode)}
+
+
+def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World, tmp_path: Path) -> None:
+    """Counted in the built-in model's last block; the update is exactly on policy."""
+    counts = []
+    for threshold in (0.0, 1e-12, 0.99):
+        rollout = RolloutConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4), step_cache=threshold)
+        run = tiny.config(tmp_path, rollout=rollout, engine=EngineConfig(compile=False), micro_batch=4)
+        with Trainer(run, handwriting_jobs.job(), one) as trainer:
+            calls: list[bool] = []
+            last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
+            last.attn.to_q.register_forward_pre_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+            record = trainer.update()
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        counts.append(calls.count(False))
+    assert counts[0] == counts[1] == counts[2] + 3  # steps 1, 4 and 5; step 0 has none before it
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"window": AllSteps()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
+        ({"sampler": Ode()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
+        ({"step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
+    )
+    for changes, message in refused:
+        with pytest.raises(ValueError, match=message):
+            replace(rollout, **changes)
+    split = EngineConfig(compile=False, context_parallel=2)
+    for engine, message in ((EngineConfig(), "engine.compile is 'auto', expected False"), (split, "ranks that share")):
+        with pytest.raises(ValueError, match=message):
+            tiny.config(tmp_path, rollout=rollout, engine=engine)
+
+
+def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
+    """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
+    found = []
+    for reuse in (True, False):
+        rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
+        run = tiny.config(tmp_path, rollout=rollout, train="lora")
+        with Trainer(run, handwriting_jobs.job(), one) as trainer:
+            assert trainer.rollouts._reuse() == ("all" if reuse else "none")
+            record = trainer.update()
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        del record["seconds"], record["speed"], record["memory"]
+        found.append(record)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "refused"),
+    [
+        (OptimizerConfig(schedule="cosine"), True),
+        (OptimizerConfig(warmup_ratio=0.5), True),
+        (OptimizerConfig(warmup_ratio=0.01), False),  # the warm-up is over in both
+    ],
+)
+def test_more_updates_never_change_a_planned_learning_rate(
+    one: World, tmp_path: Path, optimizer: OptimizerConfig, refused: bool
+) -> None:
+    """A resumption with more updates is refused while the learning rate depends on their number; fewer are not."""
+    config = tiny.config(tmp_path, updates=4, optimizer=replace(optimizer, lr=0.01))
+    with Trainer(config, tiny.job(), one) as trainer:
+        for _ in range(2):
+            trainer.update()
+        trainer.save()
+    for updates in (3, 8):
+        with Trainer(replace(config, updates=updates), tiny.job(), one) as trainer:
+            if refused and updates == 8:
+                with pytest.raises(UsageError, match="updates is 8, expected at most 4: the learning rate was planned"):
+                    trainer.resume(tmp_path / "checkpoints" / "000002")
+            else:
+                trainer.resume(tmp_path / "checkpoints" / "000002")

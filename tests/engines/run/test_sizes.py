@@ -1,0 +1,190 @@
+"""Runs with several sizes: images in aspect-ratio buckets, and rollouts whose size is named or drawn, through the CLI."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import tiny_pipelines
+import tiny_replayed
+import torch
+from PIL import Image
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.data.preferences import write_preferences
+from fluvial.engines.run.rollouts import Rollouts
+
+SIZES = ["--pipeline.sizes", "16x16", "16x24"]
+RUN = (
+    "--rollout.steps 3 --rollout.prompts 2 --micro-batch 2 --updates 4 --final-samples 2 --eval-every 0 --checkpoint-every 4"
+)
+FOXES = [f"{number} red foxes" for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny pipelines, six images with captions of two sizes, four preferences of two sizes, and prompts."""
+    folder = tmp_path_factory.mktemp("sizes")
+    for name in ("sd3", "flux"):
+        tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+    (folder / "foxes").mkdir()
+    for number, caption in enumerate(FOXES):
+        Image.effect_noise((20, 20 if number % 2 else 30), 50 + number).save(folder / "foxes" / f"{number}.png")
+        (folder / "foxes" / f"{number}.txt").write_text(caption)
+    pixels = [torch.rand(3, 20 if number < 4 else 30, 20) for number in range(8)]
+    write_preferences(folder / "prefs", [(FOXES[i], pixels[2 * i], pixels[2 * i + 1]) for i in range(4)])
+    sizes: list[dict[str, Any]] = [{"size": "16x24"}, {"width": 32, "height": 32}, {}] * 2
+    rows = [{"prompt": caption, **size} for caption, size in zip(FOXES, sizes, strict=True)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "heldout.txt").write_text("a cow")
+    (folder / "strips").mkdir()
+    Image.effect_noise((60, 20), 50).save(folder / "strips" / "0.png")
+    (folder / "strips" / "0.txt").write_text("a train")
+    return folder
+
+
+def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
+    """Train a pipeline, four updates of a recipe, and return the exit code."""
+    held = ["--pipeline.heldout", str(folder / "heldout.txt")]
+    learnt = launch.rewarded(*more) if recipe in ("grpo", "raft") else more
+    return cli.run(["train", recipe, "--model", str(folder / name), "--out", str(out), *RUN.split(), *held, *learnt])
+
+
+def updates(out: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's updates, the size as text."""
+    found = [record for record in launch.records(out) if "grad_norm" in record]
+    return [{**record, "size": "{width}x{height}".format(**record["size"])} for record in found]
+
+
+def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On policy to the bit at each size, with a schedule that depends on it; rewards see images of that size."""
+    (tmp_path / "measured.py").write_text(
+        "seen = []\n"
+        "def height(images, prompts, metadata):\n"
+        "    if images.unique().numel() > 1:\n"  # not the blank images that a reward is tried on
+        "        seen.append((images.shape[-2:], [record.get('size') for record in metadata]))\n"
+        "    return images.flatten(1).mean(1)\n"
+    )
+    given = ["--prompts", str(folder / "prompts.jsonl"), "--rewards", "measured:height"]
+    sampling, levels = Rollouts._sampling, dict[tuple[int, ...], list[float]]()
+
+    def noted(self: Rollouts, root: Any, tokens: int | None, shape: tuple[int, ...], updates: int) -> Any:
+        made = sampling(self, root, tokens, shape, updates)
+        levels[shape] = made.schedule.levels.tolist()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollouts, "_sampling", noted)
+        patch.syspath_prepend(str(tmp_path))
+        code = run(folder, "flux", "grpo", tmp_path / "run", *given, *SIZES, "--rollout.group", "2", "--minibatches", "1")
+        assert code == 0, capfd.readouterr().err
+        import measured  # type: ignore[import-not-found]
+
+    found = updates(tmp_path / "run")
+    assert {record["size"] for record in found} == {"16x16", "16x24"}
+    first, second = levels.values()
+    assert first != second
+    assert [record["first_pass_max_abs_log_ratio"] for record in found] == [0.0] * 4
+    assert all(record["grad_norm"] > 0 for record in found)
+    named = [tuple(shape) for shape, sizes in measured.seen if sizes[0] is not None]
+    assert set(named) == {(24, 16)}
+    assert all(len(set(sizes)) == 1 for _, sizes in measured.seen)
+
+
+@pytest.mark.long
+def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each update has one size on all ranks, and the FLOPs of its own; every image is seen, and encoded at its bucket."""
+    given = ["--data", str(folder / "foxes"), "--noising.each", "2", *SIZES]
+    assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 0, capfd.readouterr().err
+    found = updates(tmp_path / "run")
+    assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
+    assert all(record["grad_norm"] > 0 for record in found)
+    work: dict[str, set[int]] = {}
+    for record in found:
+        work.setdefault(record["size"], set()).add(round(record["speed"]["update_flops"] * record["seconds"]["update"]))
+    assert max(work["16x16"]) < min(work["16x24"])
+    assert len([*(tmp_path / "run" / "encoded").glob("*.safetensors")]) == 6
+    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(tmp_path / "two")]
+    done = launch.fluvial("train", "sft", "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for record, other in zip(found, updates(tmp_path / "two"), strict=True):
+        assert (other["size"], other["loss"]) == (record["size"], pytest.approx(record["loss"], rel=1e-5))
+
+
+@pytest.mark.long
+@pytest.mark.long
+def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
+    given = ["--objective.preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
+    assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
+    found = updates(tmp_path / "run")
+    assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
+    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(tmp_path / "two")]
+    done = launch.fluvial("train", "dpo", "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    others = updates(tmp_path / "two")
+    assert [other["size"] for other in others] == [record["size"] for record in found]
+    for record, other in zip(found[:2], others[:2], strict=True):  # Adam makes rounding larger with each update
+        assert other["loss"] == pytest.approx(record["loss"], rel=1e-3)
+
+
+@pytest.mark.long
+def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Compared with images of their size, whatever their captions; the best of four is fitted, at two levels."""
+    given = ["--data", str(folder / "foxes"), "--objective.compare", "data", "--noising.each", "2", *SIZES]
+    code = run(folder, "sd3", "raft", tmp_path / "run", *given, "--rollout.prompts", "1", "--rollout.group", "4")
+    assert code == 0, capfd.readouterr().err
+    found = updates(tmp_path / "run")
+    assert [record["pairs"] for record in found] == [2] * 4
+    assert {record["size"] for record in found} == {"16x16", "16x24"}
+    assert all(record["grad_norm"] > 0 and record["reward"]["std"] > 0 for record in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "train sft --pipeline.sizes 16x16 16by9",
+            "--pipeline.sizes has a wrong value: '16by9' is not a size, expected WIDTHxHEIGHT",
+        ),
+        ("train sft --pipeline.sizes 16x16 16x16", "--pipeline.sizes has a wrong value: 16x16 16x16 names a size twice"),
+        (
+            "train sft --pipeline.sizes 16x16 --pipeline.width 16",
+            "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes",
+        ),
+        ("train sft --pipeline.sizes 16x16 17x16", "expected multiples of"),
+        (
+            "train sft --pipeline.sizes 16x16 16x24 --data strips",
+            "0.png of 60x20 pixels fit none of the sizes 16x16 16x24: more than a third",
+        ),
+        ("sample --pipeline.sizes 16x16 16x24", "expected one size: only training takes several"),
+        ("preferences --pipeline.sizes 16x16 16x24 --prompts foxes/0.txt", "expected one size: only training takes several"),
+    ],
+)
+def test_what_has_no_meaning_is_one_line(
+    folder: Path, words: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It names the flag or the image."""
+    monkeypatch.chdir(folder)
+    command, *rest = words.split()
+    if command == "train":
+        code = run(folder, "sd3", rest[0], tmp_path / "run", "--data", "foxes", *rest[1:])
+    else:
+        code = cli.run([command, str(folder / "sd3"), *rest])
+    assert code == 2
+    assert says in launch.one_line(capfd.readouterr().err)
+
+
+def test_a_pipeline_without_an_adapter_has_one_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny_replayed.load("aura-flow", tmp_path / "aura-flow")
+    (tmp_path / "heldout.txt").write_text("a cow")
+    (tmp_path / "prompts.txt").write_text("a fox")
+    capfd.readouterr()
+    given = ["--prompts", str(tmp_path / "prompts.txt"), "--pipeline.sizes", "16x16"]
+    assert run(tmp_path, "aura-flow", "grpo", tmp_path / "run", *given) == 2
+    assert "--pipeline.sizes has no effect without an adapter" in launch.one_line(capfd.readouterr().err)

@@ -1,0 +1,656 @@
+"""Training runs: what they leave behind, how they stop and go on, and what makes them fail."""
+
+import errno
+import io
+import json
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import launch
+import numpy as np
+import pytest
+import short_runs
+import torch
+from handwriting_jobs import alternating, config, job, trained, updates
+from marks import long
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+from fluvial.core.advantages import SCALES
+from fluvial.engines.data.records import Prompt, as_prompts
+from fluvial.engines.engine.engine import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.report import charts as drawing
+from fluvial.engines.methods.table import Guard
+from fluvial.engines.run import train
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.config import AdvantageConfig, KLConfig, RolloutConfig
+from fluvial.engines.run.evaluation.evaluate import evaluate
+from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.run.saving import run_fingerprint
+from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.generate import Guidance, on_device
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import AllSteps, RandomWindow
+from fluvial.engines.scoring.runner import RewardRunner
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with evaluations, a moving average, a KL term and charts."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl": KLConfig(coef=0.1)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawing, "curves", short_runs.curves)
+        train(config(out, **changes), job())
+    return out
+
+
+def test_the_run_folder(run: Path) -> None:
+    """Everything a person looks for is there."""
+    names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "tensorboard" not in str(path)}
+    assert names == {
+        *("config.json", "metrics.jsonl", "summary.json", "report.html", "curves.png", "probe.safetensors"),
+        *(f"samples/{name}.png" for name in ("before", "update-0001", "after", "best", "worst", "before-after")),
+        *(f"samples/{name}.json" for name in ("before", "update-0001", "after", "best", "worst")),
+        *(f"samples/{name}.csv" for name in ("before", "update-0001", "after")),
+        *("checkpoints/000002/manifest.json", "checkpoints/000002/shard-00001-model-00001-of-00001.safetensors"),
+        *("weights/config.json", "weights/diffusion_pytorch_model.safetensors", "weights/README.md"),
+        *("weights/reward.png", "weights/samples.png"),
+    }
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    with Image.open(run / "curves.png") as charts:
+        assert 900 < charts.width < 1100 < 2 * charts.height, "readable within a page of text"
+        assert np.unique(np.asarray(charts.convert("L"))).size > 10
+
+
+def test_the_summary(run: Path) -> None:
+    """The promised fields, with the values of the run."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["updates"] == 2
+    assert summary["train_samples"] == 16
+    assert summary["skipped_steps"] == 0
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    assert 0 <= summary["heldout_exact_before"] <= 1
+    assert 0 <= summary["heldout_exact_after"] <= 1
+    assert 0 < summary["train_seconds"] < 60
+    assert summary["versions"]["torch"] == torch.__version__
+
+
+def test_the_records(run: Path) -> None:
+    """One per update, with an on-policy ratio of exactly 1, and one per evaluation."""
+    records = launch.records(run)
+    assert [(record["update"], "exact" in record) for record in records] == [
+        (0, True),
+        (1, False),
+        (1, True),
+        (2, False),
+        (2, True),
+    ]
+    for record in records:
+        if "objective" in record:
+            assert record["objective"]["ratio"] == 1.0
+            assert record["first_pass_max_abs_log_ratio"] == 0.0
+            assert set(record["seconds"]) == {"rollout", "reward", "update"}
+            assert record["reward"]["mean"] == 0.5
+    first, second = (record for record in records if "objective" in record)
+    assert first["objective"]["kl_ref"] == 0.0  # the policy is still the reference
+    assert second["objective"]["kl_ref"] > 0.0
+
+
+def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> None:
+    """The exported folder is a diffusers model: its weights moved, are the checkpoint's average, and score as recorded.
+
+    The drift is a mean over noised samples, so it tells the average from the last weights where scores do not.
+    """
+    from fluvial.models.handwriting import BASE
+
+    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    trained = load_file(run / "weights" / "diffusion_pytorch_model.safetensors")
+    assert set(base) == set(trained)
+    moved = {name for name in base if not torch.equal(base[name], trained[name])}
+    # The last block drops its text stream, and with it two of its parameters; the table of positions is fixed.
+    unused = {f"transformer_blocks.3.attn.add_q_proj.{kind}" for kind in ("weight", "bias")} | {"pos_embed.pos_embed"}
+    assert set(base) - moved <= unused
+    saved = load_file(next((run / "checkpoints" / "000002").glob("*.safetensors")))
+    for name in moved:
+        assert torch.equal(trained[name], saved[f"average.{name}"])
+    assert any(not torch.equal(trained[name], saved[f"weight.{name}"]) for name in moved)
+
+    exported, cpu, recorded = job(weights=run / "weights"), torch.device("cpu"), launch.records(run)[-1]
+    schedule = on_device(exported.model.schedule(4, exported.shape), cpu)
+    module = exported.model.build().eval()
+    with torch.no_grad(), init_world() as world:
+        again = evaluate(exported, module, schedule=schedule, samples=8, micro_batch=4, world=world)
+        drift = Probe.load(run / "probe.safetensors", cpu).velocity_drift(exported, module, micro_batch=4)
+    assert again.score == pytest.approx(recorded["score"])
+    assert again.exact == pytest.approx(recorded["exact"])
+    assert drift == pytest.approx(recorded["drift"], rel=1e-3)
+    assert drift > 0
+
+
+def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
+    """The same one twice gives the same weights; another one gives others."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(config(tmp_path / name, updates=1, seed=seed), job())
+    assert launch.weights(tmp_path / "a") == launch.weights(tmp_path / "b")
+    assert launch.weights(tmp_path / "a") != launch.weights(tmp_path / "c")
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [
+        ("flow_sde", "full"),
+        *((sampler, "lora") for sampler in ("flow_sde", "dance_sde", "cps")),
+        *(long(sampler, "full") for sampler in ("dance_sde", "cps")),
+    ],
+)
+def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
+    """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
+    (record,) = updates(config(tmp_path, rollout=rollout, train=kind))
+    assert record["first_pass_max_abs_log_ratio"] == 0.0
+    assert record["skipped_steps"] == 0
+    assert record["grad_norm"] > 0
+    # The last step of CPS is deterministic, and not trained on.
+    assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
+def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
+    """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
+    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
+    (record,) = updates(config(tmp_path, rollout=rollout, objective=Guard()))
+    assert record["first_pass_max_abs_log_ratio"] == 0.0
+    assert record["objective"]["ratio"] == 1.0
+    assert record["grad_norm"] > 0
+
+
+def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
+    """With one initial noise and hardly any noise on the way they are alike; without, they are not."""
+    spreads = []
+    for shared in (True, False):
+        seen: list[Tensor] = []
+
+        def watching(images: Tensor, prompts: Sequence[str], seen: list[Tensor] = seen) -> Tensor:
+            seen.append(images)
+            return alternating(images, prompts)
+
+        rollout = RolloutConfig(
+            prompts=1, group=4, steps=2, sampler=Stochastic(eta=1e-4), window=RandomWindow(1), shared_noise=shared
+        )
+        updates(config(tmp_path, rollout=rollout), job(watching))
+        spreads.append(float(seen[-1].std(0).mean()))  # after the blank images of the start
+    assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
+
+
+def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> None:
+    """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
+    from fluvial.models.handwriting import BASE
+
+    train(config(tmp_path / "run", train="lora", kl=KLConfig(coef=0.1)), job())
+    saved = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
+    assert saved
+    assert all("lora_" in name for name in saved)
+    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    merged = load_file(tmp_path / "run" / "weights" / "diffusion_pytorch_model.safetensors")
+    assert set(base) == set(merged)
+    moved = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert moved
+    assert all(name.endswith(".weight") for name in moved)
+    assert launch.records(tmp_path / "run")[-2]["objective"]["kl_ref"] > 0
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
+def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
+    """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
+    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
+    first, second = updates(config(tmp_path, train=kind, **changes), count=2)
+    assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
+    assert first["objective"]["kl_ref"] == 0.0
+    assert second["objective"]["kl_ref"] > 0.0
+
+
+@pytest.mark.parametrize("kind", [long("full"), long("lora")])
+def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Path, kind: Any) -> None:
+    """With a reference, an average and evaluations between the updates."""
+    weights = []
+    for offload in ("none", "phases"):
+        run = config(
+            tmp_path / offload,
+            train=kind,
+            eval_every=1,
+            optimizer=OptimizerConfig(ema_decay=0.5),
+            kl=KLConfig(coef=0.1),
+            engine=EngineConfig(offload=offload),
+        )
+        train(run, job())
+        weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
+def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
+    """In one forward pass or two: the ratio is exactly 1, the gradient is the same, and another one than without."""
+    norms = {}
+    cases = {
+        "none": Guidance(),
+        "one": Guidance(2.0),
+        "two": Guidance(2.0, forwards="two"),
+        "half": Guidance(2.0, gradient="conditional"),
+        "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
+    }
+    for name, guidance in cases.items():
+        rollout = replace(config(tmp_path).rollout, guidance=guidance)
+        (record,) = updates(config(tmp_path, train=kind, rollout=rollout))
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        norms[name] = record["grad_norm"]
+    assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
+    assert norms["two, half"] == pytest.approx(norms["half"], rel=1e-5)
+    assert len({round(norms[name], 9) for name in ("none", "one", "half")}) == 3
+
+
+@pytest.mark.parametrize("kind", [long("full"), long("lora")])
+def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
+    """To the bit, with the reference's, as with every rank reading all of them."""
+    for init in ("sharded", "whole"):
+        run = config(tmp_path / init, train=kind, init=init, kl=KLConfig(coef=0.1))
+        train(run, job())
+    assert launch.weights(tmp_path / "sharded") == launch.weights(tmp_path / "whole")
+
+
+def test_flops_are_recorded(tmp_path: Path) -> None:
+    """A positive speed; no share of a peak that nobody knows."""
+    (record,) = updates(config(tmp_path))
+    assert record["speed"]["update_flops"] > 1e6
+    assert "mfu" not in record["speed"]
+
+
+def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None:
+    """The flag is on in rollout and update, and off afterwards."""
+    seen = []
+
+    def watching(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return alternating(images, prompts)
+
+    train(config(tmp_path / "run", engine=EngineConfig(deterministic=True)), job(watching))
+    assert seen
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("where", ["folder", long("URL")])
+@pytest.mark.long
+def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str) -> None:
+    """And behind a URL: they are resumed from to the bit, and a failure ends the run in one line."""
+    trained(tmp_path / "straight", updates=4)
+    changes: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 1}
+    if where == "URL":
+        changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
+    train(config(tmp_path / "run", updates=3, **changes), job())
+    saved = checkpoint.listed(config(tmp_path / "run", **changes).checkpoint_folder)
+    assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
+    assert (tmp_path / "run" / "checkpoints").exists() == (where == "folder")
+    train(config(tmp_path / "run", updates=4, resume_from=str(saved[0]), **changes), job())
+    assert launch.weights(tmp_path / "run") == launch.weights(tmp_path / "straight")
+
+
+def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next save at the latest, if that fails as well."""
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
+    with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
+        train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
+
+
+@pytest.mark.long
+def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved then is the present state, at once, and the person is told."""
+    write, calls = HuggingFaceStorageWriter.write_data, []
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails_once)
+    console = Console(file=io.StringIO(), width=500)
+    run = config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1, keep_checkpoints=3)
+    train(run, job(), console=console)
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["000002", "000003"]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "000001 could not be saved: " in said
+    assert "saved after update 2 instead" in said
+
+
+def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
+    """When the run is built, not in the middle of it."""
+    rollout = replace(config(tmp_path).rollout, guidance=Guidance(2.0, negative="abc"))
+    with pytest.raises(UsageError, match=r"rollout.guidance.negative: .*abc.* is not a code of 4 digits"):
+        train(config(tmp_path / "run", rollout=rollout), job())
+
+
+@pytest.mark.long
+def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
+    """Settings of the engine may change, and threads; what may differ by it is said in one line."""
+    trained(tmp_path / "run")
+    console = Console(file=io.StringIO(), width=500)
+    engine = EngineConfig(checkpointing="block", comm="reshard")
+    train(config(tmp_path / "run", updates=3, resume=True, engine=engine), job(), console=console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "engine.comm keep then, reshard now, engine.checkpointing none then, block now: bits may differ" in said
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_teach_nothing(tmp_path: Path, scale: Any) -> None:
+    """Items without advantage are not computed; one is left, of weight 0, and the weights stay."""
+    constant = job(lambda images, prompts: torch.ones(len(prompts)))
+    (record,) = updates(config(tmp_path, advantage=AdvantageConfig(scale=scale)), constant)
+    assert record["pairs"] == 1
+    assert record["grad_norm"] == 0.0
+
+
+def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
+    """One of two groups differs: half of the pairs, and the same gradient as with all of them (a KL of weight ~0)."""
+
+    def half(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        half.calls += 1  # type: ignore[attr-defined]
+        return torch.arange(4.0) if half.calls % 2 else torch.ones(4)  # type: ignore[attr-defined]
+
+    norms = []
+    for kl, expected in ((KLConfig(), 8), (KLConfig(coef=1e-30), 16)):
+        half.calls = 0  # type: ignore[attr-defined]
+        (record,) = updates(config(tmp_path, kl=kl), job(half))
+        assert record["pairs"] == expected
+        norms.append(record["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not the same in the update as in the rollout stops the run, saying so."""
+    broken = job()
+    real = type(broken.model).predict
+
+    def velocity(self: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return real(self, module, *args, **kwargs) * (1.01 if torch.is_grad_enabled() else 1.0)
+
+    monkeypatch.setattr(type(broken.model), "predict", velocity)
+    with pytest.raises(RunError, match="rollout and update do not compute the same policy"):
+        train(config(tmp_path / "run", max_log_ratio=1e-7), broken)
+
+
+def nan(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Score images, the second one with NaN."""
+    rewards = torch.ones(len(prompts))
+    rewards[1] = torch.nan
+    return rewards
+
+
+def short(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return fewer scores than there are images."""
+    return torch.ones(len(prompts) - 1)
+
+
+def raising(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Raise in place of scoring."""
+    raise KeyError("no such model")
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (nan, r"reward 'reward' is nan for prompt '\d{4}', expected a finite number"),
+        (short, r"reward 'reward' returned shape \[3\] for 4 images, expected \[4\] \(prompt"),
+        (raising, r"reward 'reward' raised KeyError \('no such model'\) for prompt '\d{4}'"),
+    ],
+)
+def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> None:
+    """In one line that names the prompt, and what was saved before stays."""
+    trained(tmp_path / "run")
+    with pytest.raises(RunError, match=says) as error:
+        train(config(tmp_path / "run", updates=4, resume=True), job(reward))
+    assert "\n" not in str(error.value)
+    assert (tmp_path / "run" / "checkpoints" / "000002" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("nan", "reward 'it' is nan for prompt"),
+        long("shape", "reward 'it' returned shape [1] for 4 images"),
+        ("raises", "reward 'it' raised KeyError"),
+        long("exits", "reward 'it' raised SystemExit"),
+        ("hangs", "reward 'it' took over 1 s"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [long(1), 2])
+def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, ranks: int) -> None:
+    """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
+    done = launch.program("faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
+    assert done.returncode == 1, done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
+    assert len(ours) == 1, done.stderr
+    assert says in ours[0]
+    if ranks == 1:
+        launch.one_line(done.stderr)
+
+
+def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
+    """After its time is over."""
+
+    def slow(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        time.sleep(5)
+        return torch.ones(len(prompts))
+
+    runner = RewardRunner(slow, timeout=0.1)
+    runner.submit(torch.zeros(1, 1, 8, 32), [Prompt("0427")])
+    with pytest.raises(RunError, match=r"the reward took over 0.1 s for prompt '0427'"):
+        runner.collect()
+    runner.close()
+
+
+def test_the_prompt_that_makes_a_reward_raise_is_found() -> None:
+    """Not just the chunk that it was in."""
+
+    def picky(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        if "1999" in prompts:
+            raise ValueError("cannot score a party")
+        return torch.ones(len(prompts))
+
+    runner = RewardRunner(picky)
+    runner.submit(torch.zeros(3, 1, 8, 32), as_prompts(["0427", "1999", "3141"]))
+    with pytest.raises(RunError, match=r"raised ValueError \(cannot score a party\) for prompt '1999'"):
+        runner.collect()
+    runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
+def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
+    """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
+    flags = [
+        *("--updates", "5", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
+        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
+    ]
+    launch.train(tmp_path / "straight", *flags)
+    killed = tmp_path / "killed"
+    with launch.start("train", "handwriting", "--out", str(killed), *launch.SMALL, *flags) as process:
+        wait_for_update(killed, 3, process)
+        process.kill()
+    assert not (killed / "summary.json").exists()
+    # A run goes on with its own settings: no flag has to be typed again.
+    done = launch.fluvial("train", "handwriting", "--out", str(killed), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert launch.weights(killed) == launch.weights(tmp_path / "straight")
+    timeless = [
+        [
+            {key: value for key, value in record.items() if key not in ("seconds", "speed", "memory")}
+            for record in launch.records(out)
+        ]
+        for out in (tmp_path / "straight", killed)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def wait_for_update(out: Path, update: int, process: launch.Process) -> None:
+    """Wait until a run has recorded an update."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended too early"
+        metrics = out / "metrics.jsonl"
+        if metrics.exists() and f'{{"update": {update}, ' in metrics.read_text():
+            return
+        time.sleep(0.02)
+    pytest.fail("the run is too slow")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, long(signal.SIGTERM)])
+def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C or SIGTERM: the update is finished and saved, and the person is told how to go on."""
+    out = tmp_path / "run"
+    flags = ["--updates", "500", "--checkpoint-every", "500"]
+    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
+        wait_for_update(out, 2, process)
+        beside = launch.fluvial("train", "handwriting", "--out", str(out), "--resume")
+        assert (beside.returncode, process.poll()) == (2, None)
+        assert f"run folder {out} is held by process" in launch.one_line(beside.stderr)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 0, process.stderr
+        text, errors = process.stdout, process.stderr
+    saved = [path.name for path in (out / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert f"{number.name}: stopped after update {int(saved[0])}, all saved; continue with --resume --out {out}" in text
+    assert errors == ""
+    done = launch.fluvial(
+        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", str(int(saved[0]) + 1), "--resume"
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"after update {int(saved[0])}" in done.stdout
+
+
+def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
+    """Whatever is being done; one line says so."""
+    out = tmp_path / "run"
+    large = ["--rollout.prompts", "32", "--rollout.group", "16", "--rollout.steps", "10", "--micro-batch", "64"]
+    with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *large) as process:
+        wait_for_update(out, 0, process)  # an update of this size takes seconds from here
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)  # two signals at once may arrive as one
+        assert process.wait(timeout=60) == 130
+        assert "SIGINT: stopped at once; everything saved so far" in launch.one_line(process.stderr)
+
+
+@pytest.mark.long
+def test_a_damaged_newest_checkpoint_does_not_block_a_resumption(tmp_path: Path) -> None:
+    """The newest whole one is taken, and a line says so; without any other the run is refused."""
+    out = tmp_path / "run"
+    launch.train(out, "--updates", "4")
+    for damaged in (4, 2):
+        file = next((out / "checkpoints" / f"{damaged:06d}").glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:1000])
+        done = launch.fluvial("train", "handwriting", "--out", str(out), "--updates", "2", "--resume")
+        if damaged == 4:
+            assert done.returncode == 0, done.stderr
+            assert f"skipped: checkpoint {out}/checkpoints/000004 is damaged (" in done.stdout
+            assert f"resumed {out}/checkpoints/000002 after update 2" in done.stdout
+    assert done.returncode == 1
+    assert "is damaged, and there is no other whole one" in launch.one_line(done.stderr)
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    """It would be another run."""
+    out = launch.trained(tmp_path / "run", "--updates", "2")
+    for flags, says in (
+        (["--seed", "5"], "is of another run: --seed 0 there, 5 here"),
+        (
+            ["--rollout.sampler.eta", "0.5"],
+            "is of another run: --rollout.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
+        ),
+    ):
+        done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
+        assert done.returncode in (1, 2)
+        assert says in launch.one_line(done.stderr)
+
+
+def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None:
+    """Addresses of servers, and how they are asked, may change; the sampler may not."""
+    one = config(tmp_path)
+    asked = replace(one.rollout, source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)
+    expected = run_fingerprint(one, (), "")
+    assert run_fingerprint(replace(one, rollout=asked), (), "") == expected
+    assert run_fingerprint(replace(one, rollout=replace(asked, sampler=Stochastic(eta=0.1))), (), "") != expected
+
+
+@pytest.mark.long
+def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
+    """What LoRA adapts and what a KL refers to is part of the run, wherever it lies."""
+    from fluvial.models.handwriting import BASE
+
+    for name in ("one", "same", "other"):
+        shutil.copytree(BASE, tmp_path / name)
+    file = tmp_path / "other" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor / 2 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    out = tmp_path / "run"
+    launch.train(out, "--updates", "2", "--train", "lora", "--weights", str(tmp_path / "one"))
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "other"))
+    assert done.returncode == 1
+    assert "is of another run: base_weights" in launch.one_line(done.stderr)
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", "--weights", str(tmp_path / "same"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    """With --resume, as a restart by torchrun does."""
+    out = tmp_path / "run"
+    with launch.start(
+        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint-every", "3"
+    ) as process:
+        wait_for_update(out, 0, process)
+        process.kill()
+    done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert [record["update"] for record in launch.records(out) if "objective" in record] == [1, 2, 3]
+
+
+def test_a_finished_run_can_be_resumed(tmp_path: Path) -> None:
+    """It evaluates and exports again, to the same bits, and records nothing twice; odd lines in the metrics are dropped."""
+    out = tmp_path / "run"
+    trained(out)
+    before, records = launch.weights(out), launch.records(out)
+    (out / "samples" / "before.png").unlink()
+    with (out / "metrics.jsonl").open("ab") as file:
+        file.write(b'3\n\xff{"upd')
+    train(config(out, resume=True), job())
+    assert launch.weights(out) == before
+    assert launch.records(out) == records
+
+
+def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
+    out = launch.trained(tmp_path / "run", "--updates", "2")
+    flags = ["train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "4", "--resume"]
+    done = launch.program("faulty_runs:full_disk", *flags)
+    assert done.returncode == 1, done.stderr
+    assert "earlier checkpoints are unchanged" in launch.one_line(done.stderr)
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]
+    launch.train(out, "--updates", "3", "--resume")

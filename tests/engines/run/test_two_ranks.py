@@ -1,0 +1,128 @@
+"""Two processes under torchrun and gloo: the same training as one, with as few collectives as can be."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import torch
+from marks import long
+from safetensors.torch import load_file
+from tiny_models import Net, data, squared
+
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.run.exports import export_run
+from fluvial.models.handwriting import BASE
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    """Return the result of the updates of two ranks."""
+    return launch.on_ranks(2, "two_ranks:updates")[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_keep_gathers_and_reduces_once_an_update(result: dict[str, Any], n: int) -> None:
+    """One all-gather and one reduce-scatter for each of two blocks and the root, for any number of micro-batches."""
+    counts = result["counts"]["keep"][str(n)]
+    assert counts["_allgather_base_"] == 3
+    assert counts["_reduce_scatter_base_"] == 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_reshard_gathers_each_time_and_reduces_once(result: dict[str, Any], n: int) -> None:
+    """Blocks are gathered twice per micro-batch, in its forward and its backward pass; gradients are reduced once."""
+    counts = result["counts"]["reshard"][str(n)]
+    blocks, root = 2, 1
+    # The last block is still gathered when its backward pass begins, and so is the root.
+    assert n * (blocks + root) <= counts["_allgather_base_"] <= 2 * n * (blocks + root)
+    assert counts["_reduce_scatter_base_"] == 3
+
+
+def test_small_collectives_an_update(result: dict[str, Any]) -> None:
+    """Beside parameters and gradients, the norm and one gather of the numbers, whatever the micro-batches."""
+    for comm in ("keep", "reshard"):
+        for counts in result["counts"][comm].values():
+            assert {name: count for name, count in counts.items() if "base" not in name} == {
+                "allgather_": 1,
+                "all_reduce": 1,
+            }
+
+
+@pytest.mark.parametrize("comm", ["keep", "reshard"])
+def test_uneven_ranks_take_the_step_of_one_process(result: dict[str, Any], comm: str) -> None:
+    """Five items on one rank and two on the other, one global denominator: to the order of float32 sums."""
+    items, weight = data(7)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    ((squared(net)(items)[0] * weight).sum() / 7).backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(torch.tensor(result["weights"][comm][name]), tensor, rtol=1e-5, atol=1e-6)
+    assert result["info"]["items"] == 7
+
+
+def test_nan_on_one_rank_skips_the_step_on_both(result: dict[str, Any]) -> None:
+    """The norm is global, so that all ranks decide alike."""
+    assert result["skipped"]
+
+
+def test_a_rank_that_gives_up_ends_the_other(result: dict[str, Any]) -> None:
+    """With its own message there, and a pointer to it here."""
+    assert result["messages"] == [
+        "ElsewhereError: rank 1 failed; its own message says why",
+        "RunError: rank 1: out of paper",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [long("full"), "lora"])
+def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> None:
+    """The same rollouts to the bit while the weights are the same, and the same weights to the order of float32 sums."""
+    flags = ["--updates", "3", "--train", kind, "--kl.coef", "0.1", "--optimizer.ema-decay", "0.5"]
+    launch.train(tmp_path / "one", *flags)
+    said = launch.train(tmp_path / "two", *flags, ranks=2).stdout
+    assert ("each of the 2 ranks holds all weights (engine.replicas auto)" in said) == (kind == "lora")
+    one, two = launch.records(tmp_path / "one"), launch.records(tmp_path / "two")
+    first_one, first_two = (next(record for record in records if "reward" in record) for records in (one, two))
+    assert first_one["reward"] == first_two["reward"]
+    assert first_one["pairs"] == first_two["pairs"]
+    assert first_two["loss"] == pytest.approx(first_one["loss"], rel=1e-5, abs=1e-7)
+    assert first_two["grad_norm"] == pytest.approx(first_one["grad_norm"], rel=1e-5)
+    assert one[0]["score"] == two[0]["score"]  # the evaluation before training
+    summary = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert summary["first_pass_max_abs_log_ratio"] == 0.0
+    assert summary["ranks"] == 2
+    left, right = (load_file(tmp_path / name / "weights" / "diffusion_pytorch_model.safetensors") for name in ("one", "two"))
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5)
+    with init_world() as world:  # its checkpoint, which two ranks wrote, is exported by one
+        out, _ = export_run(tmp_path / "two", "merged", average=True, out=tmp_path / "merged", world=world)
+    alone = load_file(out / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(alone[name], right[name]) for name in right)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """A checkpoint of two ranks is continued by one, and ends where one rank alone does, to the order of float32 sums."""
+    launch.train(tmp_path / "alone", "--updates", "3")
+    launch.train(tmp_path / "run", "--updates", "2", "--checkpoint-async", ranks=2)
+    launch.train(tmp_path / "run", "--updates", "3", "--resume")
+    left, right = (load_file(tmp_path / n / "weights" / "diffusion_pytorch_model.safetensors") for n in ("alone", "run"))
+    distance = sum(float(((left[name] - right[name]).double() ** 2).sum()) for name in left) ** 0.5
+    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
+    moved = sum(float(((left[name] - base[name]).double() ** 2).sum()) for name in left) ** 0.5
+    assert distance < 0.02 * moved
+
+
+def test_bad_input_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
+    """The main rank's line, torchrun's own summary aside, and no traceback of ours."""
+    (tmp_path / "config.json").write_text("{}")
+    done = launch.fluvial("train", "handwriting", "--out", str(tmp_path), ranks=2)
+    assert done.returncode != 0
+    ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
+    assert ours == [f"fluvial: {tmp_path} already holds a run: set --resume to continue it, or set --out to another folder"]
+    assert os.listdir(tmp_path) == ["config.json"]

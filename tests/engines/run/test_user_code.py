@@ -1,0 +1,181 @@
+"""User code may keep and change whatever it is given and returns: the run has the same bits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import make_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import tiny_jobs as tiny
+import torch
+from marks import long
+from objective_rows import OBJECTIVE_ROWS
+from spied_runs import ODE, STEPS
+from torch import Tensor
+
+from fluvial.core import transitions
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.samplers import SamplerRule, Stochastic
+from fluvial.models.replay.media import MediaPrompt
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+PROMPTS = [Prompt(text, metadata={"words": [text, "x"], "n": {"deep": [int(text)]}}) for text in tiny.PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+@torch.no_grad()
+def destroy(value: Any) -> None:
+    """Change a value in place, and all that it holds."""
+    if isinstance(value, Tensor):
+        value.detach().fill_(7)
+    elif isinstance(value, Prompt | MediaPrompt):
+        destroy(value.__dict__["media"])
+        destroy(getattr(value, "metadata", {}))
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            destroy(inner)
+        if not isinstance(value, tuple):
+            value.clear()
+
+
+def pure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as it is."""
+    return function
+
+
+def destroying(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes with copies, and then destroys its arguments and its last result."""
+    last: list[Any] = []
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        destroy(last)
+        copies = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        result = function(*copies[0], **copies[1])
+        last.append(result)
+        destroy([args, kwargs])
+        return result
+
+    called.__dict__["__wrapped__"] = function  # whose signature it has
+    return called
+
+
+def scored(images: Tensor, prompts: Any, metadata: Any, latents: Tensor, model_inputs: Any) -> Tensor:
+    """Score samples by all that a reward may take."""
+    known = torch.tensor([len(record["words"]) + record["n"]["deep"][0] for record in metadata])
+    return images.mean((1, 2, 3)) + latents.std((1, 2, 3)) + known * torch.tensor([float(text) for text in model_inputs])
+
+
+def grouped(images: Tensor, prompts: Any, metadata: Any, group: int) -> Tensor:
+    """Score samples by their place in the group."""
+    return images.mean((1, 2, 3)).argsort().argsort().float() + metadata[0]["n"]["deep"][0]
+
+
+def bright(images: Tensor, prompts: Any) -> Tensor:
+    """Score samples with a gradient."""
+    return images.mean((1, 2, 3))
+
+
+class Decodes(tiny.Tiny):
+    """A model whose images are made by a function."""
+
+    decoded: Any
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return grey images."""
+        images: Tensor = self.decoded(latents)
+        return images.clone()
+
+
+def model(wrap: Wrap) -> tiny.Tiny:
+    """Return a model that decodes by a function."""
+    made = Decodes()
+    object.__setattr__(made, "decoded", wrap(made.__class__.__base__.decode.__get__(made)))  # type: ignore[union-attr]
+    return made
+
+
+def objective(name: str, wrap: Wrap) -> Any:
+    """Return a custom objective with the methods of a built-in one."""
+    row: Any = OBJECTIVE_ROWS[name]
+    methods = [name for name in ("target_weight", "loss", "statistic", "gathered") if hasattr(row, name)]
+
+    def method(name: str) -> Callable[..., Any]:
+        function = wrap(getattr(row, name))
+        return lambda self, *args: function(*args)
+
+    signatures = {"target_weight": lambda self, reward, advantage, group: 0, "loss": lambda self, v, items, config: 0}
+    space = {name: method(name) for name in methods}
+    for name, like in signatures.items():
+        space[name].__dict__["__wrapped__"] = like
+    return make_dataclass("Own", [], frozen=True, namespace={**space, "traits": row.traits})()
+
+
+def drift(level: Tensor, level_next: Tensor, *, eta: float) -> transitions.Transition:
+    """Return Euler's step with noise of a constant rate on top."""
+    dt = level_next - level
+    return transitions.Transition(torch.ones_like(level), dt, eta * torch.sqrt(-dt))
+
+
+def sampler(wrap: Wrap, *, rule: bool) -> RolloutConfig:
+    """Return a rollout with a custom sampler, a function or a rule that binds one."""
+
+    step = wrap(drift)
+    bind = wrap(lambda eta, levels: partial(step, eta=eta))
+    return replace(STEPS, sampler=Stochastic(SamplerRule(bind) if rule else step, eta=0.3))
+
+
+CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # objectives whose methods a custom one has
+KINDS: dict[str, Callable[[Wrap], tuple[dict[str, Any], dict[str, Any]]]] = {
+    "reward": lambda wrap: ({}, {"rewards": {"first": wrap(scored), "bright": bright}}),
+    "reward of groups": lambda wrap: ({}, {"rewards": {"first": wrap(grouped), "bright": bright}}),
+    "reward with a gradient": lambda wrap: ({"objective": OBJECTIVE_ROWS["alignprop"]}, {"rewards": wrap(bright)}),
+    "evaluator": lambda wrap: ({}, {"evaluators": {"first": wrap(scored), "heldout": bright}}),
+    "decoding": lambda wrap: ({"objective": OBJECTIVE_ROWS["nft, none"]}, {"model": model(wrap)}),
+    "data": lambda wrap: ({"objective": OBJECTIVE_ROWS["sft"]}, {"data": wrap(tiny.drawn)}),
+    "sampler": lambda wrap: ({"rollout": sampler(wrap, rule=False)}, {}),
+    "rule of a sampler": lambda wrap: ({"rollout": sampler(wrap, rule=True)}, {}),
+    **{name: lambda wrap, name=name: ({"objective": objective(name, wrap)}, {}) for name in CUSTOM},  # type: ignore[misc]
+}
+
+
+LONG = ("reward of groups", "rule of a sampler", "nft, linear", "dpo, online", "alignprop")  # like one of the others
+
+
+def digest(kind: str, wrap: Wrap, world: World) -> str:
+    """Return all numbers and weights of a rollout's updates and an evaluation."""
+    changes, of_job = KINDS[kind](wrap)
+    traits = changes.get("objective", OBJECTIVE_ROWS["clipped"]).traits
+    changes = {"rollout": STEPS if traits.trains_on == "steps" else ODE, **changes}
+    passes = {} if traits.gathers or traits.through is not None else {"minibatches": 2}
+    job = tiny.job(**{"prompts": PROMPTS, "heldout": PROMPTS[:2], **of_job})
+    config = tiny.config(
+        Path("out"), updates=passes.get("minibatches", 1), micro_batch=4, **{"train": "lora", **passes, **changes}
+    )
+    names = tuple(job.rewards) if "rewards" in of_job and config.scores_samples else config.rewards
+    kept: list[Any] = []
+    with Trainer(replace(config, rewards=names), job, world) as trainer:
+        record = trainer.update()
+        result = trainer.evaluate(8, keep=wrap(lambda names, images: kept.append([list(names), images.clone()])))
+        weights = trainer.engine.sharded.shards()
+        for name in ("seconds", "speed", "memory"):
+            record.pop(name, None)
+        values = [record, kept, result.score, result.exact, result.images, result.scores.values, dict(weights)]
+        return repr(optree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, Tensor) else leaf, values))
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("kind", [long(kind) if kind in LONG else kind for kind in KINDS])
+def test_what_it_does_to_its_arguments_changes_nothing(kind: str, one: World) -> None:
+    """Nor what it does to what it has returned."""
+    expected = digest(kind, pure, one)
+    assert digest(kind, destroying, one) == expected

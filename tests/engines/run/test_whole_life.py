@@ -1,0 +1,165 @@
+"""A project's whole life, for each pipeline: images, sft, its adapter, grpo from it, a crash, dpo, evaluation, exports."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import launch
+import life_reward
+import numpy as np
+import pytest
+import tiny_pipelines
+import tiny_replayed
+import torch
+from PIL import Image
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.run.jobs.weights import converter
+from fluvial.models.lora_files import read_lora
+from fluvial.models.original.layout import LAYOUTS
+from fluvial.models.pipelines.folder import quietly
+
+NAMES = ("sd3", "flux", "qwen-image", "wan", "z-image", "sdxl", "sana")
+WITHOUT_ADAPTER = "sana"
+SHORT = (WITHOUT_ADAPTER,)  # in every run of the tests; the others in `make test-all`
+CAPTIONS = ("a red fox", "two cats", "an owl")
+TINY = (
+    "--micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+)
+OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
+GRPO = "--rollout.prompts 2 --rollout.group 2 --rollout.window random --rollout.window.size 1 --rollout.window.high 1"
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Clear the notes of the reward."""
+    for notes in (life_reward.SEEN, life_reward.FAILS_AT, life_reward.CALLS):
+        notes.clear()
+
+
+def size(name: str) -> list[str]:
+    """Return the flags that ask a pipeline for its images."""
+    if name != WITHOUT_ADAPTER:
+        height, width, *_ = tiny_pipelines.ROWS[name].sizes[0]  # one frame of a video, as a photo is
+        return ["--pipeline.height", str(height), "--pipeline.width", str(width)]
+    call = dict(tiny_replayed.ROWS[name].options)
+    height, width, _ = (call.pop(option) for option in ("height", "width", "guidance_scale"))
+    words = [f"{option}={json.dumps(value)}" for option, value in call.items()]
+    return ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.call", *words]
+
+
+def steps(name: str) -> list[str]:
+    """Return the flags of the schedule; guidance of a pipeline without an adapter is part of its call."""
+    guided = ["--rollout.guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
+    return ["--rollout.steps", "2", *guided]
+
+
+def levels(name: str) -> list[str]:
+    """Return the flags of the noise levels of a model that knows only those of its schedule."""
+    return ["--noising.levels", "schedule", "--noising.each", "2"] if name in ("sdxl", WITHOUT_ADAPTER) else []
+
+
+def image(name: str, folder: Path, lora: Path | None = None) -> Any:
+    """Return an image of a folder's pipeline, as diffusers draws it."""
+    from diffusers import DiffusionPipeline
+
+    with quietly():
+        pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+        pipeline.set_progress_bar_config(disable=True)
+        if lora is not None:
+            pipeline.load_lora_weights(lora)
+        row = tiny_pipelines.ROWS.get(name)
+        if row is None:
+            asked = {key: value for key, value in tiny_replayed.ROWS[name].options.items() if key != "guidance_scale"}
+        else:
+            asked = {"height": row.sizes[0][0], "width": row.sizes[0][1], **({"num_frames": 1} if name == "wan" else {})}
+            if row.scheduler is not None:
+                pipeline.scheduler = row.scheduler(pipeline.scheduler.config)
+        seed = torch.Generator().manual_seed(0)
+        made = pipeline("a red fox", num_inference_steps=2, generator=seed, output_type="np", **asked)
+    return np.asarray(made[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in NAMES])
+def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each command starts from what the one before left; in the end diffusers draws what the run exported."""
+    model = tmp_path / "model"
+    if name == WITHOUT_ADAPTER:
+        tiny_replayed.load(name, model)
+    else:
+        tiny_pipelines.save(tiny_pipelines.ROWS[name], model)
+    (tmp_path / "photos").mkdir()
+    for number, caption in enumerate(CAPTIONS):
+        Image.effect_noise((20, 16), 50 + number).save(tmp_path / "photos" / f"{number}.png")
+        (tmp_path / "photos" / f"{number}.txt").write_text(caption)
+    records = [{"prompt": caption, "count": number + 1} for number, caption in enumerate(CAPTIONS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+    def fluvial(*words: str, code: int = 0) -> str:
+        assert cli.run([*words]) == code, capfd.readouterr().err
+        return capfd.readouterr().err
+
+    def train(recipe: str, out: str, *words: str, code: int = 0) -> str:
+        given = ["--model", str(model), "--out", str(tmp_path / out), "--train", "lora", "--lora.rank", "2"]
+        return fluvial(
+            "train", recipe, *given, *TINY.split(), *OPTIMIZER.split(), *size(name), *steps(name), *words, code=code
+        )
+
+    def start(run: str) -> list[str]:
+        return ["--lora", str(tmp_path / run)]
+
+    # Images are encoded once; a supervised run, whose adapter is exported from its last checkpoint.
+    photos = ["--data", str(tmp_path / "photos"), "--data-cache", str(tmp_path / "cache")]
+    few = ["--lora.targets", "to_q", "to_v"] if name == "sdxl" else []  # of its hundred layers, for the time it takes
+    train("sft", "sft", *photos, "--lora.alpha", "4", *few)
+    assert [*(tmp_path / "cache").rglob("*.safetensors")]
+    fluvial("export", str(tmp_path / "sft"), "--as", "lora", "--out", str(tmp_path / "adapter"))
+
+    # Reinforcement learning from it, with records that reach the reward; it crashes in its second update and goes on.
+    recipe = "ddpo" if name == "sdxl" else "grpo"
+    prompts = ["--prompts", str(tmp_path / "prompts.jsonl")]
+    rewards = ["--rewards", "life_reward:counted"]
+    life_reward.FAILS_AT.extend(range(5, 50))  # after a trial, the evaluation before and two calls of the first rollout
+    crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export-every", "1", code=1)
+    assert "out of paper" in launch.one_line(crashed)
+    assert {record["count"] for record in life_reward.SEEN} <= {1, 2, 3}
+    assert (tmp_path / "rl" / "exports" / "000001-lora" / "README.md").is_file()
+    life_reward.FAILS_AT.clear()
+    fluvial("train", recipe, "--out", str(tmp_path / "rl"), "--resume")
+    done = [record["update"] for record in launch.records(tmp_path / "rl") if "grad_norm" in record]
+    assert done == [1, 2]
+
+    # Preferences are drawn, and learnt from offline.
+    drawn = ["--out", str(tmp_path / "pairs"), "--group", "2", "--steps", "2", "--micro-batch", "2", *size(name)]
+    guided = ["--guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
+    fluvial("preferences", str(model), *prompts, "--rewards", "life_reward:bright", *drawn, *guided, *start("rl/lora"))
+    learnt = ["--objective.preferences", str(tmp_path / "pairs"), "--rollout.prompts", "2"]
+    train("dpo", "dpo", *learnt, "--noising.each", "2", *levels(name), *start("rl/lora"))
+
+    # It is evaluated with guidance that it was not trained with.
+    asked = ["--steps", "2", "--micro-batch", "2", "--guidance", "3", "--seeds", "1", "--out", str(tmp_path / "scores")]
+    fluvial("eval", str(tmp_path / "dpo"), *prompts, "--rewards", "life_reward:bright", *asked)
+    assert (tmp_path / "scores" / "table.json").is_file()
+
+    # What is exported draws the same in diffusers: the whole pipeline, and the adapter in it.
+    run = str(tmp_path / "dpo" / "checkpoints" / "000002")
+    for kind in ("full", "lora"):
+        fluvial("export", run, "--as", kind, "--out", str(tmp_path / kind))
+    whole, base = image(name, tmp_path / "full"), image(name, model)
+    assert np.abs(whole - base).max() > 1e-4
+    if name != WITHOUT_ADAPTER:
+        np.testing.assert_allclose(image(name, model, tmp_path / "lora"), whole, atol=1e-4)
+    if name == WITHOUT_ADAPTER:
+        assert "has no layout that ComfyUI reads" in fluvial("export", run, "--as", "comfyui", code=2)
+        return
+    fluvial("export", run, "--as", "comfyui", "--out", str(tmp_path / "comfyui"))
+    network = tiny_pipelines.opened(name, model).build()
+    kind = tiny_pipelines.ROWS[name].adapter.pipeline  # type: ignore[attr-defined]
+    assert kind in LAYOUTS
+    assert "| `lora.alpha` | `4.0` |" in (tmp_path / "lora" / "README.md").read_text()  # that of the adapter it began with
+    ours = read_lora(tmp_path / "lora", network)
+    theirs = read_lora(tmp_path / "comfyui", network, convert=converter(kind, network))
+    assert (ours.rank, ours.alpha, ours.layers) == (theirs.rank, theirs.alpha, theirs.layers) == (2, 4, ours.layers)
+    assert all(torch.equal(ours.tensors[key], theirs.tensors[key]) for key in ours.tensors)

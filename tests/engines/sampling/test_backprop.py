@@ -1,0 +1,151 @@
+"""Gradients of a reward through the last steps of a rollout."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.core.random import key
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.table import AlignProp
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.sampling.backprop import number_of_steps
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
+from fluvial.models.handwriting import digits, likeness
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """Yield the world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return a reward whose gradient is nowhere 0."""
+    return images.flatten(1).mean(1)
+
+
+def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
+    """Return a run on 4 steps."""
+    rollout = RolloutConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
+    return tiny.config(out, objective=objective, rollout=rollout, train="lora", micro_batch=2)
+
+
+SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ode": ("velocity", {"sampler": Ode()}),
+    "flow_sde": ("velocity", {"sampler": Stochastic("flow_sde", eta=0.7)}),
+    "cps": ("velocity", {"sampler": Stochastic("cps", eta=0.7)}),
+    "ddim": ("epsilon", {"sampler": Stochastic("ddim", eta=1.0)}),
+}
+
+
+@pytest.mark.parametrize("last", [1, 3, tiny.STEPS])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_last_steps_lead_to_the_samples_of_the_rollout(one: World, tmp_path: Path, sampler: str, last: int) -> None:
+    """Before the policy moves, the loss is minus the mean reward of the rollout, with the same noise in each step."""
+    prediction, settings = SAMPLERS[sampler]
+    run = tiny.Run(
+        configured(tmp_path, AlignProp(last=last), **settings),
+        one,
+        tiny.job(prediction, rewards={"smooth": smooth}),
+    )
+    record = run.rollout()
+    assert run.infos[0].loss == pytest.approx(-record["reward"]["mean"], abs=1e-6)
+    assert run.infos[0].items == 4
+    assert run.infos[0].grad_norm > 0
+
+
+def test_more_steps_have_another_gradient(one: World, tmp_path: Path) -> None:
+    """The gradient through two steps is not that through one."""
+    norms = []
+    for last in (1, 2):
+        config = configured(tmp_path, AlignProp(last=last), sampler=Ode())
+        run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
+        run.rollout()
+        norms.append(run.infos[0].grad_norm)
+    assert abs(norms[1] - norms[0]) > 0.05 * norms[0]
+
+
+def test_the_reward_rises(one: World, tmp_path: Path) -> None:
+    """In ten updates, and comes near a target."""
+    for target in (None, 0.45):
+        config = TrainConfig(
+            tmp_path,
+            objective=AlignProp(last=2, target=target),
+            train="lora",
+            updates=10,
+            micro_batch=4,
+            update_micro_batch="rollout",
+            rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
+            optimizer=OptimizerConfig(lr=0.01),
+        )
+        run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
+        rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]
+        if target is None:
+            assert rewards[-1] > rewards[0] + 0.05
+        else:
+            assert abs(rewards[-1] - target) < abs(rewards[0] - target)
+
+
+def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_path: Path) -> None:
+    """It names the reward."""
+
+    def counted(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        return [1.0] * len(images)
+
+    config = configured(tmp_path, AlignProp(last=1), sampler=Ode())
+    run = tiny.Run(config, one, tiny.job(rewards={"counted": counted}))
+    with pytest.raises(UsageError, match="reward 'counted' gives no gradient, and alignprop follows it") as refused:
+        run.rollout()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "words"),
+    [
+        (AlignProp(last=5), {}, "objective.last is 5, expected at most the 4 steps"),
+        (AlignProp(), {"window": RandomWindow(2)}, "rollout.window is 'random', expected all steps"),
+        (AlignProp(), {"trained": RandomRecorded(0.5)}, "rollout.trained has no effect with alignprop"),
+    ],
+)
+def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:
+    """It is refused when the run is built."""
+    with pytest.raises(ValueError, match=words):
+        configured(tmp_path, objective, sampler=Stochastic(eta=0.5), **changes)
+
+
+def test_the_number_of_steps_is_drawn_within_the_schedule() -> None:
+    """About its usual value, the same for the same key, and at least 1."""
+    assert number_of_steps(key(0), 50, last=8, spread=0.0) == 8
+    drawn = [number_of_steps(key(seed), 50, last=8, spread=5.0) for seed in range(200)]
+    assert drawn == [number_of_steps(key(seed), 50, last=8, spread=5.0) for seed in range(200)]
+    assert 1 <= min(drawn) < max(drawn) < 50
+    assert abs(sum(drawn) / len(drawn) - 8.7) < 1.5  # int() rounds towards more steps, and 0 is left out
+    assert 3 < math.sqrt(sum((n - 8.7) ** 2 for n in drawn) / len(drawn)) < 6
+
+
+def test_likeness_recognises_the_digits_that_are_written() -> None:
+    """Images in [0, 1] of unseen digits are likeliest under their own code, and have a gradient."""
+    half, wanted = digits("evaluation"), "0123456789" * 6
+    places = [half.starts[int(digit)] + number // 10 for number, digit in enumerate(wanted)]
+    rows = ((half.pixels[torch.stack(places)].reshape(-1, 4, 8, 8) + 1) / 2).transpose(1, 2).reshape(-1, 1, 8, 32)
+    image = rows.clone().requires_grad_()
+    found = torch.stack([likeness(image, [digit * 4] * len(rows)) for digit in "0123456789"])
+    one = [wanted[4 * number : 4 * number + 4] for number in range(len(rows))]
+    right = likeness(image, one)
+    assert found.shape == (10, len(rows))
+    assert float(right.detach().exp().mean()) > 0.8
+    assert bool((right > found.max(0).values).all())  # no other digit in all four places
+    right.sum().backward()
+    assert image.grad is not None
+    assert bool(torch.isfinite(image.grad).all())
+    assert bool((image.grad.flatten(1).norm(dim=1) > 0).all())

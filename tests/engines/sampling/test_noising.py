@@ -1,0 +1,247 @@
+"""Clean samples with noise on them: at which levels, with which keys, and what the model should predict there."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from torch import Tensor
+
+from fluvial.core.random import Key, fold_in, key, normal
+from fluvial.engines.run.config import NoisingConfig
+from fluvial.engines.sampling.items import NoisedSamples, noised_pairs, noised_samples
+from fluvial.engines.sampling.noising import (
+    AutoLevels,
+    ContinuousLevels,
+    LogitNormalLevels,
+    ScheduleLevels,
+    StratifiedLevels,
+    draw_levels,
+    noised_at,
+)
+from fluvial.models import Prediction, Schedule
+
+B, STEPS = 64, 10
+SCHEDULES: dict[Prediction, Schedule] = {
+    "velocity": tiny.Tiny().schedule(STEPS, tiny.SHAPE),
+    "epsilon": tiny.Tiny("epsilon").schedule(STEPS, tiny.SHAPE),
+}
+
+
+def keys(count: int = B) -> Key:
+    """Return one key per sample."""
+    return fold_in(key(3), torch.arange(count))
+
+
+def clean(count: int = B) -> Tensor:
+    """Return clean samples, drawn from a normal distribution."""
+    return torch.rand(count, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def put(
+    config: NoisingConfig, prediction: Prediction = "velocity", rows: Any = slice(None), dtype: Any = None
+) -> NoisedSamples:
+    """Return the pairs of some of the samples."""
+    every = keys()
+    x0 = clean()[rows] if dtype is None else clean()[rows].to(dtype)
+    weight = torch.ones(len(x0))
+    own = Key(every.low[rows], every.high[rows])  # type: ignore[index]
+    return noised_samples(x0, own, torch.arange(B).float()[rows], weight, SCHEDULES[prediction], config, prediction)
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
+@pytest.mark.parametrize("each", [1, 4, STEPS])
+def test_levels_of_the_schedule(prediction: Prediction, each: int) -> None:
+    """Different steps for one sample, all equally often, each with the timestep that the scheduler gives the model."""
+    schedule = SCHEDULES[prediction]
+    levels, timesteps = draw_levels(keys(600), schedule, NoisingConfig(each))
+    assert timesteps is not None
+    assert levels.shape == timesteps.shape == (600, each)
+    step = (levels[..., None] == schedule.levels[:-1]).nonzero()[:, -1].reshape(600, each)  # of all there is one
+    assert torch.equal(schedule.timesteps[step], timesteps)
+    assert all(len(set(row)) == each for row in step.tolist())
+    often = torch.bincount(step.flatten(), minlength=STEPS) / (600 * each)
+    assert float((often - 1 / STEPS).abs().max()) < 0.04
+
+
+def test_levels_between_the_steps() -> None:
+    """They lie along the schedule as its steps do: as many in each, evenly within it, and none is given a timestep."""
+    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, ContinuousLevels()))
+    assert timesteps is None
+    grid = SCHEDULES["velocity"].levels
+    for upper, lower in pairwise(grid.tolist()):
+        inside = levels[(levels <= upper) & (levels > lower)]
+        assert len(inside) / 4000 == pytest.approx(1 / STEPS, abs=0.025)
+        assert float(((inside - lower) / (upper - lower)).mean()) == pytest.approx(0.5, abs=0.06)
+    assert len(torch.unique(levels)) > 3900
+    assert float(levels.min()) >= 0
+    assert float(levels.max()) <= 1
+
+
+def test_levels_of_a_logit_normal() -> None:
+    """The logit's mean is 0 and its deviation 1."""
+    levels, timesteps = draw_levels(keys(1000), SCHEDULES["velocity"], NoisingConfig(4, LogitNormalLevels()))
+    assert timesteps is None
+    logit = torch.logit(levels.double())
+    assert float(logit.mean()) == pytest.approx(0, abs=0.06)
+    assert float(logit.std()) == pytest.approx(1, abs=0.04)
+    assert abs(float(torch.corrcoef(logit.T)[0, 1])) < 0.1
+
+
+def test_the_mean_of_a_logit_normal_shifts_the_levels() -> None:
+    """The mean log 3 moves each level as a schedule's shift of 3 does."""
+    found, shifted = (
+        draw_levels(keys(100), SCHEDULES["velocity"], NoisingConfig(4, LogitNormalLevels(mean)))[0].double()
+        for mean in (0.0, math.log(3))
+    )
+    torch.testing.assert_close(shifted, 3 * found / (1 + 2 * found), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("levels", [ScheduleLevels(), StratifiedLevels(), ContinuousLevels(), LogitNormalLevels()])
+def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
+    """Any slice or permutation of the batch has the same levels and noise, to the bit."""
+    config = NoisingConfig(3, levels)
+    whole = put(config)
+    for rows in (torch.arange(5, 9), torch.randperm(B, generator=torch.Generator().manual_seed(1)), torch.tensor([7])):
+        part = put(config, rows=rows)
+        for m in range(3):
+            place = m * B + rows
+            own = slice(m * len(rows), (m + 1) * len(rows))
+            for name in ("x", "level", "timestep", "target_weight", "weight", "x0", "target"):
+                mine, known = getattr(part, name), getattr(whole, name)
+                assert (
+                    (mine is None)
+                    == (known is None)
+                    == (name == "timestep" and isinstance(levels, ContinuousLevels | LogitNormalLevels))
+                )
+                if mine is not None:
+                    assert torch.equal(mine[own], known[place]), name
+        assert torch.equal(part.sample, torch.arange(len(rows)).repeat(3))
+
+
+def test_automatic_levels_are_those_that_the_model_can_take() -> None:
+    """Any level, or distinct steps of its schedule; levels that were asked for stay."""
+    auto = NoisingConfig(3, AutoLevels())
+    assert auto.chosen(on_schedule=True) == NoisingConfig(3, ScheduleLevels())
+    assert auto.chosen(on_schedule=False) == NoisingConfig(3, ContinuousLevels())
+    asked = NoisingConfig(3, LogitNormalLevels())
+    assert asked.chosen(on_schedule=True) == asked.chosen(on_schedule=False) == asked
+
+
+def test_noise_is_drawn_for_each_level() -> None:
+    """It is standard normal, differs between a sample's levels and between samples, and is independent of the levels."""
+    pairs = put(NoisingConfig(2))
+    assert pairs.target is not None
+    assert pairs.x0 is not None
+    noise = (pairs.target + pairs.x0).unflatten(0, (2, B))
+    assert float(noise.mean()) == pytest.approx(0, abs=0.08)
+    assert float(noise.std()) == pytest.approx(1, abs=0.06)
+    for first, second in ((noise[0], noise[1]), (noise[:, 1:], noise[:, :-1])):
+        assert abs(float(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1])) < 0.1
+    more = put(NoisingConfig(2, ContinuousLevels()))
+    torch.testing.assert_close(more.target, pairs.target)
+
+
+FORMULAS: dict[Prediction, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "velocity": lambda x0, noise, s: ((1 - s) * x0 + s * noise, noise - x0),
+    "epsilon": lambda x0, noise, s: (s**0.5 * x0 + (1 - s) ** 0.5 * noise, noise),
+}
+
+
+@pytest.mark.parametrize("prediction", FORMULAS)
+def test_the_formulas(prediction: Prediction) -> None:
+    """In float64, and what `noised` returns by the keys of noise and levels that it says."""
+    x0, noise = clean().double(), normal(key(9), (B, *tiny.SHAPE), dtype=torch.float64)
+    level = torch.linspace(0.01, 0.99, B, dtype=torch.float64)
+    expected = FORMULAS[prediction](x0, noise, level[:, None, None, None])
+    for got, known in zip(noised_at(x0, noise, level, prediction=prediction), expected, strict=True):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, known, rtol=1e-14, atol=1e-14)
+
+    pairs = put(NoisingConfig(2), prediction, dtype=torch.float64)
+    assert pairs.target is not None
+    assert pairs.x0 is not None
+    drawn = pairs.target + (pairs.x0 if prediction == "velocity" else 0)
+    x, target = FORMULAS[prediction](pairs.x0, drawn, pairs.level.double()[:, None, None, None])
+    assert pairs.x.dtype == torch.float64
+    torch.testing.assert_close(pairs.x, x, rtol=1e-6, atol=1e-6)  # levels are float32
+    torch.testing.assert_close(pairs.target, target)
+    torch.testing.assert_close(pairs.x0, clean().double().repeat(2, 1, 1, 1))
+    # A model that is right about it takes the sample back to where it came from.
+    shaped = pairs.level.double()[:, None, None, None]
+    if prediction == "velocity":
+        back = pairs.x - shaped * pairs.target
+    else:
+        back = (pairs.x - (1 - shaped) ** 0.5 * pairs.target) / shaped**0.5
+    torch.testing.assert_close(back, pairs.x0, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", FORMULAS)
+def test_a_preference_shares_noise_and_level(prediction: Prediction) -> None:
+    """The two samples of a pair differ by what is clean in them, and by nothing else; the preferred one is the first."""
+    ones, schedule, config = torch.ones(B), SCHEDULES[prediction], NoisingConfig(3)
+    x0 = torch.stack([clean(), clean().flip(0)], dim=1).repeat(3, 1, 1, 1, 1)
+    both = noised_pairs(clean(), clean().flip(0), keys(), ones, schedule, config, prediction)
+    assert both.x.shape == (3 * B, 2, *tiny.SHAPE)
+    assert both.level.shape == (3 * B,)
+    assert torch.equal(both.level, noised_samples(clean(), keys(), ones, ones, schedule, config, prediction).level)
+    noise = both.target + (x0 if prediction == "velocity" else 0)
+    torch.testing.assert_close(noise[:, 0], noise[:, 1])
+    level = both.level[:, None, None, None, None]
+    kept = 1 - level if prediction == "velocity" else level**0.5
+    torch.testing.assert_close(both.x[:, 0] - both.x[:, 1], (kept * (x0[:, :1] - x0[:, 1:]))[:, 0])
+
+
+LONG = Schedule(torch.linspace(1, 0, 15), torch.arange(14.0))
+
+
+def test_stratified_levels() -> None:
+    """AWM's: 6 of the steps 1 to 11, one of each part 1, 2-3, 4-5, 6-7, 8-9 and 10-11, uniformly."""
+    levels, timesteps = draw_levels(keys(2000), LONG, NoisingConfig(6, StratifiedLevels(highest=12, skip=1)))
+    assert timesteps is not None
+    assert torch.equal(levels, LONG.levels[timesteps.long()])
+    for part, expected in enumerate([[1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]):
+        drawn, count = timesteps[:, part].unique(return_counts=True)
+        assert drawn.tolist() == expected
+        assert (count / 2000 - 1 / len(expected)).abs().max() < 0.05
+
+
+def test_more_stratified_levels_than_steps() -> None:
+    """A part without a whole step takes the step below it, as the published code does."""
+    _, timesteps = draw_levels(keys(3), LONG, NoisingConfig(6, StratifiedLevels(highest=3)))
+    assert timesteps is not None
+    assert timesteps.tolist() == [[0, 0, 1, 1, 2, 2]] * 3
+
+
+def test_steps_that_are_left_out() -> None:
+    """Distinct steps of the range alone; all of them where it has no more."""
+    _, timesteps = draw_levels(keys(50), LONG, NoisingConfig(3, ScheduleLevels(highest=5, skip=2)))
+    assert timesteps is not None
+    assert {tuple(sorted(row)) for row in timesteps.tolist()} == {(2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (lambda: cast(Any, ContinuousLevels)(skip=1), "unexpected keyword argument 'skip'"),
+        (lambda: cast(Any, LogitNormalLevels)(highest=1), "unexpected keyword argument 'highest'"),
+        (lambda: ScheduleLevels(3, skip=3), "noising.levels.skip is 3, expected less than noising.levels.highest 3"),
+        (lambda: StratifiedLevels(3, skip=4), "noising.levels.skip is 4, expected less than noising.levels.highest 3"),
+        (lambda: NoisingConfig(4, ScheduleLevels(5, skip=2)), "noising.each is 4, expected at most 3"),
+        (
+            lambda: cast(Any, NoisingConfig)(levels="schedule"),
+            "noising.levels is 'schedule', expected one of Schedule",
+        ),
+        (
+            lambda: cast(Any, NoisingConfig)(draw="group"),
+            "noising.draw is 'group', expected one of 'sample', 'call'",
+        ),
+    ],
+)
+def test_levels_that_cannot_be_drawn(settings: Callable[[], Any], says: str) -> None:
+    """They are errors, or cannot be written at all."""
+    with pytest.raises((ValueError, TypeError), match=says):
+        settings()

@@ -1,0 +1,120 @@
+"""Rewards with a floor: their multipliers, against a solution that is known, and as weights of a run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_jobs as tiny
+import torch
+from spied_runs import FAST, STEPS
+
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.config import AdvantageConfig, TrainConfig
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_floors, updated
+
+
+def test_multipliers_find_the_known_solution() -> None:
+    """Of max -p^2 subject to p >= 1/2, whose multiplier is 1; of a floor that holds anyway it is 0."""
+    multipliers: dict[str, float] = {}
+    for _ in range(200):
+        p = multipliers.get("c", 0.0) / 2  # the best answer to the multiplier: it maximises -p^2 + lambda p
+        multipliers = updated(multipliers, {"c": p, "loose": p}, {"c": 0.5, "loose": -1.0}, lr=0.2, most=10.0)
+    assert multipliers["c"] == pytest.approx(1.0, abs=1e-6)
+    assert multipliers["loose"] == 0.0
+
+
+def test_a_multiplier_stays_between_0_and_its_bound() -> None:
+    """Step by step, with the step size per unit of the reward."""
+    steps = [0.0]
+    for mean in (0.0, 0.0, 0.0, 2.0, 2.0):
+        steps.append(updated({"c": steps[-1]}, {"c": mean}, {"c": 1.0}, lr=0.5, most=1.25)["c"])
+    assert steps == [0.0, 0.5, 1.0, 1.25, 0.75, 0.25]
+    assert updated({}, {"c": 5.0}, {"c": 1.0}, lr=0.5, most=1.25) == {"c": 0.0}
+
+
+def test_weights_of_what_is_learnt_from_and_of_what_is_maximised() -> None:
+    """A multiplier stands in for the weight of its reward alone."""
+    weights, names = torch.tensor([0.3, 1.0, -2.0]), ["a", "b", "c"]
+    assert torch.equal(learnt_weights(weights, names, {"b": 0.7}), torch.tensor([0.3, 0.7, -2.0]))
+    assert torch.equal(free_weights(weights, names, {"b": 0.5}), torch.tensor([0.3, 0.0, -2.0]))
+    assert torch.equal(free_weights(weights, names, {}), weights)
+
+
+@pytest.mark.parametrize("text", ["ocr", "ocr=", "=0.5", "ocr=high", "ocr=nan", "ocr=inf"])
+def test_a_floor_is_a_name_and_a_number(text: str) -> None:
+    """In one line; a name may hold a colon, and an equals sign."""
+    with pytest.raises(ValueError, match=r"advantage.floors holds '.*', expected the name of a reward and a number"):
+        AdvantageConfig(floors=(text,))
+    assert parse_floors(["mine:score=-1", "b=2"], field="x") == {"mine:score": -1.0, "b": 2.0}
+    with pytest.raises(ValueError, match="names 'b' twice"):
+        parse_floors(["b=1", "b=2"], field="x")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
+
+
+def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:
+    """Return a run of two groups of four by both rewards of the tiny job."""
+    rollout, settings = replace(STEPS, prompts=2), AdvantageConfig(**advantage)
+    return tiny.config(out, rewards=rewards, rollout=rollout, advantage=settings, optimizer=FAST, updates=4, micro_batch=4)
+
+
+@pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])
+def test_a_floor_is_a_weight_that_is_found(one: World, tmp_path: Path, combine: str) -> None:
+    """The update is that of a run with the multiplier as its weight, and the record has the multiplier."""
+    floored = tiny.Run(config(tmp_path, floors=("contrast=40",), floor_lr=0.05, combine=combine), one)
+    record = floored.rollout()
+    multiplier = 0.05 * (40 - record["rewards"]["contrast"])
+    assert record["multipliers"] == {"contrast": pytest.approx(multiplier, rel=1e-5)}
+    assert record["reward"]["mean"] == pytest.approx(record["rewards"]["brightness"])
+    text = f"contrast={record['multipliers']['contrast']!r}"
+    weighted = tiny.Run(config(tmp_path, ("brightness", text), combine=combine), one)
+    weighted.rollout()
+    assert all(torch.equal(tensor, weighted.gradient()[name]) for name, tensor in floored.gradient().items())
+    assert floored.rollout()["multipliers"] != record["multipliers"]
+
+
+def test_multipliers_are_resumed_to_the_bit(one: World, tmp_path: Path) -> None:
+    """Two updates, a checkpoint and two more are four."""
+    settings = config(tmp_path / "run", floors=("contrast=40",), floor_lr=0.05)
+    straight = Trainer(settings, tiny.job(), one)
+    records = [straight.update() for _ in range(2)]
+    straight.save()
+    records += [straight.update() for _ in range(2)]
+    again = Trainer(settings, tiny.job(), one)
+    again.resume(tmp_path / "run" / "checkpoints" / "000002")
+    assert [again.update()["multipliers"] for _ in range(2)] == [record["multipliers"] for record in records[2:]]
+    expected = straight.engine.sharded.shards()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.engine.sharded.shards().items())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "floors", "says"),
+    [
+        (("brightness",), ("contrast=1",), "names 'contrast', expected one of the rewards of the run, brightness"),
+        (("brightness",), ("brightness=1",), "names every reward of the run: add one to learn from"),
+        (("brightness", "contrast=2"), ("contrast=1",), "rewards gives it the weight 2: remove the weight"),
+    ],
+)
+def test_floors_that_have_no_meaning(
+    one: World, tmp_path: Path, rewards: tuple[str, ...], floors: tuple[str, ...], says: str
+) -> None:
+    """In one line, before anything is computed."""
+    with pytest.raises(UsageError, match=says):
+        tiny.Run(config(tmp_path, rewards, floors=floors), one)
+
+
+def test_settings_of_floors_that_do_nothing() -> None:
+    """Without a floor, or with a history of rewards."""
+    with pytest.raises(ValueError, match=r"floor_lr or floor_max is set, and no reward has a floor"):
+        AdvantageConfig(floor_lr=0.5)
+    with pytest.raises(ValueError, match=r"advantage.history is 32, expected 0: the multipliers of advantage.floors"):
+        AdvantageConfig(floors=("a=1",), history=32)

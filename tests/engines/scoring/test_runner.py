@@ -1,0 +1,259 @@
+"""Reward threads: what a failing call costs, which samples keep their scores, and when a reward is not called any more."""
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fluvial.engines.data.records import as_prompts
+from fluvial.engines.errors import RunError
+from fluvial.engines.scoring.runner import RewardRunner, RewardRunners
+from fluvial.engines.scoring.scores import Scored
+
+IMAGES, PROMPTS = torch.arange(4.0)[:, None, None, None].expand(4, 1, 2, 2), ["a", "b", "c", "d"]
+
+
+def scored(reward: Any, **options: Any) -> Scored:
+    """Return what a runner says of one chunk."""
+    runner = RewardRunner(reward, label="reward 'it'", **options)
+    runner.submit(IMAGES, as_prompts(PROMPTS))
+    (found,) = runner.results()
+    runner.close()
+    return found
+
+
+def values(scores: Tensor) -> list[float | None]:
+    """Return scores with None for NaN."""
+    return [None if math.isnan(score) else score for score in scores.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("returned", "kept", "says"),
+    [
+        ([0.0, math.nan, 2.0, 3.0], [0, None, 2, 3], r"is nan for prompt 'b', expected a finite number"),
+        ([0.0, 1.0, -math.inf, 3.0], [0, 1, None, 3], r"is -inf for prompt 'c'"),
+        ([1e30, 1.0, 2.0, -2e9], [None, 1, 2, None], r"is 1e\+30 for prompt 'a', expected a number of at most 1e\+09"),
+        ([0.0], [None] * 4, r"returned shape \[1\] for 4 images"),
+        ("<html>", [None] * 4, r"returned a str \('<html>'\), expected"),
+        ({"points": [1.0] * 4}, [None] * 4, r"a dict with the keys 'points', expected .*: name the one .* 'score'"),
+        ({"score": [1.0] * 4, "more": [1.0]}, [None] * 4, r"reward 'it', more, returned shape \[1\] for 4 images"),
+    ],
+)
+def test_what_no_number_costs(returned: Any, kept: list[float | None], says: str) -> None:
+    """A sample whose number is not valid, or all of a call that returned something else; the line says why."""
+    found = scored(lambda images, prompts: returned)
+    assert values(found.scores) == kept
+    with pytest.raises(RunError, match=says):
+        raise RunError(found.problems[0])
+
+
+def test_several_numbers() -> None:
+    """The score is learnt from; the others come along, finite or not."""
+    parts = {"score": [1.0, 2.0, 3.0, 4.0], "layout": torch.tensor([1, 2, 3, 4]), "colour": [math.nan, 0, 0, 0]}
+    found = scored(lambda images, prompts: parts)
+    assert found.scores.tolist() == [1, 2, 3, 4]
+    assert found.parts["layout"].tolist() == [1, 2, 3, 4]
+    assert values(found.parts["colour"]) == [None, 0, 0, 0]
+    assert not found.problems
+
+
+class Picky:
+    """Raises for some prompts, and counts its calls."""
+
+    def __init__(self, *bad: str, error: type[BaseException] = KeyError) -> None:
+        self.bad, self.error, self.calls = bad, error, 0
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        self.calls += 1
+        if {*self.bad} & {*prompts}:
+            raise self.error("no such\nthing")
+        return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("bad", "kept", "calls"),
+    [
+        (("b",), [0, None, 2, 3], 5),
+        (("a", "b"), [None] * 4, 3),
+        (("b", "c"), [0, None, None, None], 4),
+        ((), [0, 1, 2, 3], 1),
+    ],
+)
+def test_one_bad_sample_costs_no_other(bad: tuple[str, ...], kept: list[float | None], calls: int) -> None:
+    """After a call that raises, samples are scored alone; after two that fail the rest is given up."""
+    reward = Picky(*bad)
+    found = scored(reward)
+    assert values(found.scores) == kept
+    assert reward.calls == calls
+    assert found.failed == bool(bad)
+    assert found.problems == ((f"reward 'it' raised KeyError ('no such\\nthing') for prompt {bad[0]!r}",) if bad else ())
+
+
+@pytest.mark.parametrize("error", [ConnectionError, TimeoutError, RunError])
+def test_a_reward_out_of_reach_is_called_once(error: type[BaseException]) -> None:
+    """Each sample would cost all its retries again."""
+    reward = Picky(*PROMPTS, error=error)
+    assert values(scored(reward).scores) == [None] * 4
+    assert reward.calls == 1
+
+
+def test_the_end_of_the_process_is_an_error_like_others() -> None:
+    """A reward that calls sys.exit ends neither thread nor run."""
+    found = scored(Picky("d", error=SystemExit))
+    assert values(found.scores) == [0, 1, 2, None]
+    assert "raised SystemExit" in found.problems[0]
+
+
+def test_a_reward_that_has_failed_too_often_is_not_called_any_more() -> None:
+    """The rollout stops the run anyway; the next one calls it again."""
+    reward = Picky(*PROMPTS, error=ConnectionError)
+    runner = RewardRunner(reward, tolerated=4)
+    for _ in range(5):
+        runner.submit(IMAGES, as_prompts(PROMPTS))
+    assert [values(found.scores) for found in runner.results()] == [[None] * 4] * 5
+    assert reward.calls == 2
+    reward.bad = ()
+    runner.submit(IMAGES, as_prompts(PROMPTS))
+    assert runner.collect().tolist() == [0, 1, 2, 3]
+    runner.close()
+
+
+def test_the_seconds_of_rewards_are_computed_or_waited_for() -> None:
+    """What a reward computed while something else ran is not waited for."""
+
+    def slow(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        time.sleep(0.5)
+        return images.mean((1, 2, 3))
+
+    runners = RewardRunners({"slow": (slow, 1.0), "fast": (Picky(), 2.0)})
+    runners.submit(IMAGES, as_prompts(PROMPTS))
+    while runners.runners[0].tally.seconds == 0:
+        time.sleep(0.001)
+    hidden = runners.collect()
+    runners.submit(IMAGES, as_prompts(PROMPTS))
+    waited = runners.collect()
+    runners.close()
+    assert hidden.computed >= 0.5 > hidden.waited
+    assert waited.waited >= 0.1
+    assert waited.scores.tolist() == [[i, i] for i in range(4)]
+
+
+def test_the_ids_of_samples_say_where_their_scores_are() -> None:
+    """A repeat has none, and other ranks' samples are 0."""
+    runners = RewardRunners({"it": (Picky(), 1.0)})
+    runners.submit(IMAGES, as_prompts(PROMPTS), ids=[4, 5, -1, -1])
+    assert runners.collect(batch=6).scores.tolist() == [[0], [0], [0], [0], [0], [1]]
+    runners.close()
+
+
+def test_rollouts_that_are_scored_at_once_are_collected_apart() -> None:
+    """On one thread, each with its own samples, groups, failures and seconds."""
+
+    def neat(images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        if "bad" in prompts:
+            raise ValueError("no")
+        return images.mean((1, 2, 3))
+
+    def spread(images: torch.Tensor, prompts: Sequence[str], group: int) -> torch.Tensor:
+        return images.mean((1, 2, 3)) - images.mean()
+
+    runners = RewardRunners({"neat": (neat, 1.0), "spread": (spread, 1.0)}, group=2, tolerated=1)
+    one, two = runners.apart(), runners.apart()
+    images = torch.arange(8.0)[:, None, None, None].expand(8, 1, 2, 2)
+    two.submit(images[4:6], as_prompts(["bad", "x"]))
+    one.submit(images[:2], as_prompts(["x", "x"]))
+    two.submit(images[6:], as_prompts(["bad", "x"]))
+    one.submit(images[2:4], as_prompts(["x", "x"]))
+    found, other = one.collect(), two.collect()
+    runners.close()
+    assert torch.equal(found.scores, torch.tensor([[0.0, -0.5], [1.0, 0.5], [2.0, -0.5], [3.0, 0.5]]))
+    assert torch.equal(other.scores[:, 1], torch.tensor([-0.5, 0.5, -0.5, 0.5]))
+    assert other.scores[:, 0].isnan().tolist() == [True, False, True, False]
+    assert not found.problems
+    assert other.problems
+    assert not runners.collect().scores.numel()
+
+
+def test_the_thread_of_a_reward_computes_on_the_device_of_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread has the first device of the machine, whatever the rank's main thread has."""
+    of_thread, seen = threading.local(), list[int]()
+    module = SimpleNamespace(
+        set_device=lambda device: setattr(of_thread, "index", torch.device(device).index), current_stream=lambda device: None
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(FakeTensor, "record_stream", lambda tensor, stream: None)
+
+    def reward(images: Tensor, prompts: Sequence[str]) -> list[float]:
+        seen.append(getattr(of_thread, "index", 0))
+        return [0.0] * len(prompts)
+
+    with FakeTensorMode():
+        images = torch.zeros(2, 1, 4, 4, device="cuda:3")
+    runner = RewardRunner(reward)
+    runner.submit(images, as_prompts(["a", "b"]))
+    runner.collect()
+    runner.close()
+    assert seen == [3]
+
+
+def later(scores: "Future[Any]") -> RewardRunner:
+    """Return a runner whose reward promises the scores of a chunk, and which has been given one."""
+    runner = RewardRunner(lambda images, prompts: scores, label="reward 'it'", timeout=0.5)
+    runner.submit(IMAGES, as_prompts(PROMPTS))
+    return runner
+
+
+def test_scores_may_come_later() -> None:
+    """Than the limit of a call, and after the calls for the next samples."""
+    promised = [Future[Any](), Future[Any]()]
+    given = iter(promised)
+    runner = RewardRunner(lambda images, prompts: next(given), timeout=0.5)
+    for _ in promised:
+        runner.submit(IMAGES, as_prompts(PROMPTS))
+    threading.Timer(0.6, promised[1].set_result, [[1.0] * 4]).start()
+    threading.Timer(0.7, promised[0].set_result, [{"score": [2.0] * 4, "votes": [3.0] * 4}]).start()
+    first, second = runner.results()
+    assert first.scores.tolist() == [2.0] * 4
+    assert first.parts["votes"].tolist() == [3.0] * 4
+    assert second.scores.tolist() == [1.0] * 4
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "says"), [([1.0], r"returned shape \[1\] for 4 images"), (ValueError("lost"), r"raised ValueError \(lost\)")]
+)
+def test_promised_scores_may_fail(result: Any, says: str) -> None:
+    scores = Future[Any]()
+    if isinstance(result, Exception):
+        scores.set_exception(result)
+    else:
+        scores.set_result(result)
+    (found,) = later(scores).results()
+    assert found.scores.isnan().all()
+    assert found.failed
+    assert not found.abandoned
+    with pytest.raises(RunError, match=says):
+        raise RunError(found.problems[0])
+
+
+def test_who_is_asked_to_stop_waits_for_nobody() -> None:
+    """Scores that are there count; those that are promised are abandoned."""
+    stop = threading.Event()
+    runner = later(Future())
+    threading.Timer(0.1, stop.set).start()
+    (found,) = runner.results(stop.is_set)
+    assert found.abandoned
+    assert found.scores.isnan().all()
+    there = Future[Any]()
+    there.set_result([1.0] * 4)
+    (found,) = later(there).results(stop.is_set)
+    assert not found.abandoned
+    assert found.scores.tolist() == [1.0] * 4
