@@ -154,7 +154,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from fluvial.bench import __main__ as bench
     from fluvial.bench import aot, kernels, phases, serving, traffic
     from fluvial.bench.objectives import report as objectives
-    from fluvial.engines import train as training
+    from fluvial.engines import run as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.extensions.dryrun import command as dry_runs

@@ -246,7 +246,7 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
     resumes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Not on top of the recipe: with its two updates a rollout, the three that are asked for would be refused."""
-    from fluvial.engines import train as training
+    from fluvial.engines import run as training
     from fluvial.engines.run import recipes
     from fluvial.engines.run.record import as_record
 

@@ -20,7 +20,7 @@ from fluvial.models import hub
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Configurations that the command would train; nothing is trained."""
-    from fluvial.engines import train as training
+    from fluvial.engines import run as training
 
     seen: list[TrainConfig] = []
     monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
