@@ -261,7 +261,7 @@ def update_engine(
             v,
             batch.x_next,
             log_prob_old=batch.log_prob_old,
-            advantage=batch.target_weight,
+            advantage=batch.signal,
             clip_low=CLIP,
             clip_high=CLIP,
         )

@@ -3,15 +3,21 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from fluvial.core import host_values
 from fluvial.core.checks import check_fields
+from fluvial.core.random import Key
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.protocol import ObjectiveTraits, equal_weights
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch, Items, Record, return_to
+from fluvial.engines.run.run import Run
+from fluvial.engines.sampling.backprop import final_samples, number_of_steps
 from fluvial.engines.sampling.items import LastSteps
 from fluvial.engines.sampling.window import AllSteps
 
@@ -21,9 +27,9 @@ if TYPE_CHECKING:
 
 def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
     rollout = config.rollout
-    through = config.objective.traits.through
-    if through is not None and through[0] > rollout.steps:
-        yield UsageError("objective.last", through[0], f"at most the {rollout.steps} steps of the schedule")
+    last = getattr(config.objective, "last", 1)
+    if last > rollout.steps:
+        yield UsageError("objective.last", last, f"at most the {rollout.steps} steps of the schedule")
     if rollout.window != AllSteps():
         yield UsageError("rollout.window", rollout.window.kind, "all steps, which alignprop takes with the sampler again")
     if rollout.trained.kind != "all":
@@ -40,7 +46,7 @@ class AlignPropInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AlignProp:
+class AlignProp(Method):
     """AlignProp's loss: minus a differentiable reward, whose gradient flows back through the last steps (arXiv 2310.03739).
 
         loss = -scale R(x_0), or scale |R(x_0) - target| with a target
@@ -59,24 +65,36 @@ class AlignProp:
     spread: float = 0.0
     target: float | None = None
     scale: float = 1.0
+    traits = ObjectiveTraits(trains_on="steps", rewards="gradients", refuses=_refuses)
+    record = Record(form="unscaled")
 
     def __post_init__(self) -> None:
         check_fields(
             self, "objective", last=(1, 2**31), spread=(0, math.inf), target=(-math.inf, math.inf), scale=(1e-12, math.inf)
         )
 
-    @cached_property
-    def traits(self) -> ObjectiveTraits:
-        """The learner takes the steps again."""
-        return ObjectiveTraits(
-            trains_on="steps",
-            rewards="gradients",
-            recorded_form="unscaled",
-            through=(self.last, self.spread),
-            refuses=_refuses,
-        )
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Take the last steps again, and follow the gradient of the reward of where they lead."""
+        steps = len(batch.plan.sampling.schedule.timesteps)
+        count = number_of_steps(key, steps, last=self.last, spread=self.spread)
+        for part in run.minibatches(return_to(batch, key, count, keep=run.grade(batch).keep), key):
+            yield run.update(part, partial(self._loss_of, run, part))
 
-    target_weight = equal_weights
+    def _loss_of(self, run: Run, items: Items, v: Tensor, rows: LastSteps, config: LossConfig) -> tuple[Tensor, Any]:
+        """Return the loss of rows of a run, whose rewards score where the last steps lead."""
+        batch, sampling = items.batch, items.batch.plan.sampling
+        assert sampling.stochastic is not None
+        transition = sampling.stochastic.transition
+
+        def reward(v: Tensor, rows: LastSteps) -> Tensor:
+            final = final_samples(v, rows, transition, sampling.schedule, partial(run.forward, items))
+            assert rows.place is not None
+            prompts = [
+                batch.prompt(place) for place in host_values.read(rows.place).clamp(max=batch.share.batch - 1).tolist()
+            ]
+            return run.rewards_of(final, prompts, method="alignprop")
+
+        return self.loss(v, rows, config._replace(reward=reward))
 
     def loss(self, v: Tensor, items: LastSteps, config: LossConfig) -> tuple[Tensor, AlignPropInfo]:
         """Return minus the reward of the samples that the last steps lead to, or its distance to the target."""

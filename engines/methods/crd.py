@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,15 @@ from torch import Tensor
 from fluvial.core import crd
 from fluvial.core.checks import check_fields
 from fluvial.core.nft import reward_prob
+from fluvial.core.random import Key
+from fluvial.core.types import to_device
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.protocol import Follower, ObjectiveTraits, ramp
+from fluvial.engines.methods.losses import KLConfig, LossConfig, add_ema_kl
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.networks import Follower, Networks, ramp
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
 
 
 @dataclass(frozen=True)
-class Crd:
+class Crd(Method):
     """CRD's loss: the centred implicit reward of each item is fitted to its centred reward (arXiv 2603.14128).
 
         loss = adv_clip / beta (beta (r - mean r) - (R - mean R))^2 + kl.coef c(R) |v - v_ref|^2
@@ -69,6 +75,7 @@ class Crd:
     sampling_rise: float = 0.0075
     sampling_cap: float = 0.999
     sampling_delay: int = 75
+    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, refuses=_refuses)
 
     def __post_init__(self) -> None:
         positive = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
@@ -76,49 +83,54 @@ class Crd:
         decays = {f"{policy}_{name}": bound for policy in ("old", "sampling") for name, bound in bounds.items()}
         check_fields(self, "objective", **positive, **decays)
 
-    @cached_property
-    def traits(self) -> ObjectiveTraits:
-        """The old policy and the one that makes the rollouts are adapters."""
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep an old policy, one that makes the rollouts, and the references of the KL terms."""
         old = partial(ramp, start=self.old_value, rise=self.old_rise, cap=self.old_cap, delay=self.old_delay)
         sampling = partial(
             ramp, start=self.sampling_value, rise=self.sampling_rise, cap=self.sampling_cap, delay=self.sampling_delay
         )
-        return ObjectiveTraits(
-            trains_on="noised",
-            compares_with=("old",),
-            flows_only=True,
-            takes_kl=True,
-            gathers=True,
-            followers=(Follower("old", old), Follower("sampling", sampling, samples_from=0)),
-            refuses=_refuses,
-        )
+        return {"old": Follower(old), "sampling": Follower(sampling, samples_from=0), **kl.networks()}
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the reward R in [0, 1]."""
-        return reward_prob(advantage, adv_clip=self.adv_clip)
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Centre the implicit and the given rewards over the samples of each update, at each level; fit one to the other."""
+        grades = run.grade(batch)
+        reward = reward_prob(grades.advantage, adv_clip=self.adv_clip)  # R in [0, 1]
+        items = run.noise_samples(batch, key, reward, keep=grades.keep)
+        for part in run.minibatches(items, key):
+            part = run.predict(part, "old", "ref", "ema")
+            implicit = run.gather(part, run.measure(part, self.implicit_reward))  # [B, M]
+            counts, given = (to_device(table, implicit.device) for table in (part.used != 0, batch.spread(reward)))
+            centres = self.centre(implicit, given, counts.to(implicit.dtype))
+            yield run.update(part.with_rows(context=part.look_up(centres)), self.loss)
 
-    def statistic(self, v: Tensor, items: NoisedSamples) -> Tensor:
-        """Return the implicit reward of each item."""
+    def implicit_reward(self, v: Tensor, items: NoisedSamples) -> Tensor:
+        """Return the implicit reward of each item, `[P]`."""
         return crd.implicit_reward(
             v, items.predictions["old"], items.target, adaptive=self.adaptive, weight_min=self.weight_min
         )
 
-    def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-        """Return the mean implicit reward and the mean reward at each level, `[B, M, 2]`."""
+    def centre(self, implicit: Tensor, reward: Tensor, counts: Tensor) -> Tensor:
+        """Return the mean implicit reward and the mean reward at each level, `[B, M, 2]`.
+
+        Args:
+            implicit: implicit rewards, `[B, M]`.
+            reward: R of each sample, `[B]`.
+            counts: 1 for the items of the update, else 0, `[B, M]`.
+        """
         number = counts.sum(0).clamp(min=1)
-        means = [(values * counts).sum(0) / number for values in (statistic, target_weight[:, None])]
-        return torch.stack(means, dim=-1).expand(*statistic.shape, 2)
+        means = [(values * counts).sum(0) / number for values in (implicit, reward[:, None])]
+        return torch.stack(means, dim=-1).expand(*implicit.shape, 2)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, crd.CrdInfo]:
         """Return `crd.crd_loss` with the KL term."""
-        implicit, reward = self.statistic(v, items), items.target_weight
+        implicit, reward = self.implicit_reward(v, items), items.signal
         assert items.context is not None
         centre, mean = items.context.unbind(1)
         loss = crd.crd_loss(implicit, centre, reward - mean, beta=self.beta, scale=self.adv_clip, match=self.match)
         info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
-        if "ref" not in items.predictions:
-            return loss, info
-        kl = config.error(v, items.predictions["ref"])
-        least = 1e-4 / config.kl_coef
-        weight = least + (1 - least) * reward if self.adaptive_kl else 1.0
-        return loss + config.kl_coef * weight * kl, info._replace(kl_ref=kl.detach())
+        if "ref" in items.predictions:
+            kl = config.error(v, items.predictions["ref"])
+            least = 1e-4 / config.kl_coef
+            weight = least + (1 - least) * reward if self.adaptive_kl else 1.0
+            loss, info = loss + config.kl_coef * weight * kl, info._replace(kl_ref=kl.detach())
+        return add_ema_kl(loss, v, items, config), info

@@ -13,7 +13,8 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.step import KLWeight, kl_factor
-from fluvial.engines.sampling.items import Items, LastSteps, RecordedSteps
+from fluvial.engines.run.networks import Follower, Networks, Start
+from fluvial.engines.sampling.items import LastSteps, RecordedSteps, Rows
 from fluvial.engines.sampling.samplers import SamplerRule
 from fluvial.kernels import Implementation, step_log_prob, velocity_error
 
@@ -57,6 +58,11 @@ class KLConfig:
         """Return the share d of the moving average that stays after a number of rollouts and updates."""
         return min(self.ema_cap, self.ema_rise * updates)
 
+    def networks(self) -> Networks:
+        """Return the networks that the terms compare with: the reference, and a moving average of the policy."""
+        found: Networks = {"ref": Start(self.guidance)} if self.coef > 0 else {}
+        return found | ({"ema": Follower(self.ema_decay)} if self.ema_coef > 0 else {})
+
     def weight_of(self, sampler: SamplerRule) -> KLWeight:
         """Return the weight of the KL of a sampler's steps."""
         return sampler.kl_weight if self.weight == "auto" else self.weight
@@ -71,7 +77,7 @@ class LossConfig(NamedTuple):
     kl_weight: KLWeight = "rate"
     implementation: Implementation = "auto"  # see `kernels.dispatch.resolve`
     kl_ema_coef: float = 0.0  # weight of the KL to the moving average of the policy
-    # (v, items) -> reward `[P]` with gradient; of objectives that learn from gradients
+    # (v, items) -> reward `[P]` with gradient; of methods that learn from gradients
     reward: Callable[[Tensor, LastSteps], Tensor] | None = None
 
     def error(self, v: Tensor, target: Tensor) -> Tensor:
@@ -110,7 +116,7 @@ def surrogate_and_kl(
     *steps: Any,
     **numbers: float,
 ) -> tuple[Tensor, PolicyInfo]:
-    """Return a surrogate of recorded steps with the KL to the reference's step added, and its diagnostics with that KL.
+    """Return a surrogate of recorded steps with the KL terms added, and its diagnostics with the KL to the reference's step.
 
     Args:
         v: the policy's prediction.
@@ -121,30 +127,30 @@ def surrogate_and_kl(
         numbers: its hyper-parameters.
     """
     log_prob, kl = log_prob_and_kl(v, items, config, v_ref=items.predictions.get("ref"))
-    loss, info = surrogate(log_prob, items.log_prob_old, items.target_weight, *steps, **numbers)
-    if kl is None:
-        return loss, info
-    factor = kl_factor(items.transition, items.dt, config.kl_weight)
-    return loss + config.kl_coef * factor * kl, info._replace(kl_ref=kl.detach())
+    loss, info = surrogate(log_prob, items.log_prob_old, items.signal, *steps, **numbers)
+    if kl is not None:
+        factor = kl_factor(items.transition, items.dt, config.kl_weight)
+        loss, info = loss + config.kl_coef * factor * kl, info._replace(kl_ref=kl.detach())
+    return add_ema_kl(loss, v, items, config), info
 
 
-def add_velocity_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Return a loss with kl_coef mean |v - v_ref|^2 added, and that mean without gradient, 0 without a reference."""
+def add_velocity_kl(loss: Tensor, v: Tensor, items: Rows, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return a loss with the KL terms added, and mean |v - v_ref|^2 without gradient, 0 without a reference."""
     if "ref" not in items.predictions:
-        return loss, torch.zeros_like(loss)
+        return add_ema_kl(loss, v, items, config), torch.zeros_like(loss)
     kl = config.error(v, items.predictions["ref"])
-    return loss + config.kl_coef * kl, kl.detach()
+    return add_ema_kl(loss + config.kl_coef * kl, v, items, config), kl.detach()
 
 
 def fitted(
-    error: Tensor, v: Tensor, items: Items, config: LossConfig, *, weight: Tensor | None = None
+    error: Tensor, v: Tensor, items: Rows, config: LossConfig, *, weight: Tensor | None = None
 ) -> tuple[Tensor, ErrorInfo]:
     """Return the loss that fits a prediction, weight error + kl_coef mean |v - v_ref|^2, and its diagnostics."""
     loss, kl = add_velocity_kl(error if weight is None else weight * error, v, items, config)
     return loss, ErrorInfo(error.detach(), kl)
 
 
-def add_ema_kl(loss: Tensor, v: Tensor, items: Items, config: LossConfig) -> Tensor:
+def add_ema_kl(loss: Tensor, v: Tensor, items: Rows, config: LossConfig) -> Tensor:
     """Return a loss with the KL to the moving average of the policy added, if the run has one.
 
     As the KL to the reference, it is that of the Gaussian steps for recorded steps, else mean |v - v_ema|^2.

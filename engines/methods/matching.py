@@ -12,9 +12,14 @@ from torch import Tensor
 from fluvial.core import awm, distill
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
+from fluvial.core.random import Key
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import ErrorInfo, LossConfig, add_velocity_kl, fitted
-from fluvial.engines.methods.protocol import ObjectiveTraits, equal_weights, the_advantage
+from fluvial.engines.methods.losses import ErrorInfo, KLConfig, LossConfig, add_velocity_kl, fitted
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch, Record
+from fluvial.engines.run.networks import Before, Networks, Teacher
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
 
 if TYPE_CHECKING:
@@ -22,12 +27,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sft:
+class Sft(Method):
     """Supervised fine-tuning: flow matching on the job's own data, without a rollout (arXiv 2210.02747)."""
 
     traits = ObjectiveTraits(trains_on="noised", rewards="nothing", offline=True, takes_kl=True, takes_implementation=True)
 
-    target_weight = equal_weights
+    def collect(self, run: Run, key: Key) -> Batch:
+        """Read the next images and captions."""
+        return run.read(key)
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Fit the images."""
+        items = run.noise_samples(batch, key)
+        for part in run.minibatches(items, key):
+            yield run.update(run.predict(part, "ref", "ema"), self.loss)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error`."""
@@ -41,7 +54,7 @@ def _raft_needs(config: "TrainConfig") -> Iterator[UsageError]:
 
 
 @dataclass(frozen=True)
-class Raft:
+class Raft(Method):
     """Reward-ranked fine-tuning: fit the best samples of each group (RAFT, arXiv 2304.06767).
 
     Args:
@@ -59,8 +72,6 @@ class Raft:
         return ObjectiveTraits(
             trains_on="noised",
             rewards="order",
-            skips_zero=True,
-            mean_over_kept=True,
             takes_kl=True,
             takes_implementation=True,
             offline=self.compare != "rollout",
@@ -71,8 +82,19 @@ class Raft:
     def __post_init__(self) -> None:
         check_fields(self, "objective", best=(1e-9, 1))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return 1 for the best samples of each group, else 0."""
+    def collect(self, run: Run, key: Key) -> Batch:
+        """Sample groups of images, or read images that are compared with others of their caption, or with any."""
+        return run.sample(key) if self.compare == "rollout" else run.read(key, scored=True)
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Fit the best of each group."""
+        best = self.choose_best(run.grade(batch).reward, batch.group)
+        items = run.noise_samples(batch, key, best, keep=best)
+        for part in run.minibatches(items, key):
+            yield run.update(run.predict(part, "ref", "ema"), self.loss)
+
+    def choose_best(self, reward: Tensor, group: Tensor) -> Tensor:
+        """Return 1 for the best samples of each group, else 0, `[N]`."""
         same = group == group[:, None]
         better = same & (reward > reward[:, None])
         equal = same & (reward == reward[:, None]).tril()  # among equal rewards the first sample counts as the best
@@ -82,11 +104,11 @@ class Raft:
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error` of the kept samples, 0 for the others."""
-        return fitted(config.error(v, items.target), v, items, config, weight=items.target_weight)
+        return fitted(config.error(v, items.target), v, items, config, weight=items.signal)
 
 
 @dataclass(frozen=True)
-class Awm:
+class Awm(Method):
     """Advantage weighted matching: the clipped surrogate with the matching error as log-probability (arXiv 2509.25050).
 
     Args:
@@ -104,9 +126,7 @@ class Awm:
     power: float = 0.25
     traits = ObjectiveTraits(
         trains_on="noised",
-        compares_with=("old",),
         has_ratio=True,
-        skips_zero=True,
         flows_only=True,
         takes_kl=True,
         takes_implementation=True,
@@ -115,7 +135,17 @@ class Awm:
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), delta=(1e-12, math.inf), power=(1e-12, 1))
 
-    target_weight = the_advantage
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep the policy before the updates, and the references of the KL terms."""
+        return {"old": Before(), **kl.networks()}
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Climb the clipped surrogate of the matching errors, weighted by the advantage."""
+        grades = run.grade(batch)
+        skip_zero = not run.has("ref", "ema")
+        items = run.noise_samples(batch, key, grades.advantage, keep=grades.keep, skip_zero=skip_zero)
+        for part in run.minibatches(items, key):
+            yield run.update(run.predict(part, "ref", "ema"), self.loss)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.clipped_surrogate` of `awm.awm_log_prob`."""
@@ -130,7 +160,7 @@ class Awm:
             for policy in (v, items.predictions["old"])
         )
         loss, info = clipped_surrogate(
-            log_prob, log_prob_old, items.target_weight, clip_low=self.clip_low, clip_high=self.clip_high
+            log_prob, log_prob_old, items.signal, clip_low=self.clip_low, clip_high=self.clip_high
         )
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, info._replace(kl_ref=kl)
@@ -143,7 +173,7 @@ def _mean_kl_needs(config: "TrainConfig") -> Iterator[UsageError]:
 
 
 @dataclass(frozen=True)
-class Distill:
+class Distill(Method):
     """On-policy distillation: fit the teacher's step at the samples that the student reaches (arXiv 2306.13649).
 
     Args:
@@ -161,14 +191,25 @@ class Distill:
     @cached_property
     def traits(self) -> ObjectiveTraits:
         """Matching predictions has a kernel and needs no density of a step; matching steps is the other way round."""
-        common = ObjectiveTraits(
-            trains_on="steps", compares_with=("teacher",), rewards="nothing", takes_kl=True, teacher=self.teacher
-        )
+        common = ObjectiveTraits(trains_on="steps", rewards="nothing", takes_kl=True)
         if self.match == "velocity_mse":
-            return replace(common, takes_implementation=True, recorded_form="unscaled")
+            return replace(common, takes_implementation=True)
         return replace(common, refuses=_mean_kl_needs)
 
-    target_weight = equal_weights
+    @property
+    def record(self) -> Record:
+        """Record the steps, in a form that deterministic ones have too if predictions are matched."""
+        return Record(form="unscaled" if self.match == "velocity_mse" else None)
+
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep the teacher, and the references of the KL terms."""
+        return {"teacher": Teacher(self.teacher), **kl.networks()}
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Fit the teacher's step at each step that the student took."""
+        items = run.record_steps(batch, key, keep=run.grade(batch).keep)
+        for part in run.minibatches(items, key):
+            yield run.update(run.predict(part, "teacher", "ref", "ema"), self.loss)
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return the distance between the student's and the teacher's step."""

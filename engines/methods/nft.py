@@ -3,17 +3,21 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from fluvial.core import nft
 from fluvial.core.checks import check_fields
+from fluvial.core.random import Key
 from fluvial.engines.choices import check_variant
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import LossConfig, add_velocity_kl
-from fluvial.engines.methods.protocol import Follower, ObjectiveTraits, ramp
+from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.networks import Before, Follower, Networks, ramp
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.kernels import nft_loss
 
@@ -80,7 +84,7 @@ OldPolicy = NoOld | LinearOld
 
 
 @dataclass(frozen=True)
-class Nft:
+class Nft(Method):
     """DiffusionNFT's loss: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
     The old policy makes the samples.
@@ -98,28 +102,26 @@ class Nft:
     adv_clip: float = 5.0
     old: OldPolicy = field(default_factory=LinearOld)
     weight_min: float = 1e-5
+    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True, refuses=_refuses)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective")
         check_variant(self.old, OldPolicy, "objective.old")
         nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
 
-    @cached_property
-    def traits(self) -> ObjectiveTraits:
-        """The old policy lags behind unless `old` is none; a target weight of 0 is a bad sample, so none is skipped."""
-        return ObjectiveTraits(
-            trains_on="noised",
-            compares_with=("old",),
-            flows_only=True,
-            takes_kl=True,
-            takes_implementation=True,
-            followers=() if isinstance(self.old, NoOld) else (Follower("old", self.old.decay, samples_from=0),),
-            refuses=_refuses,
-        )
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep the old policy, which makes the samples, and the references of the KL terms."""
+        old = Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
+        return {"old": old, **kl.networks()}
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the probability that a sample is good, in [0, 1]."""
-        return nft.reward_prob(advantage, adv_clip=self.adv_clip, mode=self.mode)
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Fit the good one of the implicit policies to good samples, and the bad one to bad samples."""
+        grades = run.grade(batch)
+        good = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
+        items = run.noise_samples(batch, key, good, keep=grades.keep)
+        for part in run.minibatches(items, key):
+            part = run.predict(part, "old", "ref", "ema")
+            yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`."""
@@ -130,7 +132,7 @@ class Nft:
             items.x0,
             items.x,
             items.level,
-            items.target_weight,
+            items.signal,
             beta=self.beta,
             adv_clip=self.adv_clip,
             weight_min=self.weight_min,

@@ -14,9 +14,15 @@ from fluvial.core import dgpo
 from fluvial.core.checks import check_fields
 from fluvial.core.dgpo import DgpoInfo
 from fluvial.core.dpo import D3poInfo, DpoInfo, best_and_worst, clipped_log_ratio, d3po_loss, dpo_loss
+from fluvial.core.random import Key
+from fluvial.core.types import to_device
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import LossConfig, add_velocity_kl, log_prob_and_kl
-from fluvial.engines.methods.protocol import Follower, ObjectiveTraits, equal_weights, ramp, the_advantage
+from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl, log_prob_and_kl
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch, Record
+from fluvial.engines.run.networks import Follower, Networks, Start, ramp
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ def _dpo_needs(config: "TrainConfig", *, name: str = "dpo") -> Iterator[UsageErr
 
 
 @dataclass(frozen=True)
-class Dpo:
+class Dpo(Method):
     """Diffusion-DPO: fit the preferred of two samples more than the other (arXiv 2311.12908, 2501.13918).
 
     Online, the two are the best and the worst sample of each group of a rollout. Offline, they are read from a folder.
@@ -56,7 +62,6 @@ class Dpo:
         """A folder of preferences makes the objective offline."""
         return ObjectiveTraits(
             trains_on="preferences",
-            compares_with=("ref",),
             rewards="order",
             takes_implementation=True,
             offline=self.preferences is not None,
@@ -64,7 +69,24 @@ class Dpo:
             refuses=_dpo_needs,
         )
 
-    target_weight = equal_weights
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep the policy that training starts from: the margin is relative to it."""
+        return {"ref": Start(kl.guidance)}
+
+    def collect(self, run: Run, key: Key) -> Batch:
+        """Sample groups of images, or read pairs."""
+        return run.sample(key) if self.preferences is None else run.read_pairs(key)
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Pair the best and the worst sample of each group, and fit the pairs at the same noise."""
+        pairs = batch if batch.paired else self._pair_extremes(run, batch)
+        for part in run.minibatches(run.noise_samples(pairs, key), key):
+            yield run.update(run.predict(part, "ref"), self.loss)
+
+    def _pair_extremes(self, run: Run, batch: Batch) -> Batch:
+        """Return the best and the worst sample of each group as pairs; groups with equal rewards have none."""
+        chosen = best_and_worst(run.reward(batch), batch.group)
+        return run.pair(batch, batch.kept[chosen.win[chosen.valid]], batch.kept[chosen.lose[chosen.valid]])
 
     def loss(self, v: Tensor, items: Pairs, config: LossConfig) -> tuple[Tensor, DpoInfo]:
         """Return `dpo.dpo_loss`; an item holds the preferred sample and the other, `[P, 2, *event]`."""
@@ -86,7 +108,7 @@ def _d3po_needs(config: "TrainConfig") -> Iterator[UsageError]:
 
 
 @dataclass(frozen=True)
-class D3po:
+class D3po(Method):
     """D3PO's loss: a preference between the best and the worst sample of a group, step by step (arXiv 2311.13231).
 
         -log sigmoid(beta (log clip(rho_best) - log clip(rho_worst))),  rho = p(x_next | x) / p_ref(x_next | x)
@@ -98,40 +120,37 @@ class D3po:
 
     beta: float = 0.1
     eps: float = 0.1
-    traits = ObjectiveTraits(
-        trains_on="steps",
-        compares_with=("ref",),
-        rewards="order",
-        skips_zero=True,
-        mean_over_kept=True,
-        takes_implementation=True,
-        gathers=True,
-        refuses=_d3po_needs,
-    )
+    traits = ObjectiveTraits(trains_on="steps", rewards="order", takes_implementation=True, refuses=_d3po_needs)
+    record = Record()
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", beta=(1e-12, math.inf), eps=(1e-12, 1 - 1e-6))
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep the policy that training starts from: ratios are relative to it."""
+        return {"ref": Start(kl.guidance)}
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Compare each step of the best sample of a group with the same step of its worst."""
+        preferred = self.prefer(run.grade(batch).reward, batch.group)
+        steps = run.record_steps(batch, key, preferred, keep=(preferred != 0).to(preferred.dtype))
+        side, group = batch.spread(preferred), torch.arange(batch.share.batch) // batch.compared
+        partner = (group[:, None] == group) & (side[:, None] * side == -1)  # [B, B]
+        for part in run.minibatches(steps, key):
+            part = run.predict(part, "ref")
+            ratios = run.gather(part, run.measure(part, partial(self._log_ratio, config=LossConfig())))
+            part = part.with_rows(context=part.look_up(to_device(partner.to(ratios.dtype), ratios.device) @ ratios))
+            yield run.update(part, self.loss)
+
+    def prefer(self, reward: Tensor, group: Tensor) -> Tensor:
         """Return 1 for the best sample of each group, -1 for the worst, else 0; groups with equal rewards have none."""
-        found = best_and_worst(reward, group)
-        out = torch.zeros_like(reward)
-        out[found.win[found.valid]] = 1.0
-        out[found.lose[found.valid]] = -1.0
-        return out
-
-    def statistic(self, v: Tensor, items: RecordedSteps) -> Tensor:
-        """Return the clipped log-ratio of each step to the reference's."""
-        return self._log_ratio(v, items, LossConfig())
-
-    def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-        """Return the clipped log-ratio of the other sample of each pair, `[B, S]`, 0 without a pair."""
-        pairs = (group[:, None] == group) & (target_weight[:, None] * target_weight == -1)
-        return pairs.to(statistic.dtype) @ statistic
+        chosen, preferred = best_and_worst(reward, group), torch.zeros_like(reward)
+        preferred[chosen.win[chosen.valid]], preferred[chosen.lose[chosen.valid]] = 1.0, -1.0
+        return preferred
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, D3poInfo]:
         """Return `dpo.d3po_loss`."""
-        own, other, preferred = self._log_ratio(v, items, config), items.context, items.target_weight
+        own, other, preferred = self._log_ratio(v, items, config), items.context, items.signal
         assert other is not None
         loss = d3po_loss(own, other, preferred, beta=self.beta)
         margin = (self.beta * preferred * (own - other)).detach()
@@ -154,7 +173,7 @@ def _dgpo_needs(config: "TrainConfig") -> Iterator[UsageError]:
 
 
 @dataclass(frozen=True)
-class Dgpo:
+class Dgpo(Method):
     """DGPO's loss: a matching error, weighted by the advantage and by how little its group is preferred (arXiv 2510.08425).
 
         loss = w_g A |v - (noise - x0)|^2,  w_g = sigmoid(beta / G sum_g A (error - error_ref)),  both means over the event
@@ -179,46 +198,45 @@ class Dgpo:
     old_cap: float = 0.3
     old_samples_from: int | None = None
     reference: Literal["base", "old"] = "base"
+    traits = ObjectiveTraits(
+        trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True, refuses=_dgpo_needs
+    )
 
     def __post_init__(self) -> None:
         any_size = (0, math.inf)
         own = {"old_rise": (0, 1), "old_cap": (0, 0.999999), "old_samples_from": any_size}
         check_fields(self, "objective", beta=(1e-12, math.inf), clip_low=(0, 1), clip_high=any_size, **own)
 
-    @cached_property
-    def traits(self) -> ObjectiveTraits:
-        """The old policy is an adapter that follows the policy fast."""
+    def networks(self, kl: KLConfig) -> Networks:
+        """Keep an old policy that follows the policy fast, and the policy that training starts from."""
         start = None if self.old_samples_from is None else self.old_samples_from + 1
         decay = partial(ramp, rise=self.old_rise, cap=self.old_cap, delay=1)
-        return ObjectiveTraits(
-            trains_on="noised",
-            compares_with=("old", "ref"),
-            flows_only=True,
-            takes_kl=True,
-            takes_implementation=True,
-            gathers=True,
-            followers=(Follower("old", decay, samples_from=start),),
-            refuses=_dgpo_needs,
-        )
+        return {"old": Follower(decay, samples_from=start), "ref": Start(kl.guidance), **kl.networks()}
 
-    target_weight = the_advantage
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Weigh each item by its advantage, and by the sigmoid of its group's margin at its level."""
+        grades = run.grade(batch)
+        items = run.noise_samples(batch, key, grades.advantage, keep=grades.keep)
+        group = torch.arange(batch.share.batch) // batch.compared
+        for part in run.minibatches(items, key):
+            part = run.predict(part, "old", "ref", "ema")
+            margins = run.gather(part, run.measure(part, self.margin))
+            counts = to_device((part.used != 0).to(margins.dtype), margins.device)
+            weight = dgpo.group_weight(margins, to_device(group, margins.device), counts=counts)
+            yield run.update(part.with_rows(context=part.look_up(weight)), self.loss)
 
-    def statistic(self, v: Tensor, items: NoisedSamples) -> Tensor:
+    def margin(self, v: Tensor, items: NoisedSamples) -> Tensor:
         """Return what each item adds to the argument of its group's sigmoid."""
         reference = items.predictions["ref" if self.reference == "base" else "old"]
         error, error_ref = (LossConfig().error(each, items.target) for each in (v, reference))
-        return dgpo.preference_margin(error, error_ref, items.target_weight, beta=self.beta)
-
-    def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-        """Return the weight of each sample's group at each level."""
-        return dgpo.group_weight(statistic, group, counts=counts)
+        return dgpo.preference_margin(error, error_ref, items.signal, beta=self.beta)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, DgpoInfo]:
         """Return `dgpo.dgpo_loss`."""
         assert items.context is not None
         error, error_old = (config.error(each, items.target) for each in (v, items.predictions["old"]))
         loss, info = dgpo.dgpo_loss(
-            error, error_old, items.target_weight, items.context, clip_low=self.clip_low, clip_high=self.clip_high
+            error, error_old, items.signal, items.context, clip_low=self.clip_low, clip_high=self.clip_high
         )
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, info._replace(kl_ref=kl)

@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
+from fluvial.core.correction import rollout_weights
 from fluvial.core.policy import PolicyInfo, dppo_surrogate, guard_surrogate, noise_weighted_surrogate
+from fluvial.core.random import Key
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import LossConfig, surrogate_and_kl
-from fluvial.engines.methods.protocol import ObjectiveTraits, the_advantage
+from fluvial.engines.methods.losses import LossConfig, add_ema_kl, log_prob_and_kl, surrogate_and_kl
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch, Items, Record
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.kernels import policy_loss
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig
 
-SURROGATE = ObjectiveTraits(trains_on="steps", has_ratio=True, skips_zero=True, takes_kl=True, takes_implementation=True)
+SURROGATE = ObjectiveTraits(trains_on="steps", has_ratio=True, takes_kl=True, takes_implementation=True)
 
 
 def _needs_density(config: "TrainConfig", *, name: str, mean: bool = True) -> Iterator[UsageError]:
@@ -39,8 +44,48 @@ def _guard_needs(config: "TrainConfig") -> Iterator[UsageError]:
     yield from _needs_density(config, name="guard")
 
 
+class PolicyGradient(Method):
+    """The program of GRPO and its successors, which differ in `loss`, and in what they record."""
+
+    record = Record()
+    splits_guidance = False  # whether the loss combines the halves of guidance itself
+
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Climb the surrogate of every recorded step, weighted by the advantage of its sample."""
+        grades = run.grade(batch)
+        steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep, skip_zero=not run.has("ref", "ema"))
+        steps = correct(run, steps)
+        for part in run.minibatches(steps, key):
+            part = run.predict(part, "ref", "ema")
+            yield run.update(part, self.loss, split_guidance=self.splits_guidance and not run.has("ema"))
+
+
+def correct(run: Run, steps: Items) -> Items:
+    """Return recorded steps with the update's own old log-probs, and signals weighted by their ratio to the rollout's.
+
+    Nothing changes without a correction. The weight is that of the policy gradient, whose loss is linear in the advantage; a
+    KL term has no weight.
+    """
+    config, keeps_velocity = run.config.correction, "old" in steps.rows.predictions
+    if config.mode == "none":
+        return steps
+
+    def score(v: Tensor, rows: RecordedSteps) -> tuple[Tensor, ...]:
+        log_prob, _ = log_prob_and_kl(v, rows, run.loss_settings, v_ref=None)
+        return (log_prob, v) if keeps_velocity else (log_prob,)
+
+    log_prob, *velocity = run.measure(steps, score)
+    if velocity:
+        steps = steps.with_predictions(old=velocity[0])
+    # Of all ranks, so that each has the same diagnostics.
+    computed, known = (run.gather(steps, values) for values in (log_prob, steps.rows.log_prob_old))
+    factor, info = rollout_weights(computed, known, mode=config.mode, threshold=config.threshold, level=config.level)
+    run.log(correction=info)
+    return steps.with_rows(log_prob_old=log_prob, signal=steps.rows.signal * steps.look_up(factor))
+
+
 @dataclass(frozen=True)
-class Clipped:
+class Clipped(PolicyGradient):
     """The clipped surrogate of PPO and GRPO on recorded steps (arXiv 1707.06347, 2402.03300, 2505.05470).
 
     Args:
@@ -51,22 +96,21 @@ class Clipped:
 
     clip_low: float = 1e-3
     clip_high: float = 1e-3
-    traits = replace(SURROGATE, folds_guidance=True)
+    traits = SURROGATE
+    splits_guidance = True
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf))
 
-    target_weight = the_advantage
-
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps."""
-        return policy_loss(
+        loss, info = policy_loss(
             items.transition,
             items.x,
             v,
             items.x_next,
             log_prob_old=items.log_prob_old,
-            advantage=items.target_weight,
+            advantage=items.signal,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             v_ref=items.predictions.get("ref"),
@@ -79,10 +123,11 @@ class Clipped:
             reduction=config.reduction,
             implementation=config.implementation,
         )
+        return add_ema_kl(loss, v, items, config), info
 
 
 @dataclass(frozen=True)
-class TempFlow:
+class TempFlow(PolicyGradient):
     """TempFlow-GRPO's surrogate: each step's clipped surrogate times the step's noise (arXiv 2508.04324).
 
     Its rollouts branch: the samples of a group start from the same noise (rollout.shared_noise) and differ in the noise of a
@@ -102,8 +147,6 @@ class TempFlow:
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), scale=(1e-12, math.inf))
 
-    target_weight = the_advantage
-
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.noise_weighted_surrogate` of the recorded steps."""
         numbers = {"clip_low": self.clip_low, "clip_high": self.clip_high, "scale": self.scale}
@@ -111,7 +154,7 @@ class TempFlow:
 
 
 @dataclass(frozen=True)
-class Dppo:
+class Dppo(PolicyGradient):
     """The surrogate of Flow-DPPO: steps whose exact KL is above a threshold are held back (arXiv 2606.11025).
 
     Args:
@@ -120,12 +163,11 @@ class Dppo:
     """
 
     kl_threshold: float = 1e-5
-    traits = replace(SURROGATE, compares_with=("old",), refuses=partial(_needs_density, name="dppo"))
+    traits = replace(SURROGATE, refuses=partial(_needs_density, name="dppo"))
+    record = Record(velocity=True)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", kl_threshold=(0, math.inf))
-
-    target_weight = the_advantage
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.dppo_surrogate` of the recorded steps."""
@@ -134,7 +176,7 @@ class Dppo:
 
 
 @dataclass(frozen=True)
-class Guard:
+class Guard(PolicyGradient):
     """GRPO-Guard's surrogate: a centred ratio, scaled so that every step's gradient has the same size (arXiv 2510.22319).
 
     Args:
@@ -142,12 +184,11 @@ class Guard:
     """
 
     clip: float = 1e-3
-    traits = replace(SURROGATE, compares_with=("old",), refuses=_guard_needs)
+    traits = replace(SURROGATE, refuses=_guard_needs)
+    record = Record(velocity=True)
 
     def __post_init__(self) -> None:
         check_fields(self, "objective", clip=(0, 1))
-
-    target_weight = the_advantage
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
         """Return `policy.guard_surrogate` of the recorded steps."""

@@ -1,12 +1,14 @@
-"""Objectives by name, and the checks of custom ones: of their class, of every result, and of what they raise."""
+"""Methods by name, and the checks of custom ones: of their class, of every loss, and of what they raise."""
 
 import dataclasses
 import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from fluvial.engines import plugins
@@ -17,8 +19,9 @@ from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.matching import Awm, Distill, Raft, Sft
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.preferences import D3po, Dgpo, Dpo
-from fluvial.engines.methods.protocol import Objective, ObjectiveTraits
+from fluvial.engines.methods.protocol import Method, Objective, ObjectiveTraits
 from fluvial.engines.methods.surrogates import Clipped, Dppo, Guard, TempFlow
+from fluvial.engines.run.run import Loss
 
 OBJECTIVES: dict[str, type] = {
     "clipped": Clipped,
@@ -36,8 +39,7 @@ OBJECTIVES: dict[str, type] = {
     "d3po": D3po,
     "alignprop": AlignProp,
 }
-METHODS = {"target_weight": ("reward", "advantage", "group"), "loss": ("v", "items", "config")}
-GATHERING = ("statistic", "gathered")
+CALLS = {"networks": ("kl",), "collect": ("run", "key"), "learn": ("run", "batch", "key")}
 
 
 def objective_type(name: str) -> type[Objective]:
@@ -67,8 +69,6 @@ def check_objective(objective: Any) -> None:
     if not isinstance(objective.traits, ObjectiveTraits):
         got = type(objective.traits).__name__
         raise UsageError(f"objective {plugins.spec_of(kind)} has traits of type {got}, expected ObjectiveTraits")
-    if objective.traits.gathers and (missing := [name for name in GATHERING if not hasattr(kind, name)]):
-        raise UsageError(f"objective {plugins.spec_of(kind)} gathers statistics, and has no method {' and '.join(missing)}")
 
 
 def _problem(kind: Any) -> str | None:
@@ -79,10 +79,12 @@ def _problem(kind: Any) -> str | None:
         return "is not a frozen dataclass: decorate it with @dataclass(frozen=True)"
     if not isinstance(getattr(kind, "traits", None), ObjectiveTraits | property | cached_property):
         return "has no traits: add `traits = ObjectiveTraits(trains_on=...)` to the class"
-    for name, parameters in METHODS.items():
-        method = getattr(kind, name, None)
+    if not issubclass(kind, Method):
+        return "is not a method: let it inherit from `fluvial.engines.methods.Method`"
+    for name, parameters in CALLS.items():
+        method = getattr(kind, name)
         expected = f"{name}(self, {', '.join(parameters)})"
-        if not callable(method):
+        if method is Method.learn:
             return f"has no method {expected}"
         try:
             inspect.signature(method).bind("self", *parameters)
@@ -91,64 +93,42 @@ def _problem(kind: Any) -> str | None:
     return None
 
 
-def checked(objective: Objective) -> Objective:
-    """Return a custom objective with its calls checked, a built-in one as it is."""
-    return objective if type(objective) in OBJECTIVES.values() else Checked(objective)
+def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:
+    """Return a function of a loss that returns it with its results checked; as it is for a built-in method."""
+    if type(objective) in OBJECTIVES.values():
+        return lambda loss: loss
 
-
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """A custom objective whose calls name it in an error, and raise for a result of a wrong shape."""
-
-    objective: Any  # with the methods of `Gathering` if its traits say so
-
-    @property
-    def traits(self) -> ObjectiveTraits:
-        """Traits of the objective."""
-        traits: ObjectiveTraits = self.objective.traits
-        return traits
-
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return each sample's target weight; UsageError unless there is a finite number per sample."""
-        weight: Tensor = self._called("target_weight", reward, advantage, group)
-        name, got, samples = name_of(self.objective), _shape(weight), len(reward)
-        if got != [samples]:
-            raise UsageError(
-                f"objective {name} returned a target_weight of {got}, expected [{samples}], a number per sample"
-            )
-        if not bool(torch.isfinite(weight).all()):
-            raise UsageError(f"objective {name} returned a target_weight that is not finite, expected finite numbers")
-        return weight
-
-    def statistic(self, v: Tensor, items: Any) -> Tensor:
-        """Return the statistic of each item."""
-        statistic: Tensor = self._called("statistic", v, items)
-        return statistic
-
-    def gathered(self, statistic: Tensor, target_weight: Tensor, group: Tensor, counts: Tensor) -> Tensor:
-        """Return what the loss of each item reads of the other samples."""
-        context: Tensor = self._called("gathered", statistic, target_weight, group, counts)
-        return context
-
-    def loss(self, v: Tensor, items: Any, config: LossConfig) -> tuple[Tensor, Any]:
-        """Return loss and diagnostics; UsageError unless they are a number per item, and a NamedTuple of such numbers."""
-        loss, info = self._called("loss", v, items, config)
-        check_loss(self.objective, loss, info, len(items.level))
-        return loss, info
-
-    def _called(self, method: str, *args: Any) -> Any:
-        """Return a method's result; an exception becomes a RunError of one line that names objective and method."""
-        try:
+    def checked(loss: Loss) -> Loss:
+        def called(v: Tensor, rows: Any, config: LossConfig) -> tuple[Tensor, Any]:
             # Copies, so that what it does in place changes neither the run's tensors nor those of the backward pass.
-            own = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, args)
-            return getattr(self.objective, method)(*own)
-        except FluvialError:
+            own, own_rows = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
+            found = loss(own, own_rows, config)
+            if not isinstance(found, tuple) or len(found) != 2:
+                got = type(found).__name__
+                raise UsageError(f"objective {name_of(objective)} returned {got} as loss, expected (loss, diagnostics)")
+            check_loss(objective, *found, len(rows.level))
+            return found
+
+        return called
+
+    return checked
+
+
+@contextmanager
+def naming_errors(objective: Objective, call: str) -> Iterator[None]:
+    """Turn an exception that is raised in the file of a custom method into a RunError of one line."""
+    try:
+        yield
+    except FluvialError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = type(objective) not in OBJECTIVES.values() and inspect.getfile(type(objective))
+        if not own or not frames or frames[-1].filename != own:
             raise
-        except Exception as error:
-            said = " ".join(str(error).split())
-            raise RunError(
-                f"objective {name_of(self.objective)} raised {type(error).__name__} in {method}: {said}"
-            ) from error
+        said = " ".join(str(error).split())
+        where = frames[-1].name if frames[-1].name in ("learn", "collect", "loss") else call
+        raise RunError(f"objective {name_of(objective)} raised {type(error).__name__} in {where}: {said}") from error
 
 
 def check_loss(objective: Objective, loss: Any, info: Any, items: int) -> None:

@@ -1,5 +1,6 @@
 """Parts of a run: network, engine, policies, rewards and the rest, built from a configuration and a job."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.files import stored_digests
+from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.micro_batch import Choice
 from fluvial.engines.extensions.remote.build import build_source
 from fluvial.engines.extensions.remote.requests import check_media
-from fluvial.engines.methods.table import name_of
+from fluvial.engines.methods.losses import LossConfig
+from fluvial.engines.methods.table import name_of, with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -29,12 +32,12 @@ from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import check_negatives, encoded_texts, evaluated
 from fluvial.engines.run.jobs.media import check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.learner import Learner
 from fluvial.engines.run.monitoring.gaming import evaluator_of
-from fluvial.engines.run.policies import START, Policies
+from fluvial.engines.run.networks import START, BuiltNetworks, Start, Teacher
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.probe_passes import choose_micro_batch, choose_pairs, fixed_pairs
-from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.run.run import Memory, Run
+from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.run.saving import runs_on
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.config import Schedules
@@ -53,6 +56,7 @@ from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, add_lora
 from fluvial.models.lora_files import load_lora
+from fluvial.models.protocol import Weights
 
 
 class Parts(NamedTuple):
@@ -64,21 +68,29 @@ class Parts(NamedTuple):
     job: Job  # with evaluators, which are the rewards of the run where it names none
     evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
     engine: Engine
-    policies: Policies
     schedule: Schedule  # with its timesteps on the device
     evaluation_schedule: Schedule  # which may have another number of steps
-    rollouts: Rollouts
-    ahead: Ahead | None  # rollouts ahead of the updates, where they are made so
-    learner: Learner
+    run: Run  # as the method sees it
+    ahead: Ahead | None  # batches that are collected ahead of the updates, if any are
     rewards: dict[str, tuple[Reward, float]]  # with their weights, by name; none where the run makes no samples
     runners: RewardRunners
     base: str  # fingerprint of the weights, and of the adapter, that training starts from
 
 
-def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Path | str | None = None) -> Parts:
+def build_parts(
+    config: TrainConfig,
+    job: Job,
+    world: World,
+    memory: Memory,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    resume_from: Path | str | None = None,
+) -> Parts:
     """Return the parts of a run; every rank must take part.
 
     Args:
+        memory: what the run remembers between batches.
+        stop: whether this rank was asked to stop.
         resume_from: checkpoint that the run continues from, whose micro-batch an automatic one becomes, and whose number of
             pairs where it was chosen on a machine like this one.
 
@@ -106,7 +118,7 @@ def build_parts(config: TrainConfig, job: Job, world: World, *, resume_from: Pat
         stack.callback(runners.close)
         with world.agreed():
             _warm_up(config, job, asked, runners, world)
-        parts = _built(config, job, asked, rewards, runners, world, resume_from)
+        parts = _built(config, job, asked, rewards, runners, world, memory, stop, resume_from)
         stack.pop_all()
     return parts
 
@@ -118,6 +130,8 @@ def _built(
     rewards: dict[str, tuple[Reward, float]],
     runners: RewardRunners,
     world: World,
+    memory: Memory,
+    stop: Callable[[], bool],
     resume_from: Path | str | None,
 ) -> Parts:
     """Return the parts of a run, whose rewards work; every rank must take part."""
@@ -148,35 +162,60 @@ def _built(
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
-    policies = Policies(config, job, world, build=lambda job: _network(config, job), weights=weights)
+    networks = _networks(config, job, engine, weights)
     schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
     schedule, _ = schedules.of(job.shape)
-    copy = _copy(config, job, policies, world) if config.asynchronous.ahead else None
+    copy = _copy(config, job, networks, world) if config.asynchronous.ahead else None
     config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
     pairs = _pairs(config, job, engine, schedule, resume_from, choices)
-    learner = Learner(config, job, engine, policies, texts, rewards, pairs)
     with world.agreed():
         # What servers make is compared with the engine's own network, on the main thread.
         apart = copy is not None and not config.rollout.is_served
-        behaviour = copy.behaviour if copy is not None and apart else lambda: policies.behaviour(engine)
+        behaviour = copy.behaviour if copy is not None and apart else networks.open_sampler
         source = build_source(
             config.rollout,
             job.model,
             behaviour,
             world,
             resume=config.resume or resume_from is not None,
-            adapter=lambda version: policies.sampling_adapter(version) or "default",
+            adapter=lambda version: networks.sampling_adapter(version) or "default",
             product=config.lora.product,
             sizes=_pixels(config, job),
             copy=copy,
         )
         latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
-        rollouts = Rollouts(
-            config, job, engine, policies, source, schedules, texts, copy=copy, given=preferences, takes_latents=latents
+        # A server sends the final latents only to those who need them; in process they cost nothing.
+        alone = config.objective.record is not None and config.objective.traits.rewards != "gradients"
+        sampler = Sampler(
+            config,
+            job,
+            engine,
+            source,
+            schedules,
+            texts,
+            record=config.objective.record,
+            compare=config.objective.traits.groups,
+            copy=copy,
+            given=preferences,
+            sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
+            reference=config.kl.guidance is not None,
         )
-    ahead = None if copy is None else Ahead(rollouts, runners, copy)
+    run = Run(
+        config,
+        job,
+        networks,
+        sampler,
+        rewards,
+        runners,
+        memory,
+        loss_settings=_loss_settings(config),
+        pairs=pairs,
+        stop=stop,
+        check_loss=with_checked_loss(config.objective),
+    )
+    ahead = None if copy is None else Ahead(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
-    parts = engine, policies, schedule, evaluation_schedule, rollouts, ahead, learner, rewards, runners, base + adapter
+    parts = engine, schedule, evaluation_schedule, run, ahead, rewards, runners, base + adapter
     return Parts(config, choices, pairs, job, asked, *parts)
 
 
@@ -217,12 +256,37 @@ def _pairs(
     return choice.sizes
 
 
-def _copy(config: TrainConfig, job: Job, policies: Policies, world: World) -> Copy:
+def _networks(config: TrainConfig, job: Job, engine: Engine, weights: Weights | None) -> BuiltNetworks:
+    """Return the networks that the method declares; every rank must take part."""
+    frozen: dict[str, ShardedModule] = {}
+    for name, network in config.networks.items():
+        if isinstance(network, Start) and config.train == "full":
+            frozen[name] = _frozen(config, job, engine.world, weights)
+        elif isinstance(network, Teacher):
+            assert network.weights is not None
+            taught = job.with_weights(network.weights)
+            frozen[name] = _frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
+    return BuiltNetworks(config.networks, engine, frozen, job.model, continues=config.lora.weights is not None)
+
+
+def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None) -> ShardedModule:
+    """Return a job's network for forward passes alone."""
+    with world.agreed():
+        for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
+            if not (folder / "config.json").is_file():
+                raise UsageError(
+                    f"{folder} holds no model, config.json is missing: set `objective.teacher` to a folder of weights"
+                )
+        module = _network(config, job).requires_grad_(False)
+    return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)
+
+
+def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) -> Copy:
     """Return a second network, which samples while the engine's own is trained; every rank must take part."""
     with world.agreed():
         module, _ = _network_in_training(config, job)
         weights = job.model.weights if config.init == "sharded" else None
-    return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=policies.sampling_adapter)
+    return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=networks.sampling_adapter)
 
 
 def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, int]]:
@@ -371,7 +435,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     folder = config.lora.weights  # of an adapter that the run continues from
     found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
     if config.train == "lora":
-        adapters: tuple[str, ...] = ("default", *(follower.name for follower in config.followers))
+        adapters: tuple[str, ...] = ("default", *config.followers)
         settings, targets = config.lora, job.model.lora_targets
         if found is not None:
             form = settings.form if settings.form.kind == found.form.kind else found.form
@@ -390,6 +454,13 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 except ValueError as error:
                     raise UsageError(f"`lora.weights`: {error}") from error
     return module, "" if found is None else f" {digest(found)}"
+
+
+def _loss_settings(config: TrainConfig) -> LossConfig:
+    """Return the settings of the run's losses."""
+    kl, rollout = config.kl, config.rollout
+    weight = kl.weight_of(rollout.sampler.rule)
+    return LossConfig(rollout.form, rollout.reduction, kl.coef, weight, config.implementation, kl.ema_coef)
 
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:

@@ -10,17 +10,18 @@ from fluvial.core.gaussian import Form
 from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.advantages import AdvantageConfig
 from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.protocol import Follower, Objective
+from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.surrogates import Clipped
 from fluvial.engines.methods.table import check_objective
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.networks import Follower, Networks, find_followers
 from fluvial.engines.run.validate import DEFAULT_MAX_LOG_RATIO, config_problems
 from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
 
@@ -345,12 +346,17 @@ class TrainConfig:
         return self.objective.traits.has_ratio and self.objective.traits.trains_on == "steps"
 
     @property
-    def followers(self) -> tuple[Follower, ...]:
-        """Policies that lag behind the trained one; each is an adapter of its own."""
-        ema = (Follower("ema", self.kl.ema_decay),) if self.kl.ema_coef > 0 else ()
-        return (*self.objective.traits.followers, *ema)
+    def networks(self) -> Networks:
+        """Networks beside the policy, by name."""
+        return self.objective.networks(self.kl)
+
+    @property
+    def followers(self) -> dict[str, Follower]:
+        """Policies that lag behind the trained one, by name; each is an adapter of its own."""
+        return find_followers(self.networks)
 
     @property
     def recorded_form(self) -> Form:
         """Form of the log-probabilities that a rollout records."""
-        return self.objective.traits.recorded_form or self.rollout.form
+        record = self.objective.record
+        return self.rollout.form if record is None or record.form is None else record.form

@@ -88,7 +88,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                         folder.log({"update": done, name: choice.record})
                 if (compiled := trainer.warm_up(progress)) is not None:
                     progress.say(str(compiled))
-                if (handshake := trainer.rollouts.compare_with_servers()) is not None:
+                if (handshake := trainer.sampler.compare_with_servers()) is not None:
                     progress.say(str(handshake))
                     if folder:
                         folder.log({"update": done, "handshake": handshake.record})

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from fluvial.core.correction import CorrectionInfo
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
@@ -18,11 +19,12 @@ from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import Parts
 from fluvial.engines.extensions.report.progress import table
+from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
-from fluvial.engines.run.learner import Learnt
 from fluvial.engines.sampling.items.noised import TENTHS
+from fluvial.engines.sampling.text import Padding
 from fluvial.engines.scoring.gather import Rewards
 
 PHASES = ("rollout", "reward", "update")
@@ -32,69 +34,71 @@ EDGES = (-3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0)
 WHOLE = {"ratio", "log_ratio"}
 
 
-class RolloutResult(NamedTuple):
-    """Results of a rollout and its updates."""
+class RewardColumns(NamedTuple):
+    """The rewards of a run, as the columns of a batch's scores."""
 
-    learnt: Learnt
-    rewards: Rewards
-    samples: int  # of all ranks
-    weights: Tensor | None = None  # weight of each reward in the record's mean, `[K]`
-    names: Sequence[str] = ()  # of the rewards; none where the run makes no samples
-    asked: Sequence[Prompt] = ()  # prompt of each group, or of each sample
-    size: Size | None = None  # of the samples, where there are several
-    diversity: float | None = None
-    staleness: dict[str, int] | None = None  # of rollouts ahead of the updates
-    multipliers: dict[str, float] | None = None  # of rewards that have a floor
+    names: Sequence[str]
+    weights: Tensor  # [K], weight of each in the record's mean
 
 
 def update_record(
     config: TrainConfig,
-    result: RolloutResult,
+    batch: Batch,
+    updates: Sequence[UpdateInfo],
+    notes: Mapping[str, Any],
+    columns: RewardColumns,
     seconds: dict[str, float],
     engine: Engine,
     *,
     samples: int,
     compiled: int | None,
 ) -> dict[str, Any]:
-    """Return the record of a rollout and its updates.
+    """Return the record of a batch and its updates.
 
     Args:
-        result: what they gave.
+        updates: what these did.
+        notes: what the run noted: advantages, a correction, padding, and values that go into the record as they are.
         seconds: seconds of each phase.
         engine: engine that made the updates.
         samples: number of samples so far.
         compiled: number of programs that were compiled meanwhile; None where nothing is compiled.
     """
-    learnt, scored, device = result.learnt, result.rewards if result.names else None, engine.world.device
-    optional = {
-        "staleness": result.staleness,
-        "multipliers": result.multipliers,
-        **(advantage_record(learnt.advantage) if scored else {}),
-    }
+    rewards, device, rest = batch.rewards, engine.world.device, dict(notes)
+    assert rewards is not None
+    advantage, correction = rest.pop("advantage", None), rest.pop("correction", None)
+    padding = rest.pop("padding", batch.plan.padding)
     record = {
         "update": engine.updates,
         "samples": samples,
-        **learnt_record(learnt, result.size),
-        **parts_record(learnt.updates[-1].parts, steps=config.objective.traits.trains_on == "steps"),
-        **reward_record(result, group=config.rollout.group),
-        **optional,
-        "speed": speed(result, seconds, device, config.engine.compute_dtype(device)),
-        "memory": memory(learnt.updates[-1]),
+        **learnt_record(updates, correction, padding, batch.plan.size),
+        **parts_record(updates[-1].parts, steps=config.objective.traits.trains_on == "steps"),
+        **reward_record(rewards, columns, batch.plan.asked, group=config.rollout.group),
+        **(advantage_record(advantage) if columns.names else {}),
+        **{name: value for name, value in rest.items() if name != "diversity"},
+        "speed": speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
+        "memory": memory(updates[-1]),
         "skipped_steps": engine.skipped,
         "seconds": seconds,
         "compiled_programs": compiled,
-        "diversity": result.diversity,
+        "diversity": rest.get("diversity"),
     }
     return {name: value for name, value in record.items() if value is not None}
 
 
-def reward_record(result: RolloutResult, *, group: int) -> dict[str, Any]:
+def samples_of(batch: Batch) -> int:
+    """Return the number of samples of a batch, of all ranks."""
+    return batch.share.batch * (2 if batch.paired else 1)
+
+
+def reward_record(found: Rewards, columns: RewardColumns, asked: Sequence[Prompt], *, group: int) -> dict[str, Any]:
     """Return the record of the rewards of a rollout, of the samples that are learnt from; empty without rewards.
 
     Their mean is split by the tags and sources of the prompts.
+
+    `asked` has the prompt of each group, or of each sample.
     """
-    found, names, weights, asked = result.rewards, list(result.names), result.weights, result.asked
-    if weights is None or not names:
+    names, weights = columns
+    if not names:
         return {}
     rewards, batch = found.scores[found.kept], len(found.scores)
     prompts = [asked[i * len(asked) // batch] for i in torch.nonzero(found.kept).flatten().tolist()] if asked else []
@@ -108,28 +112,31 @@ def reward_record(result: RolloutResult, *, group: int) -> dict[str, Any]:
     return {**record, **split(total[:, None], prompts, ["reward"]), **group_record(rewards, weights, group)}
 
 
-def learnt_record(learnt: Learnt, size: Size | None = None) -> dict[str, Any]:
-    """Return the record of a rollout's updates; where there are several, most numbers are those of the last.
+def learnt_record(
+    updates: Sequence[UpdateInfo], correction: CorrectionInfo | None, padding: Padding | None, size: Size | None
+) -> dict[str, Any]:
+    """Return the record of the updates on a batch; where there are several, most numbers are those of the last.
 
     Args:
+        correction: what a correction did, if there is one.
+        padding: padding of the prompts, where it is trimmed.
         size: size of the samples, where there are several.
     """
-    first, last = learnt.updates[0], learnt.updates[-1]
+    first, last = updates[0], updates[-1]
     record: dict[str, Any] = {
         "loss": last.loss,
         "grad_norm": last.grad_norm,
         "lr": last.lr,
         "objective": last.mean,
-        "pairs": sum(update.items for update in learnt.updates),
+        "pairs": sum(update.items for update in updates),
     }
     if "log_ratio" in first.max_abs:
         record["first_pass_max_abs_log_ratio"] = first.max_abs["log_ratio"]
-    if learnt.correction is not None:
-        names = learnt.correction._fields
-        record["correction"] = dict(zip(names, torch.stack(list(learnt.correction)).tolist(), strict=True))
+    if correction is not None:
+        record["correction"] = dict(zip(correction._fields, torch.stack(list(correction)).tolist(), strict=True))
     if size is not None:
         record["size"] = size._asdict()
-    if (padding := learnt.padding) is not None:
+    if padding is not None:
         record["text"] = {"tokens": padding.tokens, "padding_waste": padding.waste, "saved": padding.saved}
     return record
 
@@ -188,7 +195,14 @@ def parts_record(parts: Parts | None, *, steps: bool) -> dict[str, Any]:
     return {"by_step" if steps else "by_level": split} if held else {}
 
 
-def speed(result: RolloutResult, seconds: Mapping[str, float], device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def speed(
+    batch: Batch,
+    updates: Sequence[UpdateInfo],
+    scored: bool,
+    seconds: Mapping[str, float],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, float]:
     """Return the samples per second of a rollout and its updates, and the model FLOPs per second of the updates.
 
     FLOPs are those of this rank, also as a fraction of the device's peak (`mfu`) if that is known. `trainer_idle` is the
@@ -196,20 +210,21 @@ def speed(result: RolloutResult, seconds: Mapping[str, float], device: torch.dev
     rank's rewards computed are those behind the rollout (`reward_hidden`) and those that were waited for (`reward_waited`).
 
     Args:
-        result: what the rollout and its updates gave.
+        updates: what the updates on the batch did.
+        scored: whether rewards scored its samples.
         seconds: seconds of each phase.
         dtype: dtype of the computation.
     """
-    work, rewards = sum(update.flops for update in result.learnt.updates), result.rewards
+    work, rewards = sum(update.flops for update in updates), batch.rewards
     total = sum(seconds.values())
     found = {
-        "samples_per_second": result.samples / total,
+        "samples_per_second": samples_of(batch) / total,
         "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
     if (most := flops.peak(device, dtype)) is not None:
         found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
-    if result.names:
+    if scored and rewards is not None:
         found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return found
 

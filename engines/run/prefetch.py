@@ -1,4 +1,4 @@
-"""Rollouts ahead of the trainer: a thread of each rank makes them in their order, with the weights that belong to each.
+"""Batches ahead of the trainer: a thread of each rank makes their samples in order, with the weights that belong to each.
 
 Rollout j is made with the weights of version max(0, j - K), where a version counts the rollouts that were learnt from. So
 what is computed depends on K and not on how fast samples are made or learnt from. Prompts, keys and lengths are found on the
@@ -7,11 +7,9 @@ main thread, where all collectives are; the thread pushes weights, makes samples
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from queue import Queue
 from threading import Event, Thread
@@ -26,10 +24,13 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
-from fluvial.engines.run.rollouts import Rollout, RolloutPlan, Rollouts
+from fluvial.engines.run.batch import Batch, RolloutPlan
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.generate import Chunk, SampleBatch, joined
 from fluvial.engines.sampling.sampler_copy import Copy, held
-from fluvial.engines.scoring.runner import Collected, RewardRunners
+from fluvial.engines.scoring.gather import Scoring
+from fluvial.engines.scoring.runner import Collected
 from fluvial.models import DiffusionModel
 from fluvial.models.device import compute_on, is_accelerator
 
@@ -40,93 +41,93 @@ FIELDS = ("x", "x_next", "steps", "log_prob", "velocity", "final")  # of a traje
 ENDING = 30.0  # seconds that the end of a chunk is waited for when a run ends early
 
 
-@dataclass
-class Requested:
-    """A rollout that has been asked for."""
+class RunAhead(Run):
+    """A run as `collect` sees it for a batch ahead: samples are asked for with the weights of now, and made on a thread.
 
-    number: int
-    version: int  # number of updates of the weights that make it
-    plan: RolloutPlan
-    runners: RewardRunners  # the rewards of this rollout
-    batch: Future[SampleBatch]  # this rank's samples, once they are made
-    collected: Collected | None = None  # what the rewards of this rank say, where they were waited for already
+    Args:
+        run: the run.
+        number: number of the batch.
+        version: number of updates of the weights that make its samples.
+        ask: function of a batch whose samples are to be made.
+    """
+
+    def __init__(self, run: Run, number: int, version: int, ask: Callable[[Batch], None]) -> None:
+        self.__dict__.update(run.__dict__)
+        self.number, self.version, self.ask = number, version, ask
+
+    @property
+    def clock(self) -> int:
+        """Number of updates before those on the batch that is collected."""
+        return self.number * self.config.updates_per_rollout
+
+    def sample(self, key: Key) -> Batch:
+        """Return samples that are made on the thread: reading them waits for it."""
+        plan = self.sampler.plan(key, self.sampler.prompts(key, self.clock), self.clock)
+        batch = self._batch(plan, made=Future(), scoring=Scoring(self.runners.apart()), version=self.version)
+        self.ask(batch)
+        return batch
 
 
 class Ahead:
-    """Makes the rollouts of a run ahead of its updates.
+    """Collects the batches of a run ahead of its updates.
 
     Args:
-        rollouts: plans of rollouts, whose source may be called on another thread. Every rank must take part.
-        runners: threads of the rewards.
+        run: the run, whose source may be called on another thread. Every rank must take part.
         copy: network that takes the weights of each version.
     """
 
-    def __init__(self, rollouts: Rollouts, runners: RewardRunners, copy: Copy) -> None:
-        self.config, self.world, self.engine = rollouts.config, rollouts.world, rollouts.engine
-        self.rollouts, self.runners, self.copy = rollouts, runners, copy
-        self.local = not self.config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
-        self.requested: dict[int, Requested] = {}
-        self._work: Queue[tuple[Requested, dict[str, Tensor] | None] | None] = Queue()
+    def __init__(self, config: TrainConfig, run: Run, copy: Copy) -> None:
+        self.config, self.world, self.engine, self.run, self.copy = config, run.world, run.engine, run, copy
+        self.local = not config.rollout.is_served  # each rank has its own source; else rank 0 pushes weights for all
+        self.requested: dict[int, Batch] = {}
+        self._work: Queue[tuple[int, Batch, dict[str, Tensor] | None] | None] = Queue()
         self._ending = Event()
         self._order = PushOrder(self.world, self._ending.is_set)
         self._thread: Thread | None = None
 
-    def next(self) -> tuple[Rollout, Requested]:
-        """Return the next rollout and how it was asked for, and ask for those after it; every rank must take part.
+    def next(self) -> Batch:
+        """Return the next batch, and ask for those after it; every rank must take part.
 
         Raises:
-            RunError: it could not be made.
+            RunError: its samples could not be made.
         """
         every = self.config.updates_per_rollout
         number = self.engine.updates // every
         self._ask(range(number, min(number + self.config.asynchronous.ahead + 1, self.config.updates // every)))
-        found = self.requested.pop(number)
+        batch = self.requested.pop(number)
         with self.world.agreed():
-            batch = found.batch.result()
-        found.batch = Future()  # so that the samples are freed with the items of their updates
-        return self.rollouts.rollout(self._root(self.engine.updates), found.plan, batch), found
-
-    def staleness(self, found: Requested) -> dict[str, int]:
-        """Return how many samples of a rollout are how many updates old; every rank must take part."""
-        begun = found.number * self.config.updates_per_rollout
-        own = [begun - found.version for place in found.plan.numbers if place >= 0]
-        ranks = self.world.gather_items(own)[:: self.world.sequence]
-        return {str(age): count for age, count in sorted(Counter(age for ages in ranks for age in ages).items())}
-
-    def collect(self, found: Requested) -> Collected:
-        """Return what this rank's rewards say of a rollout; every rank must take part."""
-        if found.collected is None:
-            found.runners.exchange(self.world)
-            with self.world.agreed():
-                found.collected = found.runners.collect(batch=self.config.rollout.batch)
-        return found.collected
+            batch.made.result()
+        return batch
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the rollouts that were asked for, once they are made and scored; every rank must take part.
+        """Return the batches that were asked for, once their samples are made and scored; every rank must take part.
 
         Returns:
             Tensors, the same on every rank, and values that JSON can hold.
         """
         tensors, meta = dict[str, Tensor](), dict[str, Any]()
-        for number, found in sorted(self.requested.items()):
+        for number, batch in sorted(self.requested.items()):
             with self.world.agreed():
-                batch = found.batch.result()
-            own, meta[str(number)] = packed(batch, self.collect(found), self.config.rollout.batch, self.world)
-            meta[str(number)]["version"] = found.version
+                samples = batch.made.result()
+            assert batch.scoring is not None
+            scores = batch.scoring.collect(self.world, batch=self.config.rollout.batch)
+            own, meta[str(number)] = packed(samples, scores, self.config.rollout.batch, self.world)
+            meta[str(number)]["version"] = batch.version
             tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
         return tensors, meta
 
     def restore(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Take over rollouts as `state` returned them, on any number of ranks; every rank must take part."""
+        """Take over batches as `state` returned them, on any number of ranks; every rank must take part."""
+        model, size = self.run.job.model, self.config.samples_per_pass
         for name, values in sorted(meta.items(), key=lambda item: int(item[0])):
-            found = self._planned(int(name), values["version"])
+            batch = self._collect(int(name), values["version"], lambda batch: None)
             prefix = f"{PREFIX}{name}."
             own = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
-            batch, found.collected = unpacked(
-                own, values, found.plan, self.rollouts.job.model, self.config.samples_per_pass, self.world
-            )
-            found.batch.set_result(batch)
-            self.requested[found.number] = found
+            samples, scores = unpacked(own, values, batch.plan, model, size, self.world)
+            assert batch.scoring is not None
+            batch.scoring.collected = scores
+            batch.made.set_result(samples)
+            self.requested[int(name)] = batch
 
     def close(self) -> None:
         """End the thread after the chunk that it makes now."""
@@ -145,20 +146,19 @@ class Ahead:
             self._thread = Thread(target=self._serve, name="rollouts", daemon=True)
             self._thread.start()
         weights: dict[str, Tensor] | None = held(self.engine)
-        for number in new:
-            self.requested[number] = self._planned(number, self.engine.updates)
-            self._work.put((self.requested[number], weights))
+
+        def ask(batch: Batch) -> None:
+            nonlocal weights
+            self._work.put((number, batch, weights))
             weights = None  # the next ones have the same
 
-    def _planned(self, number: int, version: int) -> Requested:
-        """Return a rollout that is not asked for yet; every rank must take part."""
-        updates = number * self.config.updates_per_rollout
-        root = self._root(updates)
-        plan = self.rollouts.plan(root, self.rollouts.prompts(root, updates), updates)
-        return Requested(number, version, plan, self.runners.apart(), Future())
+        for number in new:
+            self.requested[number] = self._collect(number, self.engine.updates, ask)
 
-    def _root(self, updates: int) -> Key:
-        return fold_in(key(self.config.seed), updates)
+    def _collect(self, number: int, version: int, ask: Callable[[Batch], None]) -> Batch:
+        """Return a batch whose samples are asked for; every rank must take part."""
+        root = fold_in(key(self.config.seed), number * self.config.updates_per_rollout)
+        return self.config.objective.collect(RunAhead(self.run, number, version, ask), root)
 
     def _serve(self) -> None:
         """Make rollouts in their order, until one fails or the run ends."""
@@ -169,11 +169,11 @@ class Ahead:
         side = module.Stream(device) if is_accelerator(device) else None
         with module.stream(side) if side is not None else nullcontext():
             while (work := self._work.get()) is not None and not self._ending.is_set():
-                found, weights = work
+                number, batch, weights = work
                 try:
-                    found.batch.set_result(self._made(found, weights, side))
+                    batch.made.set_result(self._make(number, batch, weights, side))
                 except BaseException as error:  # the main thread must hear of it, whether or not the other ranks do
-                    found.batch.set_exception(error)
+                    batch.made.set_exception(error)
                     self._order.failed()
                     break
         self._give_up()
@@ -181,45 +181,50 @@ class Ahead:
     def _give_up(self) -> None:
         """Fail the pending rollouts."""
         while (work := self._work.get() if not self._ending.is_set() else self._left()) is not None:
-            work[0].batch.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
+            work[1].made.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
 
-    def _left(self) -> tuple[Requested, dict[str, Tensor] | None] | None:
+    def _left(self) -> tuple[int, Batch, dict[str, Tensor] | None] | None:
         return None if self._work.empty() else self._work.get()
 
-    def _made(self, found: Requested, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
-        """Return this rank's samples of a rollout."""
+    def _make(self, number: int, batch: Batch, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
+        """Return this rank's samples of a batch."""
         if side is not None:
             side.wait_stream(torch.get_device_module(self.world.device).default_stream(self.world.device))
         if weights is not None:
-            self._push(found, weights)
+            self._push(number, batch.version, weights)
 
         def seen(chunk: Chunk) -> None:
             if self._ending.is_set():
                 raise ElsewhereError("the run has ended")
-            if chunk.version != found.version:
+            if chunk.version != batch.version:
                 raise RunError(
-                    f"rollout {found.number}: the source made samples with the weights of update {chunk.version}, expected "
-                    f"those of update {found.version}"
+                    f"rollout {number}: the source made samples with the weights of update {chunk.version}, expected "
+                    f"those of update {batch.version}"
                 )
             if side is not None:
                 side.synchronize()  # the rewards and the update read them on other streams
 
-        batch = self.rollouts.proved(found.plan, found.runners, self.copy.behaviour, self.copy.world, seen=seen)
+        assert batch.scoring is not None
+        samples = self.run.sampler.generate_verified(
+            batch.plan, batch.scoring.runners, self.copy.behaviour, self.copy.world, seen=seen
+        )
         if side is not None:
             side.synchronize()
             main = torch.get_device_module(self.world.device).default_stream(self.world.device)
             # Else their memory may be used again here while the update still reads it.
-            optree.tree_map(lambda tensor: tensor.record_stream(main), (batch.cond, batch.trajectory, batch.thumbnails))
-        self._order.made(found.number)
-        return batch
+            optree.tree_map(
+                lambda tensor: tensor.record_stream(main), (samples.cond, samples.trajectory, samples.thumbnails)
+            )
+        self._order.made(number)
+        return samples
 
-    def _push(self, found: Requested, weights: dict[str, Tensor]) -> None:
-        self.copy.load(weights, found.version)
-        push = partial(self.rollouts.source.push, self.copy, found.version)
+    def _push(self, number: int, version: int, weights: dict[str, Tensor]) -> None:
+        self.copy.load(weights, version)
+        push = partial(self.run.sampler.source.push, self.copy, version)
         if self.local:
             push()
         else:
-            self._order.push(found.number, push)
+            self._order.push(number, push)
 
 
 class PushOrder:

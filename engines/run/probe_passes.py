@@ -173,7 +173,7 @@ def fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
     """
     if engine.compiles:
         return "blocks are compiled"
-    return "a reward's gradient is followed" if config.objective.traits.through is not None else None
+    return "a reward's gradient is followed" if config.objective.traits.rewards == "gradients" else None
 
 
 def _pairs(config: TrainConfig, *, ranks: int) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def _budget(config: TrainConfig, passes: RunPasses, samples: int) -> int:
     """Return the bytes that a pass may take, beside a trajectory, and the copy of it that an update makes."""
     world, steps = passes.engine.world, 0
     if config.objective.traits.trains_on == "steps":
-        latents = 3 if "old" in config.objective.traits.compares_with else 2
+        latents = 3 if config.objective.record.velocity else 2
         steps = config.rollout.window.count(config.rollout.steps) * latents
     row_bytes = sum(tensor.nbytes for tensor in optree.tree_leaves(passes.row))
     stored = samples * (row_bytes + 2 * (1 + steps) * 4 * math.prod(passes.largest))

@@ -10,7 +10,6 @@ from typing import Any
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.methods import table as objectives
-from fluvial.engines.methods.advantages import AdvantageConfig
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.named_models import MODELS
@@ -23,6 +22,7 @@ from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomRecorded, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
 

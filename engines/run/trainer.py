@@ -13,30 +13,31 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.determinism import deterministic
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.parallelize import compiled_programs
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.warm_up import WarmUp
 from fluvial.engines.extensions.report.progress import RunProgress
+from fluvial.engines.methods.table import name_of, naming_errors
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import metrics
+from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.run.fit import fitted
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import with_size_of
-from fluvial.engines.run.learner import Learnt
-from fluvial.engines.run.metrics import RolloutResult
-from fluvial.engines.run.monitoring.diagnostics import Probe, diversity
-from fluvial.engines.run.prefetch import Requested
+from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.probe_passes import compile_blocks
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
+from fluvial.engines.sampling.diversity import diversity
 from fluvial.engines.sampling.solvers import serving_solver
-from fluvial.engines.scoring.floors import free_weights, learnt_weights, updated
-from fluvial.engines.scoring.gather import AbandonedRolloutError, Rewards, gather_rewards
+from fluvial.engines.scoring.floors import free_weights
+from fluvial.engines.scoring.gather import AbandonedRolloutError
 
 
 class Trainer:
@@ -87,15 +88,17 @@ class Trainer:
             if job is None:
                 with world.agreed():
                     job = jobs.of_run(config)
-            parts = build_parts(config, job, world, resume_from=resume_from)
+            self.stop, self.progress = StopRequest() if stop is None else stop, Progress()
+            stopped = lambda: bool(self.stop)  # noqa: E731
+            parts = build_parts(config, job, world, self.progress, stop=stopped, resume_from=resume_from)
             self.config, self.choices, self.pairs = parts.config, parts.choices, parts.pairs
             self.job, self.evaluated = parts.job, parts.evaluated
-            self.engine, self.policies = parts.engine, parts.policies
+            self.engine, self.run, self.ahead = parts.engine, parts.run, parts.ahead
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
-            self.rollouts, self.ahead, self.learner = parts.rollouts, parts.ahead, parts.learner
+            self.sampler, self.method = parts.run.sampler, self.config.objective
             self.rewards, self.runners = parts.rewards, parts.runners
             stack.callback(self.runners.close)
-            stack.callback(self.rollouts.source.close)
+            stack.callback(self.sampler.source.close)
             if self.ahead is not None:
                 stack.callback(self.ahead.close)
             self.saver = Saver(
@@ -108,9 +111,10 @@ class Trainer:
                 pairs=self.pairs,
             )
             stack.callback(self.saver.close)
-            self.console, self.stop, self.stopping = console, StopRequest() if stop is None else stop, False
-            self.stop.then(self.rollouts.source.hurry)
-            self.progress = Progress() if resume_from is None else self.saver.restore(resume_from)
+            self.console = console
+            self.stop.then(self.sampler.source.hurry)
+            if resume_from is not None:
+                self._resume(resume_from)
             self.phase = "evaluation"  # what is done now, for the line of an error
             self._finished = self.engine.updates, self.progress  # the newest update whose state is whole
             self._stack = stack.pop_all()
@@ -131,9 +135,14 @@ class Trainer:
             try:
                 record = self.update()
             except AbandonedRolloutError:
-                self.stopping = True
+                self.run.stopping = True
                 return
             yield record
+
+    @property
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.run.stopping
 
     def update(self) -> dict[str, Any]:
         """Make one rollout and its optimizer updates, and return their record; every rank must take part.
@@ -142,26 +151,53 @@ class Trainer:
             RunError: a reward failed, or rollout and update do not compute the same policy.
             AbandonedRolloutError: the run was asked to stop while it waited for people.
         """
-        self.rollouts.compare_with_servers()
+        self.sampler.compare_with_servers()
         programs = compiled_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
-        rollouts = self.engine.updates // self.config.updates_per_rollout
         seconds: dict[str, float] = {}
         known = self.progress
         lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
         self._finished = self.engine.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
-        result = self._learn_preferences(root, seconds) if self.rollouts.given else self._learn(root, seconds)
-        if self.config.followers:
-            with metrics.timed(seconds, "update"):
-                self.policies.follow(self.engine, rollouts + 1)
-        self.progress.samples += result.samples
+        self.run.notes = {}
+        with self._timed(seconds, "rollout"), naming_errors(self.method, "collect"):
+            batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
+        with self._timed(seconds, "reward"):
+            batch = self.run.score(batch)
+            self._note(batch)
+        with self._timed(seconds, "update"):
+            updates = self.learn(batch, root)
+        self.progress.samples += metrics.samples_of(batch)
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
-        self._watch_ratio(result.learnt)
+        self._watch_ratio(updates[0])
         self._finished = self.engine.updates, self.progress
         compiled = compiled_programs() - programs if self.engine.compiles else None
-        samples = self.progress.samples
-        return metrics.update_record(self.config, result, seconds, self.engine, samples=samples, compiled=compiled)
+        floors = self.config.advantage.floor_of
+        if floors:
+            self.run.log(multipliers=dict(self.progress.multipliers))
+        names = list(self.rewards)
+        columns = metrics.RewardColumns(names, free_weights(self.runners.weights, names, floors))
+        samples, notes = self.progress.samples, self.run.notes
+        return metrics.update_record(
+            self.config, batch, updates, notes, columns, seconds, self.engine, samples=samples, compiled=compiled
+        )
+
+    def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
+        """Make the updates on a scored batch, after which the followers move; every rank must take part.
+
+        Args:
+            root: key of the batch.
+        """
+        rollouts = self.engine.updates // self.config.updates_per_rollout
+        with self.engine.gathered_once(), naming_errors(self.method, "learn"):
+            updates = list(self.method.learn(self.run, batch, root))
+        if len(updates) != self.config.updates_per_rollout:  # the clock of keys, prompts and learning rate
+            raise UsageError(
+                f"objective {name_of(self.method)} yielded {len(updates)} updates of a batch, expected epochs x minibatches "
+                f"= {self.config.updates_per_rollout}: yield each `run.update` of `run.minibatches`"
+            )
+        self.run.networks.follow(rollouts + 1)
+        return updates
 
     def evaluate(
         self,
@@ -228,7 +264,7 @@ class Trainer:
         self.engine.optimizer.zero_grad()
         self.engine.sharded.reshard()
         self.engine.onload()
-        self.policies.onload()
+        self.run.networks.onload()
         self.saver.save_alone(progress)
         return True
 
@@ -237,7 +273,7 @@ class Trainer:
 
         The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
         """
-        self.progress = self.saver.restore(path)
+        self._resume(path)
         self._finished = self.engine.updates, self.progress
 
     def export(self, folder: Path) -> None:
@@ -249,94 +285,34 @@ class Trainer:
         if lora:
             write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
 
-    def _learn_preferences(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
-        """Make the updates on given preferences."""
-        with self._timed(seconds, "rollout"):
-            given = self.rollouts.preferences(root)
-        with self._timed(seconds, "reward"):
-            rewards = self._gathered(None)
-        with self._timed(seconds, "update"), self.engine.gathered_once():
-            learnt = self.learner.update(self.learner.pairs(given, root), root)
-        return RolloutResult(learnt, rewards, 2 * len(given.preferences), size=given.size)
+    def _resume(self, path: Path | str) -> None:
+        """Take over the state of a checkpoint."""
+        self.progress = self.run.memory = self.saver.restore(path)
 
-    def _learn(self, root: Key, seconds: dict[str, float]) -> RolloutResult:
-        """Make a rollout and its updates."""
-        config, requested = self.config, None
-        with self._timed(seconds, "rollout"):
-            if self.ahead is not None:
-                rollout, requested = self.ahead.next()
-            else:
-                rollout = self.rollouts.next(root, self.runners)
-        plan, thumbnails = rollout.plan, rollout.samples.thumbnails
-        with self._timed(seconds, "reward"):
-            if config.engine.offload == "phases" and config.makes_samples:
-                self.engine.offload()
-            rewards = self._gathered(requested)
-            spread = None if thumbnails is None else self._diversity(thumbnails)
-            self.engine.onload()
-            self.policies.onload()
-        with self._timed(seconds, "update"), self.engine.gathered_once():
-            work = self.learner.items(rollout, rewards, self._weights(rewards), root, self.progress.rewards)
-            del rollout  # its trajectory is freed with the items
-            learnt = self.learner.update(work, root)
-        floors = config.advantage.floor_of
-        return RolloutResult(
-            learnt,
-            rewards,
-            config.rollout.batch,
-            weights=free_weights(self.runners.weights, list(self.rewards), floors),
-            names=list(self.rewards),
-            asked=plan.asked,
-            size=plan.size,
-            diversity=spread,
-            staleness=None if self.ahead is None or requested is None else self.ahead.staleness(requested),
-            multipliers=dict(self.progress.multipliers) if floors else None,
-        )
+    def _note(self, batch: Batch) -> None:
+        """Note how diverse the samples of a batch are, and how old the weights that made them; every rank must take part."""
+        rollout, thumbnails = self.config.rollout, batch.made.result().thumbnails
+        if thumbnails is not None and rollout.group > 1:
+            everyone = self.world.gather_data(thumbnails)[: rollout.batch]
+            self.run.log(diversity=diversity(everyone, rollout.group))
+        if self.ahead is not None:
+            self.run.log(staleness={str(self.engine.updates - batch.version): batch.share.batch})
 
     def _timed(self, seconds: dict[str, float], phase: str) -> AbstractContextManager[None]:
         """Add the seconds of the block to those of a phase, which the run is in."""
         self.phase = phase
         return metrics.timed(seconds, phase)
 
-    def _gathered(self, requested: Requested | None) -> Rewards:
-        """Return the rewards of all samples, and note whether any rank was asked to stop; every rank must take part."""
-        if self.ahead is not None and requested is not None:
-            own = self.ahead.collect(requested)
-        else:
-            self.runners.exchange(self.world)
-            with self.world.agreed():
-                own = self.runners.collect(batch=self.config.rollout.batch, stop=lambda: bool(self.stop))
-        rewards, self.stopping = gather_rewards(
-            own, stop=bool(self.stop), group=self.config.rollout.group, max_invalid=self.config.max_invalid, world=self.world
-        )
-        return rewards
-
-    def _weights(self, rewards: Rewards) -> Tensor:
-        """Return the weight of each reward in the advantages; one with a floor has its multiplier, after this rollout."""
-        config, names, weights = self.config.advantage, list(self.rewards), self.runners.weights
-        if not config.floors:
-            return weights
-        means = dict(zip(names, rewards.scores[rewards.kept].double().mean(0).tolist(), strict=True))
-        known = self.progress.multipliers
-        self.progress.multipliers = updated(known, means, config.floor_of, lr=config.floor_lr, most=config.floor_max)
-        return learnt_weights(weights, names, self.progress.multipliers)
-
-    def _diversity(self, thumbnails: Tensor) -> float | None:
-        """Return the distance between the samples of a group, see `diagnostics.diversity`; None for groups of one."""
-        rollout = self.config.rollout
-        everyone = self.world.gather_data(thumbnails)[: rollout.batch]
-        return diversity(everyone, rollout.group) if rollout.group > 1 else None
-
-    def _watch_ratio(self, learnt: Learnt) -> None:
+    def _watch_ratio(self, info: UpdateInfo) -> None:
         """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.
 
         With a correction the update's own numbers take the place of those of servers, whose difference counts then.
         """
-        info, progress = learnt.updates[0], self.progress
+        progress, correction = self.progress, self.run.notes.get("correction")
         if "log_ratio" not in info.max_abs:
             return
-        if self.config.rollout.is_served and learnt.correction is not None:
-            progress.max_log_ratio = max(progress.max_log_ratio, float(learnt.correction.gap_max))
+        if self.config.rollout.is_served and correction is not None:
+            progress.max_log_ratio = max(progress.max_log_ratio, float(correction.gap_max))
         largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
         self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
         if not largest <= bound and not info.skipped:  # NaN too

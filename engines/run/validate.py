@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import name_of
+from fluvial.engines.run.networks import Teacher
 from fluvial.engines.sampling.config import REPLAYED
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.tail import Tail
@@ -34,7 +36,8 @@ def _effects(config: "TrainConfig") -> Iterator[tuple[bool, str, str]]:
     traits, kl, with_name = config.objective.traits, config.kl, f"with {name_of(config.objective)}"
     on_steps, given, ratios = traits.trains_on == "steps", not config.makes_samples, config.takes_ratios
     pairs, from_data = traits.preferences is not None, f"{with_name}, which learns from data without a rollout"
-    learns, adds_kl, compares_ref = traits.rewards != "nothing", traits.takes_kl, "ref" in traits.compares_with
+    learns, adds_kl = traits.rewards != "nothing", traits.takes_kl
+    compares_ref = "ref" in config.objective.networks(KLConfig())
     computes = traits.takes_implementation or ratios or (adds_kl and kl.is_on)
     advantage = "scale eps clip ddof drop_zero rescale extremes history floors"
     scored = config.scores_samples
@@ -141,10 +144,10 @@ def _clean_samples(config: "TrainConfig") -> Iterator[UsageError]:
 def _policies(config: "TrainConfig") -> Iterator[UsageError]:
     """Yield which of the policies that the objective compares with do not exist."""
     traits, name = config.objective.traits, name_of(config.objective)
-    if "teacher" in traits.compares_with and traits.teacher is None:
+    if any(isinstance(network, Teacher) and network.weights is None for network in config.networks.values()):
         yield UsageError("objective.teacher", None, "a folder of weights", f"{name} compares with a teacher")
     if config.followers and config.train == "full":
-        kept = ", ".join(follower.name for follower in config.followers)
+        kept = ", ".join(config.followers)
         yield UsageError("train", "full", "lora", f"{name} keeps policies that lag behind ({kept}) as LoRA adapters")
     if traits.offline and traits.trains_on == "preferences" and traits.preferences is None:
         yield UsageError("traits.preferences", None, "a folder", f"{name} is offline and trains on preferences")
@@ -221,6 +224,6 @@ def fixed_micro_batch(config: "TrainConfig") -> str | None:
         return "rollout.window.draw call draws a window for the samples of each micro-batch"
     if config.noising.draw == "call":
         return "noising.draw call draws levels for the samples of each micro-batch"
-    if config.objective.traits.through is not None:
+    if config.objective.traits.rewards == "gradients":
         return f"{name_of(config.objective)} computes gradients through decoder and rewards, whose memory is not tried"
     return None

@@ -1,5 +1,7 @@
 """The rewards of a whole rollout, the same on every rank."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -9,11 +11,37 @@ from torch import Tensor
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.scoring.invalid import check_invalid, kept_samples
-from fluvial.engines.scoring.runner import Collected
+from fluvial.engines.scoring.runner import Collected, RewardRunners
 
 
 class AbandonedRolloutError(RunError):
     """The run was asked to stop while it waited for scores; nothing has been learnt from the rollout."""
+
+
+@dataclass
+class Scoring:
+    """The scores of this rank's samples, which rewards compute on their own threads.
+
+    Args:
+        runners: threads of the rewards.
+        collected: what they said, where they were waited for already.
+    """
+
+    runners: RewardRunners
+    collected: Collected | None = None
+
+    def collect(self, world: World, *, batch: int, stop: Callable[[], bool] | None = None) -> Collected:
+        """Wait for the scores of this rank's samples of a batch; every rank must take part.
+
+        Args:
+            batch: number of samples, of all ranks.
+            stop: whether this rank was asked to stop; then scores that a reward promised are not waited for.
+        """
+        if self.collected is None:
+            self.runners.exchange(world)
+            with world.agreed():
+                self.collected = self.runners.collect(batch=batch, **({} if stop is None else {"stop": stop}))
+        return self.collected
 
 
 class Rewards(NamedTuple):

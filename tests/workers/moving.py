@@ -28,7 +28,7 @@ def move(world: World) -> list[Any]:
                 predictions={"old": numbers.float()},
                 transition=Transition(numbers.float(), numbers.float(), numbers.float()),
                 log_prob_old=numbers.double(),
-                target_weight=numbers.float(),
+                signal=numbers.float(),
                 weight=torch.ones(counts[rank]),
                 sample=rows,
             )

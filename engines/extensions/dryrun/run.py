@@ -137,11 +137,11 @@ class _Run:
 
     def _watched(self, trainer: Trainer) -> ShortUpdates:
         """Run the parts of a trainer in their phases."""
-        rollouts, learner, engine = trainer.rollouts, trainer.learner, trainer.engine
-        made = self._in("rollout", rollouts.made)
+        sampler, engine = trainer.sampler, trainer.engine
+        generate = self._in("rollout", sampler.generate)
 
         def stored(*args: Any, **kwargs: Any) -> Any:
-            batch = made(*args, **kwargs)
+            batch = generate(*args, **kwargs)
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
             once = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
             self.stored = int(sum(once.values()) * (self.more - 1))
@@ -149,9 +149,8 @@ class _Run:
 
         updates = ShortUpdates(engine)
         changes: list[tuple[Any, str, Callable[..., Any]]] = [
-            (rollouts, "made", stored),
-            (learner, "items", self._in("update", learner.items)),
-            (learner, "update", self._in("update", learner.update)),
+            (sampler, "generate", stored),
+            (trainer, "learn", self._in("update", trainer.learn)),
             (engine, "update", updates),
         ]
         if trainer.ahead is not None:
@@ -186,7 +185,7 @@ def _one_after_another(ahead: Any) -> Callable[[], Any]:
     def next_rollout() -> Any:
         batch = following()
         for requested in ahead.requested.values():
-            requested.batch.result()
+            requested.made.result()
         return batch
 
     return next_rollout

@@ -1,4 +1,4 @@
-"""Diagnostics against reward hacking: how diverse the samples of a group are, and how far the model has drifted."""
+"""Diagnostics against reward hacking: how far the model has drifted."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -20,28 +20,7 @@ from fluvial.engines.sampling.noising import noised_at
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
 
-SIDE = 32  # pixels of a thumbnail
 SEED, SAMPLES = 7_1972, 16  # of a probe
-
-
-def thumbnails(images: Tensor) -> Tensor:
-    """Return images `[B, C, H, W]` averaged to at most 32 pixels a side and flattened, `[B, D]`."""
-    height, width = (min(side, SIDE) for side in images.shape[-2:])
-    return torch.nn.functional.adaptive_avg_pool2d(images.flatten(1, -3).float(), (height, width)).flatten(1)
-
-
-def diversity(thumbnails: Tensor, group: int) -> float:
-    """Return the mean over all groups of the root-mean-square distance between two samples of a group.
-
-    It falls when a policy draws the same image again and again. Compare it within a run, where the sampler is the same.
-
-    Args:
-        thumbnails: `[B, D]`, ordered by group.
-        group: samples per group, at least 2.
-    """
-    by_group = thumbnails.double().unflatten(0, (-1, group))
-    distance = torch.cdist(by_group, by_group) / thumbnails.shape[1] ** 0.5
-    return float(distance.sum((1, 2)).mean() / (group * (group - 1)))
 
 
 class Probe(NamedTuple):

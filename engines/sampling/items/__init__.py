@@ -8,14 +8,14 @@ from fluvial.engines.sampling.items.noised import NoisedSamples, Pairs, noised_p
 from fluvial.engines.sampling.items.share import Share, rebalance, select, transfers
 from fluvial.engines.sampling.items.steps import LastSteps, RecordedSteps, concatenate, last_steps, recorded_steps
 
-Items = RecordedSteps | LastSteps | NoisedSamples | Pairs
+Rows = RecordedSteps | LastSteps | NoisedSamples | Pairs
 
 __all__ = [
-    "Items",
     "LastSteps",
     "NoisedSamples",
     "Pairs",
     "RecordedSteps",
+    "Rows",
     "Share",
     "concatenate",
     "last_steps",

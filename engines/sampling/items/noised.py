@@ -21,12 +21,13 @@ class NoisedSamples(NamedTuple):
     level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
     timestep: Tensor | None  # timestep that the model is given; None if the model derives it from the level
     sample: Tensor  # int64, row of the conditioning; the items of one sample share it
-    target_weight: Tensor  # `Objective.target_weight` of the sample, e.g. its advantage
+    signal: Tensor  # number of the sample that the method gave, e.g. its advantage
     weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
     x0: Tensor  # clean sample
     target: Tensor  # what the model should predict: noise - x0, or the noise for an epsilon-prediction model
     predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
-    context: Tensor | None = None  # of an objective that gathers statistics, see `methods.protocol.Gathering`
+    place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
+    context: Tensor | None = None  # what the method looked up of the other items
 
     def parts(self, levels: Tensor) -> Tensor:
         """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
@@ -43,6 +44,7 @@ class Pairs(NamedTuple):
     weight: Tensor  # [P], weight in the loss: 1, or 0 for pairs that only fill up
     target: Tensor  # [P, 2, *event], what the model should predict
     predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
 
     def parts(self, levels: Tensor) -> Tensor:
         """Return the tenth of the noise levels from 0 to 1 that each pair belongs to, bool `[P, 10]`."""
@@ -58,7 +60,7 @@ def in_tenth(level: Tensor) -> Tensor:
 def noised_samples(
     x0: Tensor,
     keys: Key,
-    target_weight: Tensor,
+    signal: Tensor,
     weight: Tensor,
     schedule: Schedule,
     config: NoisingConfig,
@@ -74,7 +76,7 @@ def noised_samples(
     Args:
         x0: clean samples `[B, *event]`.
         keys: key of each sample; its levels and its noise depend on nothing else.
-        target_weight: `Objective.target_weight` of each sample, `[B]`.
+        signal: number of each sample that the method gave, `[B]`.
         weight: weight in the loss, `[B]`.
         schedule: the model's schedule.
         config: number and distribution of the levels.
@@ -93,7 +95,7 @@ def noised_samples(
         level=levels.T.flatten(),
         timestep=None if timesteps is None else timesteps.T.flatten(),
         sample=to_device(torch.arange(batch).repeat(each), x0.device),
-        target_weight=target_weight.repeat(each),
+        signal=signal.repeat(each),
         weight=weight.repeat(each),
         x0=x0.repeat(each, *[1] * (x0.ndim - 1)),
         target=torch.cat([target for _, target in parts]),

@@ -23,15 +23,16 @@ class RecordedSteps(NamedTuple):
     level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
     timestep: Tensor  # timestep that the model is given
     sample: Tensor  # int64, row of the conditioning; the items of one sample share it
-    target_weight: Tensor  # `Objective.target_weight` of the sample, e.g. its advantage
+    signal: Tensor  # number of the sample that the method gave, e.g. its advantage
     weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
     level_next: Tensor
     x_next: Tensor
     log_prob_old: Tensor
     transition: Transition  # coefficients of each step
     predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema; uncond with guidance
-    context: Tensor | None = None  # of an objective that gathers statistics, see `methods.protocol.Gathering`
-    guidance: Tensor | None = None  # guidance scale, of a loss that combines the halves (`ObjectiveTraits.folds_guidance`)
+    place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
+    context: Tensor | None = None  # what the method looked up of the other items
+    guidance: Tensor | None = None  # guidance scale, of a loss that combines the halves (`Run.update(split_guidance=True)`)
 
     @property
     def dt(self) -> Tensor:
@@ -53,6 +54,7 @@ class LastSteps(NamedTuple):
     weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
     noise: Tensor  # [P, K, *event], noise of the last K steps
     predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
+    place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
 
     def parts(self, levels: Tensor) -> Tensor:
         """Return the step of the schedule that each item belongs to, bool `[P, T]`, given its `[T+1]` levels."""
@@ -65,7 +67,7 @@ def at_step(level: Tensor, levels: Tensor) -> Tensor:
 
 
 def recorded_steps(
-    trajectory: Trajectory, schedule: Schedule, transitions: Transition, target_weight: Tensor, weight: Tensor
+    trajectory: Trajectory, schedule: Schedule, transitions: Transition, signal: Tensor, weight: Tensor
 ) -> RecordedSteps:
     """Return the B*S pairs of a trajectory, step by step: pair s * B + i is sample i at recorded step s.
 
@@ -75,11 +77,11 @@ def recorded_steps(
         trajectory: B samples with S recorded steps.
         schedule: schedule of the trajectory.
         transitions: coefficients of each step of the schedule, `[T]`.
-        target_weight: `Objective.target_weight` of each sample, `[B]`.
+        signal: number of each sample that the method gave, `[B]`.
         weight: weight in the loss, `[B]`.
     """
     batch, count = trajectory.log_prob.shape
-    device = target_weight.device
+    device = signal.device
     levels, timesteps = to_device(schedule.levels, device), to_device(schedule.timesteps, device)
     step = host_values.kept(lambda steps: steps.T.flatten(), trajectory.steps)
     return RecordedSteps(
@@ -87,7 +89,7 @@ def recorded_steps(
         level=levels[step],
         timestep=host_values.rows(timesteps, step),
         sample=to_device(torch.arange(batch).repeat(count), device),
-        target_weight=target_weight.repeat(count),
+        signal=signal.repeat(count),
         weight=weight.repeat(count),
         level_next=levels[step + 1],
         x_next=by_step(trajectory.x_next),

@@ -60,7 +60,7 @@ def test_the_weights_are_the_corrections(one: World, tmp_path: Path, mode: Any, 
     assert float((own - known).abs().max()) > 1e-5
     assert torch.equal(run.updates[0].weight, torch.ones(8 * tiny.STEPS))  # a KL term is not corrected
     advantage = group_advantages(run.scores[:, 0], torch.arange(8) // 4)
-    torch.testing.assert_close(items.target_weight, (weight * advantage[:, None]).T.flatten(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(items.signal, (weight * advantage[:, None]).T.flatten(), rtol=1e-4, atol=1e-5)
     assert record["correction"]["limited"] == pytest.approx(float(info.limited))
     if threshold < 1e30:
         assert 0 < record["correction"]["limited"] < 1
@@ -101,8 +101,8 @@ def test_the_kl_has_no_weight() -> None:
     config = CorrectionConfig("mask", threshold=1.5)
     known_then = (known + 5 * (torch.arange(6) % 2)).unsqueeze(1)
     corrected, _ = correct(items, known, known_then, config, share=share, gather=lambda tensor: tensor)
-    assert corrected.target_weight.tolist() == [1, 0, 1, 0, 1, 0]
+    assert corrected.signal.tolist() == [1, 0, 1, 0, 1, 0]
     loss, info = Clipped().loss(v, corrected, LossConfig(kl_coef=0.5, kl_weight="exact"))
     kl = gaussian.kl(transition, v, v_ref)
     torch.testing.assert_close(info.kl_ref, kl)
-    torch.testing.assert_close(loss, 0.5 * kl - corrected.target_weight)
+    torch.testing.assert_close(loss, 0.5 * kl - corrected.signal)

@@ -14,7 +14,8 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.monitoring import diagnostics
-from fluvial.engines.run.monitoring.diagnostics import Probe, diversity, thumbnails
+from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.sampling.diversity import diversity, thumbnails
 from fluvial.engines.sampling.generate import on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import Schedule

@@ -243,7 +243,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
         "gdpo": multi_reward_advantages(rewards, weights, group),
     }
     torch.testing.assert_close(
-        run.updates[0].items.target_weight[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4
+        run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4
     )
     assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
     assert record["rewards"] == pytest.approx(

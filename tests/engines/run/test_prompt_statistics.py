@@ -11,7 +11,7 @@ import tiny_jobs as tiny
 import torch
 
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.advantages import AdvantageConfig, History, history_advantages
+from fluvial.engines.scoring.advantages import AdvantageConfig, History, history_advantages
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig

@@ -14,7 +14,7 @@ from spied_runs import ODE, STEPS, Spied
 
 from fluvial.core.random import key
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.advantages import AdvantageConfig, extreme
+from fluvial.engines.scoring.advantages import AdvantageConfig, extreme
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.config import KLConfig

@@ -15,7 +15,7 @@ from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.advantages import AdvantageConfig, advantages
+from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
 from fluvial.engines.methods.nft import LinearOld
 from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers

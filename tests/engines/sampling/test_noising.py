@@ -110,7 +110,7 @@ def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
         for m in range(3):
             place = m * B + rows
             own = slice(m * len(rows), (m + 1) * len(rows))
-            for name in ("x", "level", "timestep", "target_weight", "weight", "x0", "target"):
+            for name in ("x", "level", "timestep", "signal", "weight", "x0", "target"):
                 mine, known = getattr(part, name), getattr(whole, name)
                 assert (
                     (mine is None)

@@ -113,7 +113,7 @@ def noised(name: str, made: verl_runs.Made, timesteps: Tensor) -> tuple[NoisedSa
         level=level,
         timestep=timesteps.T.flatten(),
         sample=torch.arange(batch).repeat(each),
-        target_weight=torch.rand(batch * each, generator=torch.Generator().manual_seed(8)),
+        signal=torch.rand(batch * each, generator=torch.Generator().manual_seed(8)),
         weight=torch.ones(batch * each),
         x0=clean,
         target=steps - clean,
@@ -174,7 +174,7 @@ def test_a_step_of_diffusion_nft(folders: dict[str, Path], world: World, name: s
         made,
         latents_clean=pack(made.trajectory.final),
         train_timesteps=timesteps,
-        reward_prob=items.target_weight.view(2, 4).T.contiguous(),
+        reward_prob=items.signal.view(2, 4).T.contiguous(),
         forward_noise=torch.stack([pack(noise[:, i]) for i in (0, 1)], 1),
     )
     predictions = {"old": own.other(items, made.cond, "old"), "ref": own.other(items, made.cond, None)}

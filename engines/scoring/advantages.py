@@ -11,7 +11,6 @@ from torch import Tensor
 from fluvial.core.advantages import Scale, group_advantages, multi_reward_advantages
 from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.scoring.floors import parse_floors
 
 SMALLEST = (1e-12, 1e30)
@@ -104,60 +103,41 @@ class AdvantageConfig:
 
 
 class Grades(NamedTuple):
-    """Weights in the loss of a rollout's B samples by their rewards, on the host; 0 for samples that are left out."""
+    """What N scored samples are worth to a method, `[N]` each, on the host."""
 
-    target_weight: Tensor  # [B], see `Objective.target_weight`
-    computed: Tensor  # [B], 0 for samples that add nothing to the loss
-    counted: Tensor  # [B], 0 for samples that the loss is not averaged over
-    advantage: Tensor  # of the samples that are learnt from
+    reward: Tensor  # weighted sum of the rewards
+    advantage: Tensor
+    keep: Tensor  # 1 for samples that the loss is averaged over, else 0
 
 
-def graded(
-    objective: Objective,
+def grade(
     rewards: Tensor,
-    kept: Tensor,
     weights: Tensor,
+    group: Tensor,
     config: AdvantageConfig,
     *,
-    compared: int,
-    has_kl: bool,
     prompts: Sequence[str] = (),
     history: History,
 ) -> Grades:
-    """Return each sample's weights in the loss of an objective.
+    """Return the reward and the advantage of each sample, and which samples are learnt from.
 
     Args:
-        objective: the objective.
-        rewards: `[B, K]`.
-        kept: whether a sample is learnt from, bool `[B]`.
+        rewards: `[N, K]`.
         weights: weight of each reward, `[K]`.
+        group: index of each sample's group, `[N]`.
         config: how rewards become advantages.
-        compared: number of consecutive samples that are compared with each other.
-        has_kl: whether the loss has a KL term, so that samples of target weight 0 add something.
-        prompts: prompt of each sample, `[B]`, read if `config.history` is set.
-        history: last rewards of each prompt; those of this rollout are added if `config.history` is set.
+        prompts: prompt of each sample, `[N]`, read if `config.history` is set.
+        history: last rewards of each prompt; those of these samples are added if `config.history` is set.
     """
-    places, traits = torch.nonzero(kept).flatten(), objective.traits
-    group, rewards = places // compared, rewards[kept]
     reward = rewards @ weights
     if config.history:
-        advantage = history_advantages(reward, [prompts[i] for i in places.tolist()], history, config)
+        advantage = history_advantages(reward, prompts, history, config)
     else:
         advantage = advantages(rewards, weights, group, config)
-    target_weight = objective.target_weight(reward, advantage, group)
-    taken = extreme(reward, group, config.extremes)
-    over_kept = traits.mean_over_kept or config.drop_zero
-    # With a KL an item adds something whatever its target weight, unless the mean is over the kept ones.
-    adds_all = not (traits.skips_zero or config.drop_zero) or (has_kl and not over_kept)
-    nonzero = (advantage if config.drop_zero else target_weight) != 0
-    computed = taken if adds_all else taken * nonzero.to(taken.dtype)
-
-    def spread(values: Tensor) -> Tensor:
-        everyone = values.new_zeros(len(kept))
-        everyone[kept] = values
-        return everyone
-
-    return Grades(spread(target_weight), spread(computed), spread(computed if over_kept else taken), advantage)
+    keep = extreme(reward, group, config.extremes)
+    if config.drop_zero:
+        keep = keep * (advantage != 0).to(keep.dtype)
+    return Grades(reward, advantage, keep)
 
 
 def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: AdvantageConfig) -> Tensor:

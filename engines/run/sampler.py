@@ -1,10 +1,9 @@
-"""Samples of a run: rollouts of the policy, from any source, and clean samples of the job's data."""
+"""Samples of a run: of the policy, from any source, and clean samples of the job's data."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import optree
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
-from fluvial.core.transitions import Transition
 from fluvial.core.types import to_device
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
@@ -20,11 +18,11 @@ from fluvial.engines.data.records import Prompt, copied, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.job import Job
-from fluvial.engines.run.monitoring.diagnostics import thumbnails
-from fluvial.engines.run.policies import Policies
+from fluvial.engines.run.batch import Batch, Record, RolloutPlan, make_batch
+from fluvial.engines.run.jobs.base import Job
+from fluvial.engines.run.settings import RunSettings
 from fluvial.engines.sampling.config import Schedules
+from fluvial.engines.sampling.diversity import thumbnails
 from fluvial.engines.sampling.generate import (
     Chunk,
     Requests,
@@ -36,59 +34,32 @@ from fluvial.engines.sampling.generate import (
     slots,
 )
 from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, served_steps
+from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.sampler_copy import Copy, held
 from fluvial.engines.sampling.source import Behaviour, RolloutSource
-from fluvial.engines.sampling.text import Padding, TextLengths
+from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
-from fluvial.models import Schedule, decoded
+from fluvial.models import decoded
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
 
 
-class RolloutPlan(NamedTuple):
-    """A rollout that can be asked for: which samples, and how they are made."""
-
-    asked: list[Prompt]  # prompt of each group, or of each sample; the same on every rank
-    requests: Requests  # of this rank
-    sampling: Sampling
-    numbers: list[int]  # index of each sample in the rollout, -1 for a repeat
-    size: Size | None  # of the samples, where there are several sizes
-    padding: Padding | None  # of the prompts, where it is trimmed
-    transitions: Transition | None = None  # coefficients of each step of the schedule, `[T]`, where steps are recorded
-
-
-class Rollout(NamedTuple):
-    """This rank's samples of a rollout, or of the job's data."""
-
-    plan: RolloutPlan
-    samples: SampleBatch
-    trained: Tensor  # [B, S], 1 for the recorded steps of each sample of all ranks that are trained on, else 0
-
-
-class GivenPairs(NamedTuple):
-    """Preferences that a rollout's updates learn from, the same on every rank."""
-
-    preferences: list[Preference]
-    numbers: list[int]  # index of each in its stream of noise
-    shape: tuple[int, ...]  # of a sample
-    schedule: Schedule
-    size: Size | None  # of the samples, where there are several sizes
-
-
-class Rollouts:
-    """Asks for this rank's samples of each rollout.
+class Sampler:
+    """Chooses the prompts of each batch, and asks for this rank's samples.
 
     Args:
         engine: engine whose module is the policy, on the ranks that samples are spread over.
-        policies: the other policies, which are offloaded while samples are made.
         source: maker of the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
+        record: what is recorded of the steps; None records nothing.
+        compare: what the samples of a group have in common: their prompt; or, of given data, their caption, or nothing.
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
         given: given preferences, which are learnt from in place of rollouts.
-        takes_latents: whether a reward takes the final latents.
+        sends_final: whether servers send the final latents, too.
+        reference: whether the reference has guidance of its own, so that the negative prompt is always encoded.
 
     Raises:
         UsageError: images of one caption are compared, and no caption has two.
@@ -96,25 +67,25 @@ class Rollouts:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RunSettings,
         job: Job,
         engine: Engine,
-        policies: Policies,
         source: RolloutSource,
         schedules: Schedules,
         texts: TextLengths,
         *,
+        record: Record | None,
+        compare: Literal["prompt", "caption", "data"],
         copy: Copy | None = None,
         given: tuple[Preference, ...] | EncodedPreferences = (),
-        takes_latents: bool = False,
+        sends_final: bool = True,
+        reference: bool = False,
     ) -> None:
-        self.config, self.job, self.world = config, job, engine.world
-        self.engine, self.policies, self.source, self.schedules, self.texts = engine, policies, source, schedules, texts
+        self.config, self.job, self.world, self.engine = config, job, engine.world, engine
+        self.source, self.schedules, self.texts, self.record = source, schedules, texts, record
         self.copy, self.given, self._compared = copy, given, False
-        # A server sends the final latents only to those who need them; in process they cost nothing.
-        alone = config.objective.traits.trains_on == "steps" and config.objective.traits.through is None
-        self._final = takes_latents or not (alone and config.rollout.is_served and config.rollout.store is None)
-        self._captions = Captions(job.prompts) if config.objective.traits.groups == "caption" else None
+        self._sends_final, self._reference, self._compare = sends_final, reference, compare
+        self._captions = Captions(job.prompts) if compare == "caption" else None
         self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
         if given:
             self._known = given.prompts if isinstance(given, EncodedPreferences) else [pair.prompt for pair in given]
@@ -132,32 +103,14 @@ class Rollouts:
         """
         known, rollout = self.job.prompts, self.config.rollout
         if self._captions is None:
-            count = rollout.batch if self.config.objective.traits.groups == "data" else rollout.prompts
+            count = rollout.batch if self._compare == "data" else rollout.prompts
             return [known[place] for place in self._places(root, count, updates)]
         asked, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
         for group, caption in enumerate(self._places(root, rollout.prompts, updates)):
             asked += [known[place] for place in self._captions.drawn(caption, fold_in(keys, group), rollout.group)]
         return asked
 
-    def next(self, root: Key, rewards: RewardRunners) -> Rollout:
-        """Return this rank's samples, from a rollout or from the job's data; every rank must take part.
-
-        Args:
-            rewards: scorers of the images; scoring starts while the next chunk is generated.
-        """
-        plan = self.plan(root, self.prompts(root, self.engine.updates), self.engine.updates)
-        if not self.config.makes_samples:
-            return self.rollout(root, plan, self._data(plan, rewards))
-        if self.config.engine.offload == "phases":
-            self.engine.offload(parameters=False)
-            self.policies.offload()
-        self.source.push(self.engine, self.engine.updates)
-        network = partial(self.policies.behaviour, self.engine)
-        # From elsewhere one rank may fail where no collective tells the others.
-        failing = self.world.agreed if self.config.rollout.source else nullcontext
-        return self.rollout(root, plan, self.proved(plan, rewards, network, self.world, failing=failing))
-
-    def proved(
+    def generate_verified(
         self,
         plan: RolloutPlan,
         rewards: RewardRunners,
@@ -167,10 +120,10 @@ class Rollouts:
         seen: Callable[[Chunk], None] = lambda chunk: None,
         failing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> SampleBatch:
-        """Return the samples of a rollout, of servers that have the policy; every rank of `world` must take part.
+        """Return the samples of a rollout of servers that have the policy; every rank of `world` must take part.
 
-        One step of each server is compared with the network's log-probability. A server that is too far off is left out
-        with a warning, and the others make the rollout again.
+        One step of each server is compared with the network's log-probability. A server that is too far off is dropped with
+        a warning, and the others make the rollout again.
 
         Args:
             network: opens the network with the weights that the source was given.
@@ -189,15 +142,15 @@ class Rollouts:
                 served.update(served_steps(chunk) | served)
 
             with failing():
-                samples = self.made(plan, rewards, seen=noted)
-            if not (self.config.rollout.is_served and self._leave_out_wrong(plan, served, network, world)):
+                samples = self.generate(plan, rewards, seen=noted)
+            if not (self.config.rollout.is_served and self._drop_mismatched_servers(plan, served, network, world)):
                 return samples
             rewards.discard()
 
-    def _leave_out_wrong(
+    def _drop_mismatched_servers(
         self, plan: RolloutPlan, served: Mapping[str, ServedStep], network: Behaviour, world: World
     ) -> bool:
-        """Leave out the servers of a rollout that have another policy; return whether there were any.
+        """Drop the servers of a rollout that have another policy; return whether there were any.
 
         Raises:
             RunError: none is left.
@@ -220,17 +173,6 @@ class Rollouts:
                 stacklevel=2,
             )
         return bool(wrong)
-
-    def rollout(self, root: Key, plan: RolloutPlan, samples: SampleBatch) -> Rollout:
-        """Return a rollout whose samples are made, with a draw of the recorded steps that are trained on.
-
-        Args:
-            plan: how its samples were made.
-        """
-        batch, recorded = self.config.rollout.batch, samples.trajectory.log_prob.shape[1]
-        if plan.transitions is None:
-            return Rollout(plan, samples, torch.ones(batch, recorded))
-        return Rollout(plan, samples, self.config.rollout.trained.mask(fold_in(root, Stream.FRACTION), batch, recorded))
 
     def compare_with_servers(self) -> Handshake | None:
         """Compare what servers make of one prompt with the trainer's own numbers, once; every rank must take part.
@@ -273,7 +215,7 @@ class Rollouts:
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts = [asked[i * len(asked) // rollout.batch] for i in ids]
         size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
-        negative = [] if self.config.kl.guidance is None else [rollout.guidance.negative]
+        negative = [rollout.guidance.negative] if self._reference else []
         padding = self.texts.padding([*rollout.guidance.texts(self.job.model, prompts), *negative])
         trunk = rollout.window.trunk(rollout.steps, rollout.group)
         initial_ids = [i // trunk for i in ids] if rollout.shared_noise or rollout.window.shares_start else None
@@ -283,12 +225,13 @@ class Rollouts:
         levels, stochastic = to_device(sampling.schedule.levels, self.world.device), sampling.stochastic
         records = stochastic is not None and stochastic.record
         transitions = stochastic.transition(levels[:-1], levels[1:]) if stochastic is not None and records else None
-        return RolloutPlan(asked, requests, sampling, numbers, size, padding, transitions)
+        per_pass = self.config.samples_per_pass
+        return RolloutPlan(asked, requests, sampling, numbers, size, padding, rollout.group, per_pass, transitions)
 
-    def made(
+    def generate(
         self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
     ) -> SampleBatch:
-        """Return the samples of a rollout as the source makes them with the weights that it has.
+        """Return the samples of a rollout, made by the source with the weights that were pushed last.
 
         Args:
             seen: function of each chunk, called before it is scored.
@@ -302,12 +245,62 @@ class Rollouts:
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
         return joined(parts)
 
-    def preferences(self, root: Key) -> GivenPairs:
-        """Return the given preferences that an update learns from, the same on every rank."""
-        places = self._places(root, self.config.rollout.prompts, self.engine.updates)
-        chosen, size = [self.given[place] for place in places], self._known[places[0]].size
-        shape = tuple(chosen[0].win.shape)
-        return GivenPairs(chosen, list(range(len(chosen))), shape, self.schedules.of(shape)[0], size)
+    def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
+        """Return the given preferences that an update learns from, the same on every rank, and their size."""
+        places = self._places(root, self.config.rollout.prompts, updates)
+        return [self.given[place] for place in places], self._known[places[0]].size
+
+    def pair_up(
+        self,
+        chosen: Sequence[Preference],
+        numbers: Sequence[int],
+        shape: tuple[int, ...],
+        sampling: Sampling,
+        size: Size | None,
+    ) -> Batch:
+        """Return preferences as a batch of pairs, of which each rank takes its share; no pair makes one that does not count.
+
+        Args:
+            chosen: the preferences, the same on every rank.
+            numbers: index of each in its stream of noise.
+            shape: shape of a sample.
+            sampling: how the samples were made, or how a rollout would make them.
+            size: size of the samples, where there are several.
+        """
+        real, ranks, device = len(chosen), self.world.data_size, self.world.device
+        if not real:
+            zeros = torch.zeros(shape)
+            chosen, numbers = [Preference(self.job.prompts[0], zeros, zeros)], [0]
+        slots = -(-len(chosen) // ranks)
+        share = Share(self.world.data_rank * slots, slots, real)
+        places = [(share.first + slot) % len(chosen) for slot in range(slots)]
+        prompts, ids = [chosen[place].prompt for place in places], [numbers[place] for place in places]
+        cond, padding = self.texts.encode(self.config.rollout.guidance, prompts)
+        both = [
+            to_device(torch.stack([getattr(chosen[place], side) for place in places]), device) for side in ("win", "lose")
+        ]
+        samples = SampleBatch(
+            prompts,
+            optree.tree_map(lambda table: to_device(table, device), cond),
+            unrecorded(torch.stack(both, dim=1)),
+            None,
+        )
+        rollout, asked = self.config.rollout, [each.prompt for each in chosen]
+        plan = RolloutPlan(
+            asked,
+            Requests(prompts, ids, key(0)),
+            sampling,
+            ids,
+            size,
+            padding,
+            rollout.group,
+            self.config.samples_per_pass,
+        )
+        return Batch(plan, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
+
+    def data_sampling(self, shape: tuple[int, ...]) -> Sampling:
+        """Return the schedule of given samples of a shape."""
+        return Sampling(shape, self.schedules.of(shape)[0], self.config.rollout.guidance)
 
     def _places(self, root: Key, count: int, updates: int) -> list[int]:
         """Return the indices of the `count` prompts, or preferences, of the rollout after a number of updates."""
@@ -320,19 +313,19 @@ class Rollouts:
 
     def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
-        config, rollout, on_steps = self.config, self.config.rollout, self.config.objective.traits.trains_on == "steps"
+        config, rollout, record = self.config, self.config.rollout, self.record
         stochastic, done = None, updates // config.updates_per_rollout
         first = fold_in(key(config.seed), FIRST_ROLLOUT)  # key of the first rollout
         schedule, sampler = self.schedules.of(shape)
-        if on_steps or not rollout.sampler.is_deterministic:
+        if record is not None or not rollout.sampler.is_deterministic:
             keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(
                 sampler,
                 rollout.window.steps_of(*keys, done=done, steps=rollout.steps, group=rollout.group),
-                record=on_steps,
-                form=config.recorded_form,
+                record=record is not None,
+                form=rollout.form if record is None or record.form is None else record.form,
                 reduction=rollout.reduction,
-                keep_velocity=on_steps and "old" in config.objective.traits.compares_with,
+                keep_velocity=record is not None and record.velocity,
                 implementation=config.implementation,
             )
         return Sampling(
@@ -348,7 +341,7 @@ class Rollouts:
             after=rollout.window.tail,
             reuse=self._reuse(),
             step_cache=rollout.step_cache,
-            final=self._final,
+            final=self._sends_final,
         )
 
     def _reuse(self) -> Literal["all", "outside_blocks", "none"]:
@@ -365,8 +358,8 @@ class Rollouts:
             return None
         return SharedPrefix(rollout.window.shared_steps(stochastic.steps_of([0])), rollout.group)
 
-    def _data(self, plan: RolloutPlan, rewards: RewardRunners) -> SampleBatch:
-        """Return clean samples of the job's data; rewards score their images, where the objective compares them."""
+    def read_data(self, plan: RolloutPlan, rewards: RewardRunners | None) -> SampleBatch:
+        """Return clean samples of the job's data, whose images the rewards score, if any."""
         assert self.job.data is not None
         size, device, parts = self.config.samples_per_pass, self.world.device, []
         prompts, ids, tokens = plan.requests.prompts, plan.requests.ids, plan.sampling.text_tokens
@@ -374,7 +367,7 @@ class Rollouts:
             part = list(prompts[start : start + size])
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
             x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), copied(part)).clone(), device)
-            if self.config.scores_samples:
+            if rewards is not None:
                 with torch.no_grad():
                     images = decoded(self.job.model, x0, model_inputs(part))
                     rewards.submit(images, part, x0, plan.numbers[start : start + size])

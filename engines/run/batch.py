@@ -1,0 +1,261 @@
+"""The samples of a batch, their rewards, and the items of an update: (sample, noise level) pairs.
+
+Tensors on the device are this rank's; numbers on the host are those of all ranks, in the order of the batch.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fluvial.core.gaussian import Form
+from fluvial.core.random import Key, fold_in
+from fluvial.core.rollout import Trajectory
+from fluvial.core.transitions import Transition
+from fluvial.core.types import to_device
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.data.sizes import Size
+from fluvial.engines.sampling import items as rows_of
+from fluvial.engines.sampling.generate import Requests, SampleBatch, Sampling
+from fluvial.engines.sampling.items import Rows, Share
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.text import Padding
+from fluvial.engines.sampling.window import Trained
+from fluvial.engines.scoring.gather import Rewards, Scoring
+from fluvial.engines.streams import Stream
+from fluvial.models import Cond, Prediction
+
+
+class Record(NamedTuple):
+    """What a rollout records of its stochastic steps besides x, x_next and the log-probability."""
+
+    velocity: bool = False  # the prediction too
+    form: Form | None = None  # form of the log-probability, if not `rollout.form`
+
+
+class RolloutPlan(NamedTuple):
+    """A rollout that can be asked for: which samples, and how they are made."""
+
+    asked: list[Prompt]  # prompt of each group, or of each sample; the same on every rank
+    requests: Requests  # of this rank
+    sampling: Sampling
+    numbers: list[int]  # index of each sample in the rollout, -1 for a repeat
+    size: Size | None  # of the samples, where there are several sizes
+    padding: Padding | None  # of the prompts, where it is trimmed
+    group: int  # consecutive samples with the same prompt
+    per_pass: int  # samples per pass of the rollout
+    transitions: Transition | None = None  # coefficients of each step of the schedule, `[T]`, where steps are recorded
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a rollout or of data, or pairs of samples; those that are made ahead are waited for when they are read.
+
+    Args:
+        plan: how they are made.
+        share: which samples of the batch this rank holds.
+        ids: index of each sample in its streams of noise.
+        compared: number of consecutive samples that are compared with each other.
+        prediction: what the model predicts.
+        made: the samples; of pairs the final ones are `[slots, 2, *event]`, the preferred one first.
+        scoring: rewards that score them; None where none are asked.
+        version: number of updates of the weights that make them.
+        rewards: rewards of all samples, once they are gathered.
+        paired: whether the samples are pairs.
+    """
+
+    plan: RolloutPlan
+    share: Share
+    ids: Sequence[int]
+    compared: int
+    prediction: Prediction
+    made: Future[SampleBatch]
+    scoring: Scoring | None = None
+    version: int = 0
+    rewards: Rewards | None = None
+    paired: bool = False
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """Prompt of each sample of this rank."""
+        return self.made.result().prompts
+
+    @property
+    def cond(self) -> Cond:
+        """Conditioning of this rank's samples, a pytree of tensors `[slots, ...]`."""
+        return self.made.result().cond
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Recorded steps, and the final samples, of this rank."""
+        return self.made.result().trajectory
+
+    @property
+    def kept(self) -> Tensor:
+        """Index of each sample that is learnt from, `[N]`: of those whose group has valid rewards, if rewards score them."""
+        if self.rewards is None or self.paired:
+            return torch.arange(self.share.batch)
+        return torch.nonzero(self.rewards.kept).flatten()
+
+    @property
+    def group(self) -> Tensor:
+        """Group of each sample that is learnt from, `[N]`."""
+        return self.kept // self.compared
+
+    def prompt(self, number: int) -> Prompt:
+        """Return the prompt of a sample of any rank, by its index in the batch."""
+        return self.plan.asked[number * len(self.plan.asked) // self.share.batch]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return a number per sample that is learnt from as one per sample of the batch, `[N] -> [B]`, 0 for the others."""
+        everyone = values.new_zeros(self.share.batch)
+        everyone[self.kept] = values
+        return everyone
+
+
+@dataclass(frozen=True)
+class Items:
+    """Items of an update: this rank's rows, and which of all ranks' M items per sample are used.
+
+    Args:
+        rows: this rank's items.
+        cond: conditioning, a pytree of tensors `[slots, ...]` that `rows.sample` indexes.
+        used: 1 for the items that add something to the loss, `[B, M]` on the host.
+        count: number that the sum of the losses is divided by.
+        batch: samples that these are items of.
+        pad_to: largest number of rows of any rank.
+        real: number of rows of this rank that count.
+        dealt: whether unused rows are gone, and the others spread evenly over the ranks.
+    """
+
+    rows: Any
+    cond: Cond
+    used: Tensor
+    count: float
+    batch: Batch
+    pad_to: int
+    real: int
+    dealt: bool = False
+
+    def with_rows(self, **fields: Any) -> Self:
+        """Return the items with other fields of their rows."""
+        return replace(self, rows=self.rows._replace(**fields))
+
+    def with_predictions(self, **predictions: Tensor) -> Self:
+        """Return the items with the predictions of further networks."""
+        return self.with_rows(predictions={**self.rows.predictions, **predictions})
+
+    def look_up(self, table: Tensor) -> Tensor:
+        """Return each row's entry of a table of all items, `[B, M, ...] -> [P, ...]`, 0 for repeats."""
+        flat = to_device(table, self.rows.place.device).flatten(0, 1)
+        return torch.cat([flat, torch.zeros_like(flat[:1])])[self.rows.place]
+
+
+def record_steps(
+    batch: Batch,
+    signal: Tensor | None = None,
+    *,
+    keep: Tensor | None = None,
+    skip_zero: bool = False,
+    trained: Trained | None = None,
+    key: Key | None = None,
+) -> Items:
+    """Return the recorded steps of a batch.
+
+    Args:
+        signal: number of each sample that is learnt from, `[N]`; 1 by default.
+        keep: 1 for the samples, of those, that the loss is averaged over, `[N]`; all by default.
+        skip_zero: whether samples of signal 0 add nothing, so that they need not be computed.
+        trained: which of the recorded steps are trained on, drawn from `key`; all by default.
+    """
+    total, number = batch.share.batch, batch.trajectory.log_prob.shape[1]
+    weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero)
+    assert batch.plan.transitions is not None
+    schedule = batch.plan.sampling.schedule
+    rows = rows_of.recorded_steps(batch.trajectory, schedule, batch.plan.transitions, weights.signal, weights.weight)
+    used = torch.ones(total, number)
+    if trained is not None and key is not None:
+        used = trained.mask(fold_in(key, Stream.FRACTION), total, number)
+    return _items(batch, rows, used, weights)
+
+
+def noise_samples(
+    batch: Batch,
+    noising: NoisingConfig,
+    key: Key,
+    signal: Tensor | None = None,
+    *,
+    keep: Tensor | None = None,
+    skip_zero: bool = False,
+) -> Items:
+    """Return the clean samples, or pairs, of a batch with noise; for the other arguments see `record_steps`."""
+    weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero)
+    keys, level_keys = _noising_keys(batch, noising, key)
+    final, schedule = batch.trajectory.final, batch.plan.sampling.schedule
+    rows: Rows
+    if batch.paired:
+        win, lose = final.unbind(1)
+        rows = rows_of.noised_pairs(
+            win, lose, keys, weights.weight, schedule, noising, batch.prediction, level_keys=level_keys
+        )
+    else:
+        rows = rows_of.noised_samples(
+            final, keys, weights.signal, weights.weight, schedule, noising, batch.prediction, level_keys=level_keys
+        )
+    return _items(batch, rows, torch.ones(batch.share.batch, noising.each), weights)
+
+
+def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) -> Items:
+    """Return the samples of a batch before the last `count` steps, with the noise that these steps took."""
+    weights = _Weights.of(batch, None, keep, skip_zero=False)
+    rows = rows_of.last_steps(batch.trajectory, batch.plan.sampling.schedule, batch.share, key, count, weights.weight)
+    return _items(batch, rows, torch.ones(batch.share.batch, 1), weights)
+
+
+class _Weights(NamedTuple):
+    """Numbers of the samples of a batch in the loss: `[slots]` of this rank on the device, `[B]` of all on the host."""
+
+    weight: Tensor  # [slots], 0 for repeats
+    signal: Tensor  # [slots]
+    computed: Tensor  # [B], 0 for samples that add nothing to the loss
+    counted: Tensor  # [B], 0 for samples that the loss is not averaged over
+
+    @classmethod
+    def of(cls, batch: Batch, signal: Tensor | None, keep: Tensor | None, *, skip_zero: bool) -> "_Weights":
+        ones = torch.ones(len(batch.kept))
+        signal = batch.spread(ones if signal is None else signal)
+        counted = batch.spread(ones if keep is None else keep)
+        computed = counted * (signal != 0).to(counted.dtype) if skip_zero else counted
+        device = batch.trajectory.final.device
+        weight, own = (to_device(batch.share.rows(values), device) for values in (torch.ones(batch.share.batch), signal))
+        return cls(weight, own, computed, counted)
+
+
+def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:
+    """Return the rows of a batch, M of each sample, with their places."""
+    share, each = batch.share, used.shape[1]
+    numbers = share.first + torch.arange(share.slots)
+    places = torch.where(numbers < share.batch, numbers * each + torch.arange(each)[:, None], share.batch * each)
+    rows = rows._replace(place=to_device(places.flatten(), rows.level.device))
+    count, size = int((used * weights.counted[:, None]).sum()), len(rows.level)
+    return Items(rows, batch.cond, used * weights.computed[:, None], count, batch, size, size)
+
+
+def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, Key | None]:
+    """Return the key of each sample's noise, which depends on its id or its group's, and that of its levels."""
+    root = fold_in(key, Stream.NOISING)
+    own = to_device(torch.tensor(list(batch.ids)), batch.trajectory.final.device)
+    if noising.is_shared:
+        own = own // batch.plan.group
+        return fold_in(root, own), fold_in(root, torch.zeros_like(own))
+    return fold_in(root, own), fold_in(root, own // batch.plan.per_pass) if noising.draw == "call" else None
+
+
+def make_batch(samples: SampleBatch) -> Future[SampleBatch]:
+    """Return samples that are there already as those of a batch."""
+    made = Future[SampleBatch]()
+    made.set_result(samples)
+    return made
