@@ -1,0 +1,400 @@
+"""The runs that `digests.py` trains: name -> configuration, job, and the way that the run is made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tiny_pipelines
+import tiny_replayed
+import tiny_token_job
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fluvial.core.random import key
+from fluvial.engines import EngineConfig, Job, KLConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from fluvial.engines.data.preferences import write_preferences
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.evaluation.config import EvaluationConfig
+from fluvial.engines.objectives import table as o
+from fluvial.engines.objectives.advantages import AdvantageConfig
+from fluvial.engines.objectives.nft import LinearOld, NoOld
+from fluvial.engines.rollout.config import AsyncConfig, ServersConfig
+from fluvial.engines.rollout.correction import CorrectionConfig
+from fluvial.engines.rollout.generate import Guidance
+from fluvial.engines.rollout.noising import (
+    AutoLevels,
+    ContinuousLevels,
+    LogitNormalLevels,
+    NoisingConfig,
+    StratifiedLevels,
+)
+from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.rollout.tail import Tail
+from fluvial.engines.rollout.window import (
+    AllSteps,
+    Branches,
+    FirstRecorded,
+    MovingWindow,
+    RandomRecorded,
+    RandomWindow,
+    ScatteredSteps,
+)
+from fluvial.engines.train.config import PipelineConfig
+from fluvial.models import LoraConfig
+from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, write
+from fluvial.models.lora import Dora, Lokr, LowRank
+from fluvial.models.pipelines.folder import quietly
+
+CODES = ("0427", "1999", "3141", "8650", "7777", "1234")
+FOXES = tuple(f"{number} red foxes" for number in range(6))
+# A run alone; once more from a checkpoint in its middle; by a server; from rollouts that it stored; or the whole command's
+# loop. All but the first and last also train the run alone, and raise unless both end in the same weights and moments.
+Way = Literal["alone", "resumed", "served", "replayed", "loop"]
+
+
+class Case(NamedTuple):
+    """A run, which is compared with the same run of another tree; its `out` is replaced."""
+
+    config: TrainConfig
+    job: Callable[[], Job | None] = lambda: job()  # None: the job that the configuration describes
+    way: Way = "alone"
+    ranks: tuple[int, ...] = (1, 2)  # numbers of ranks that it is for
+
+
+def flat_in_one_group(scores: Tensor, prompts: Sequence[Any], value: float) -> Tensor:
+    """Return scores that are equal for all samples of one prompt, whose group then has no signal."""
+    fixed = torch.tensor([str(prompt) == CODES[1] for prompt in prompts], device=scores.device)
+    return torch.where(fixed, value, scores)
+
+
+def bold(images: Tensor, prompts: Sequence[Any]) -> Tensor:
+    """Score images by their brightness."""
+    return flat_in_one_group(images.flatten(1).mean(1), prompts, 0.5)
+
+
+def neat(images: Tensor, prompts: Sequence[Any]) -> Tensor:
+    """Score images by their mean square, with a gradient if they have one."""
+    scores = images.flatten(1).square().mean(1)
+    return scores if scores.requires_grad else flat_in_one_group(scores, prompts, 0.25)
+
+
+def job(*, unet: bool = False, **changes: Any) -> Job:
+    """Return a job over a built-in model, whose rewards need no recogniser."""
+    load: Callable[[Path], Any] = HandwritingUNet if unet else Handwriting
+    made = Job(
+        load(BASE_UNET if unet else BASE),
+        CODES,
+        {"bold": bold, "neat": neat},
+        heldout=["0001", "0002"],
+        load=load,
+        data=lambda key, prompts: write(key, [prompt.text for prompt in prompts]),
+        encode=lambda images: 2 * images - 1,
+    )
+    return replace(made, **changes)
+
+
+def captioned_job() -> Job:
+    """Return a job of given images, three of each caption."""
+    return job(prompts=tuple(Prompt(code, image=Path(f"{code}-{n}")) for code in CODES for n in range(3)))
+
+
+def prepare(folder: Path) -> None:
+    """Write what the cases read: preferences, images with captions, prompts and tiny pipelines."""
+    model = Handwriting(BASE)
+    better, worse = (model.decode(write(key(seed), list(CODES))) for seed in (1, 2))
+    write_preferences(folder / "pairs", [(c, a, b.flip(-1)) for c, a, b in zip(CODES, better, worse, strict=True)])
+    (folder / "foxes").mkdir()
+    noise = torch.Generator().manual_seed(0)
+    for number, caption in enumerate(FOXES):
+        pixels = torch.randint(256, (20, 20 if number % 2 else 30, 3), generator=noise, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / "foxes" / f"{number}.png")
+        (folder / "foxes" / f"{number}.txt").write_text(caption, encoding="utf-8")
+    (folder / "prompts.txt").write_text("\n".join(FOXES), encoding="utf-8")
+    (folder / "heldout.txt").write_text("a cow", encoding="utf-8")
+    for name in ("sd3", "flux", "sd1", "wan"):
+        tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+    with quietly():
+        tiny_replayed.load("sana", folder / "sana")
+
+
+SDE = RolloutConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
+ODE = RolloutConfig(prompts=3, group=4, steps=4, sampler=Ode())
+SINGLE = replace(ODE, prompts=12, group=1)  # for objectives without groups
+NOISED = NoisingConfig(each=3)
+FULL: dict[str, Any] = {"train": "full", "optimizer": OptimizerConfig(lr=1e-4, ema_decay=0.9)}
+KL = KLConfig(coef=0.1)
+LAGGING = o.Nft(beta=1.0, old=LinearOld(rise=0.1))
+TRUNCATED = CorrectionConfig("truncate")
+
+
+def run(objective: Any, rollout: RolloutConfig, *, rollouts: int = 2, **changes: Any) -> TrainConfig:
+    """Return a run of a few rollouts."""
+    values: dict[str, Any] = {
+        "out": Path("out"),
+        "seed": 3,
+        "updates": rollouts * changes.get("epochs", 1) * changes.get("minibatches", 1),
+        "micro_batch": 4,
+        "update_micro_batch": "rollout",
+        "train": "lora",
+        "optimizer": OptimizerConfig(lr=1e-3, ema_decay=0.9),
+        "rewards": ("bold", "neat=0.5"),
+    }
+    return TrainConfig(objective=objective, rollout=rollout, **{**values, **changes})
+
+
+def grpo(rollout: RolloutConfig = SDE, **changes: Any) -> TrainConfig:
+    """Return a run of GRPO of two updates per rollout."""
+    return run(o.Clipped(), rollout, **{"minibatches": 2, **changes})
+
+
+def nft(rollout: RolloutConfig = ODE, **changes: Any) -> TrainConfig:
+    """Return a run of DiffusionNFT whose old policy lags behind."""
+    return run(LAGGING, rollout, **{"noising": NOISED, "minibatches": 2, **changes})
+
+
+def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **asked: Any) -> Case:
+    """Return a run on a tiny pipeline of diffusers, opened from its folder."""
+    size = {} if "sizes" in asked else {"height": 16, "width": 16}
+    cache, held = folder / "texts" / (kind or name), (str(folder / "heldout.txt"),)
+    settings = PipelineConfig(**{**size, "text_cache": cache, "heldout": held, **asked})
+    rewards = ("digest_cases:bold",) if base.rewards else ()
+    prompts = () if base.data else (str(folder / "prompts.txt"),)
+    rollout = replace(base.rollout, steps=3, prompts=2, group=2)
+    changes: dict[str, Any] = {"rollout": rollout, "micro_batch": 2, "rewards": rewards, "prompts": prompts}
+    return Case(replace(base, model=str(folder / name), pipeline=settings, **changes), lambda: None)
+
+
+def clipped_cases() -> dict[str, TrainConfig]:
+    """Return runs of objectives with ratios of recorded steps: what they sample, weight and correct."""
+    wide = CorrectionConfig("mask", "trajectory", threshold=1.0005)
+    half = replace(SDE, autocast=True)
+    return {
+        "grpo": grpo(),
+        "grpo-epochs": run(
+            o.Clipped(1e-4, 1e-4), SDE, minibatches=2, epochs=2, advantage=AdvantageConfig(drop_zero=True, clip=1.5)
+        ),
+        "grpo-kl-full": grpo(kl=KL, **FULL),
+        "grpo-kl-ema": grpo(kl=KLConfig(coef=0.1, ema_coef=0.5, ema_rise=0.1)),
+        "grpo-kl-mse": grpo(kl=KLConfig(coef=0.1, weight="mse")),
+        "grpo-guided": grpo(replace(SDE, guidance=Guidance(3.0)), kl=KLConfig(coef=0.1, guidance=1.5)),
+        "grpo-guided-half": grpo(replace(SDE, guidance=Guidance(3.0, gradient="conditional"))),
+        "grpo-correct": grpo(correction=TRUNCATED),
+        "grpo-reject": grpo(half, correction=CorrectionConfig("reject", threshold=1.001), max_log_ratio=1e3),
+        "grpo-trained": grpo(replace(SDE, window=AllSteps(high=3), trained=RandomRecorded(0.7), shared_noise=True)),
+        "grpo-first": grpo(replace(SDE, window=AllSteps(high=3), trained=FirstRecorded(0.7))),
+        "grpo-history": grpo(advantage=AdvantageConfig(history=20, history_min=3)),
+        "grpo-history-3": grpo(rollouts=3, advantage=AdvantageConfig(history=20, history_min=6)),
+        "grpo-gdpo": grpo(advantage=AdvantageConfig(combine="gdpo", scale="batch", ddof=0)),
+        "grpo-floors": grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)),
+        "grpo-extremes": grpo(advantage=AdvantageConfig(extremes=1)),
+        "grpo-autocast": grpo(half, correction=CorrectionConfig("truncate", threshold=1.001), max_log_ratio=1e3),
+        "grpo-uneven": grpo(replace(SDE, prompts=4), micro_batch=2, epochs=2, advantage=AdvantageConfig(extremes=1)),
+        "grpo-pairs": grpo(update_micro_batch=6),
+        "grpo-orders": grpo(data_seed=5, prompt_order="draws", seed=4),
+        "guard": run(o.Guard(), SDE, minibatches=2),
+        "dppo": run(o.Dppo(), SDE, minibatches=2, kl=KL),
+        "dppo-autocast": run(o.Dppo(), half, minibatches=2, correction=wide, max_log_ratio=1e3),
+        "tempflow": run(o.TempFlow(), SDE, minibatches=2),
+        "d3po": run(o.D3po(beta=100.0), SDE),
+        "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), micro_batch=2),
+        "distill": run(o.Distill(BASE), replace(SDE, prompts=12, group=1), **FULL),
+        "distill-mse": run(o.Distill(BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), kl=KL),
+    }
+
+
+def sampling_cases() -> dict[str, TrainConfig]:
+    """Return runs of GRPO with other windows and samplers, and of NFT with other solvers and noise levels."""
+    flash = RandomWindow(1, low=1, high=2, tail=Tail("dpmpp_2m", fraction=0.6))
+    samples = {
+        "window-prefix": replace(SDE, window=RandomWindow(1, low=1, high=3, share_prefix=True)),
+        "window-sample": replace(SDE, window=RandomWindow(2, high=3, draw="sample"), form="no_const"),
+        "window-tail": replace(SDE, steps=6, window=flash),
+        "window-scattered": replace(SDE, window=ScatteredSteps(2, high=3, draw="call")),
+        "window-moving": replace(SDE, window=MovingWindow(1, high=3)),
+        "window-branches": replace(SDE, group=8, window=Branches(size=1, samples=4, high=2)),
+        "sampler-cps": replace(SDE, sampler=Stochastic("cps", 0.7), reduction="sum"),
+        "sampler-dance": replace(SDE, sampler=Stochastic("dance_sde", 0.3)),
+    }
+    levels = {
+        "stratified": StratifiedLevels(),
+        "continuous": ContinuousLevels(),
+        "logit-normal": LogitNormalLevels(mean=0.5),
+        "auto": AutoLevels(),
+    }
+    return {
+        **{name: grpo(rollout) for name, rollout in samples.items()},
+        "step-cache": grpo(replace(SDE, step_cache=0.1), engine=EngineConfig(compile=False)),
+        **{f"levels-{name}": nft(noising=replace(NOISED, levels=each)) for name, each in levels.items()},
+        "solver-dpmpp": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
+        "solver-unipc": nft(replace(ODE, sampler=Ode("unipc"))),
+        "solver-sa": nft(replace(ODE, sampler=SaSolver(eta=0.5), shared_noise=True)),
+    }
+
+
+def noised_cases(folder: Path) -> dict[str, TrainConfig]:
+    """Return runs of objectives that train on clean samples with noise, on pairs, or through the reward."""
+    coupled = replace(ODE, guidance=Guidance(3.0, update="conditional"))
+    averaged = KLConfig(coef=0.1, ema_coef=1.0, ema_rise=0.1)
+    return {
+        "nft": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
+        "nft-kl": nft(minibatches=1, kl=KL),
+        "nft-delayed": run(o.Nft(old=LinearOld(rise=0.2, delay=1, unit="updates")), ODE, noising=NOISED, rollouts=3),
+        "nft-noold": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED, minibatches=2),
+        "nft-noold-1": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED),
+        "awm": run(o.Awm(), ODE, noising=NOISED, minibatches=2, epochs=2, kl=averaged),
+        "awm-call": run(o.Awm(), ODE, noising=replace(NOISED, draw="call")),
+        "crd": run(o.Crd(sampling_delay=0), ODE, noising=NOISED, minibatches=2, kl=KL),
+        "crd-uneven": run(
+            o.Crd(sampling_delay=0), replace(ODE, prompts=2), noising=NOISED, minibatches=2, micro_batch=8, kl=KL
+        ),
+        "dgpo": run(
+            o.Dgpo(old_rise=0.1, old_samples_from=0),
+            coupled,
+            noising=replace(NOISED, draw="rollout"),
+            kl=KLConfig(coef=0.02),
+        ),
+        "dpo-online": run(o.Dpo(beta=100.0), ODE, noising=NOISED),
+        "dpo-online-2": run(o.Dpo(beta=100.0), ODE, noising=NOISED, minibatches=2),
+        "dpo-file": run(o.Dpo(beta=100.0, preferences=folder / "pairs"), ODE, noising=NOISED, rewards=(), rollouts=3),
+        "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, kl=KLConfig(coef=1.0), minibatches=2),
+        "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),
+        "sft": run(o.Sft(), SINGLE, noising=NOISED, rewards=()),
+        "alignprop": run(o.AlignProp(last=2), SINGLE, rewards=("neat",)),
+        "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",), kl=KLConfig()),
+    }
+
+
+def machine_cases() -> dict[str, TrainConfig]:
+    """Return runs whose adapters, precision, optimizer and sharding are others."""
+    engines = {
+        "offload-phases": {"offload": "phases"},
+        "offload-always": {"offload": "always"},
+        "comm-reshard": {"comm": "reshard", "replicas": 1},
+        "sync-every": {"grad_sync": "every", "replicas": 1},
+        "compute-bfloat16": {"compute": "bfloat16", "reduce": "bfloat16", "replicas": 1},
+        "masters-bfloat16": {"masters": "bfloat16"},
+        "kept-blocks": {"checkpointing": "block", "checkpointed": 2},
+        "kept-selective": {"checkpointing": "selective"},
+        "kept-host": {"checkpointing": "host"},
+    }
+    forms: dict[str, Any] = {
+        "lora-factors": LowRank("gaussian", product="factors"),
+        "lora-merged": LowRank(product="merged"),
+        "dora": Dora(),
+        "lokr": Lokr(),
+    }
+    optimizers = {
+        "optimizer-sgd": {"name": "sgd"},
+        "optimizer-adafactor": {"name": "adafactor"},
+        "optimizer-cosine": {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1, "max_grad_norm": 1e-3},
+        "optimizer-average": {"ema_decay": 0.9, "ema_interval": 2, "ema_repeats": 2, "ema_warmup": False},
+    }
+    return {
+        **{name: grpo(kl=KL, engine=EngineConfig(**asked), **FULL) for name, asked in engines.items()},
+        **{name: grpo(kl=KL, lora=LoraConfig(rank=4, form=form)) for name, form in forms.items()},
+        **{name: grpo(train="full", optimizer=OptimizerConfig(lr=1e-3, **asked)) for name, asked in optimizers.items()},
+        **{f"base-{name}": grpo(kl=KL, engine=EngineConfig(base=name)) for name in ("bfloat16", "int8", "int4", "nf4")},
+        "lora-sharded": nft(engine=EngineConfig(replicas=1, comm="reshard")),
+        "lora-offload": nft(engine=EngineConfig(offload="phases"), kl=KL),
+        "sft-step": run(
+            o.Sft(),
+            SINGLE,
+            noising=replace(NOISED, each=1),
+            rewards=(),
+            micro_batch=12,
+            train="full",
+            engine=EngineConfig(grad_sync="step", replicas=1),
+            optimizer=OptimizerConfig(lr=1e-4),
+        ),
+    }
+
+
+# What no rank does otherwise than another, and what one rank has no part in.
+ON_ONE_RANK = (
+    *("grpo-kl-mse", "grpo-guided-half", "grpo-pairs", "grpo-orders", "grpo-gdpo", "distill-mse", "nft-noold-1"),
+    *("sampler-cps", "sampler-dance", "levels-stratified", "levels-logit-normal", "levels-auto", "solver-unipc"),
+    *("lora-factors", "lora-merged", "kept-blocks", "kept-selective", "kept-host", "base-bfloat16", "base-int8"),
+    *("optimizer-adafactor", "optimizer-cosine", "optimizer-average", "alignprop-spread", "unet-sft"),
+    *("sd3-full-bfloat16", "flux-grpo", "sd1-grpo", "wan-nft", "loop-grpo", "sft-step", "resumed-floors"),
+)
+ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "sft-step-copies", "context-parallel")
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    """Return all runs; they read what `prepare` wrote to the folder."""
+    ahead = {"rollouts": 4, "asynchronous": AsyncConfig(1)}
+    late = {"rollouts": 4, "asynchronous": AsyncConfig(2), "correction": TRUNCATED, "max_log_ratio": 1e9}
+    there = ServersConfig(weights_folder=folder / "served", patience=20)
+    evaluated = EvaluationConfig(average=True)
+    small = {"eval_samples": 4, "final_samples": 4, "checkpoint_every": 2, "eval_every": 2}
+    guided = replace(SDE, guidance=Guidance(3.0), window=RandomWindow(1, high=2))
+    split = replace(SDE, guidance=Guidance(2.0))
+    configs = {**clipped_cases(), **sampling_cases(), **noised_cases(folder), **machine_cases()}
+    step = configs["sft-step"]
+    sizes = {"sizes": ("16x16", "16x24"), "kind": "sizes"}
+    table = {
+        **{name: Case(config) for name, config in configs.items()},
+        "sft-step-copies": Case(replace(step, engine=replace(step.engine, replicas=2))),
+        "raft-caption": Case(run(o.Raft(best=0.5, compare="caption"), ODE, noising=NOISED), captioned_job),
+        "unet-grpo": Case(
+            run(o.Clipped(), replace(SDE, sampler=Stochastic("ddim", 1.0)), minibatches=2, kl=KL), partial(job, unet=True)
+        ),
+        "unet-sft": Case(run(o.Sft(), SINGLE, noising=NOISED, rewards=()), partial(job, unet=True)),
+        "nft-ahead": Case(nft(**ahead)),
+        "grpo-ahead": Case(grpo(**late)),
+        "resumed-grpo": Case(grpo(advantage=AdvantageConfig(history=20, history_min=3)), way="resumed"),
+        "resumed-grpo-full": Case(grpo(kl=KL, **FULL), way="resumed"),
+        "resumed-nft": Case(nft(rollouts=3, kl=KLConfig(coef=0.1, ema_coef=0.5, ema_rise=0.1)), way="resumed"),
+        "resumed-floors": Case(
+            grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"
+        ),
+        "resumed-ahead": Case(grpo(**late), way="resumed"),
+        "served-grpo": Case(grpo(replace(SDE, servers=there, source="http://later"), correction=TRUNCATED), way="served"),
+        "served-nft-full-ahead": Case(
+            run(
+                o.Nft(beta=1.0, old=NoOld()),
+                replace(ODE, servers=there, source="http://later"),
+                noising=NOISED,
+                minibatches=2,
+                **{**ahead, **FULL},
+            ),
+            way="served",
+        ),
+        "replayed-grpo": Case(grpo(), way="replayed"),
+        "replayed-nft": Case(nft(), way="replayed"),
+        "loop-grpo": Case(grpo(evaluation=evaluated, **small), way="loop"),
+        "context-parallel": Case(
+            grpo(split, kl=KL, rewards=(), micro_batch=2, engine=EngineConfig(context_parallel=2, comm="reshard")),
+            tiny_token_job.job,
+        ),
+        "sd3-grpo": pipeline(folder, "sd3", grpo(guided, kl=KL)),
+        "sd3-nft": pipeline(folder, "sd3", nft(replace(ODE, guidance=Guidance(3.0)), noising=NoisingConfig(each=2))),
+        "sd3-full-bfloat16": pipeline(
+            folder, "sd3", grpo(guided, engine=EngineConfig(compute="bfloat16", masters="bfloat16"), **FULL), kind="half"
+        ),
+        "sd3-nf4": pipeline(folder, "sd3", grpo(guided, engine=EngineConfig(base="nf4"))),
+        "sd3-sft-images": pipeline(
+            folder,
+            "sd3",
+            run(o.Sft(), SINGLE, rewards=(), noising=NoisingConfig(each=2), data=(str(folder / "foxes"),)),
+            kind="foxes",
+        ),
+        "sd3-sizes": pipeline(folder, "sd3", grpo(guided, rollouts=3), **sizes),
+        "flux-grpo": pipeline(folder, "flux", grpo(replace(guided, guidance=Guidance()))),
+        "sd1-grpo": pipeline(folder, "sd1", grpo(replace(guided, sampler=Stochastic("ddim", 1.0)))),
+        "wan-nft": pipeline(folder, "wan", nft(noising=NoisingConfig(each=2)), frames=5),
+        "sana-nft": pipeline(
+            folder,
+            "sana",
+            nft(replace(ODE, guidance=Guidance(4.5)), noising=NoisingConfig(each=2)),
+            height=32,
+            width=32,
+            text_cache=None,
+            call=("use_resolution_binning=false", "complex_human_instruction=null", "max_sequence_length=24"),
+        ),
+    }
+    ranks = {**dict.fromkeys(ON_ONE_RANK, (1,)), **dict.fromkeys(ON_TWO_RANKS, (2,))}
+    return {name: case._replace(ranks=ranks.pop(name, case.ranks)) for name, case in table.items()}
