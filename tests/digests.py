@@ -35,7 +35,7 @@ import torch  # noqa: E402
 from digest_cases import Case, cases, prepare  # noqa: E402
 
 from fluvial.engines import TrainConfig, Trainer, init_world  # noqa: E402
-from fluvial.engines.train import train  # noqa: E402
+from fluvial.engines.run import train  # noqa: E402
 
 WAIT = 90.0  # seconds that a rank waits for another, and a run for a server
 TIMED = ("seconds", "speed", "memory", "time", "age")  # numbers of a record that are not the run's

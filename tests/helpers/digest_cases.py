@@ -17,23 +17,23 @@ from fluvial.core.random import key
 from fluvial.engines import EngineConfig, Job, KLConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.evaluation.config import EvaluationConfig
-from fluvial.engines.objectives import table as o
-from fluvial.engines.objectives.advantages import AdvantageConfig
-from fluvial.engines.objectives.nft import LinearOld, NoOld
-from fluvial.engines.rollout.config import AsyncConfig, ServersConfig
-from fluvial.engines.rollout.correction import CorrectionConfig
-from fluvial.engines.rollout.generate import Guidance
-from fluvial.engines.rollout.noising import (
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.methods import table as o
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.engines.methods.nft import LinearOld, NoOld
+from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.generate import Guidance
+from fluvial.engines.sampling.noising import (
     AutoLevels,
     ContinuousLevels,
     LogitNormalLevels,
     NoisingConfig,
     StratifiedLevels,
 )
-from fluvial.engines.rollout.samplers import Ode, SaSolver, Stochastic
-from fluvial.engines.rollout.tail import Tail
-from fluvial.engines.rollout.window import (
+from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
+from fluvial.engines.sampling.tail import Tail
+from fluvial.engines.sampling.window import (
     AllSteps,
     Branches,
     FirstRecorded,
@@ -42,7 +42,7 @@ from fluvial.engines.rollout.window import (
     RandomWindow,
     ScatteredSteps,
 )
-from fluvial.engines.train.config import PipelineConfig
+from fluvial.engines.run.config import PipelineConfig
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, write
 from fluvial.models.lora import Dora, Lokr, LowRank
