@@ -160,10 +160,9 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
     ]
     files = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl")]
     words = [*files, *RUN.split(), *size, "--rollout.guidance.scale", f"{asked.scale:g}"]
+    words += ["--rewards", f"{__name__}:rising" if asked.sounds else "jpeg"]
     if adapter is None and asked.call:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
-    if asked.sounds:
-        words += ["--rewards", f"{__name__}:rising"]
     if asked.negative:
         words += ["--rollout.guidance.negative", asked.negative]
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]

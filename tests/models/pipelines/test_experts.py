@@ -121,7 +121,7 @@ def test_only_evaluations_have_two_scales(
     assert found[0] == pytest.approx(json.loads((tmp_path / "run" / "summary.json").read_text())["jpeg_score_after"])
     assert len({*found}) == 3
     few = ["--pipeline.call", "guidance_scale_2=2", "--prompts", str(tmp_path / "prompts.txt"), *SIZE]
-    for command in ("sample", "preferences", "eval"):
+    for command, more in (("sample", []), ("preferences", ["--rewards", "jpeg"]), ("eval", [])):
         capfd.readouterr()
-        assert cli.run([command, str(folders("wan-experts")), *few, "--out", str(tmp_path / "x.png")]) == 2
+        assert cli.run([command, str(folders("wan-experts")), *few, *more, "--out", str(tmp_path / "x.png")]) == 2
         assert "--pipeline.call has no effect with guidance_scale_2" in launch.one_line(capfd.readouterr().err)

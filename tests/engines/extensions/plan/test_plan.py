@@ -258,11 +258,11 @@ def test_bases_and_masters_are_knobs_of_what_they_act_on() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("memory", "flags"), [("24GiB", "--engine.base int8"), ("16GiB", "--engine.base nf4")])
-def test_twelve_billion_parameters_are_adapted_on_a_small_card(memory: str, flags: str) -> None:
-    """With a quantised base and a second forward pass, beside 6 GiB for the rest."""
-    steps = steps_to_fit("flux.1-dev", PlanConfig(fit=memory))
-    assert [each for each, _ in steps] == ["as it is", "--engine.checkpointing block", flags]
+def test_twelve_billion_parameters_are_adapted_on_a_small_card() -> None:
+    """With a quantised base and a second forward pass, beside 6 GiB for the rest; 16 GiB are tried with what 24 were."""
+    for memory, flags in (("24GiB", "--engine.base int8"), ("16GiB", "--engine.base nf4")):
+        steps = steps_to_fit("flux.1-dev", PlanConfig(fit=memory))
+        assert [each for each, _ in steps] == ["as it is", "--engine.checkpointing block", flags]
 
 
 def test_a_pipelines_folder_is_planned_too(tmp_path: Path) -> None:

@@ -75,10 +75,10 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
     model = [str(tiny_conditioned.save("fill", tmp_path / "fill"))]
     call = [f"{name}={json.dumps(value)}" for name, value in row.call.items()]
     opened = ["--pipeline.height", "16", "--pipeline.width", "16", "--pipeline.call", *call]
-    prompted = launch.rewarded("--prompts", str(prompts))
+    prompted = ["--prompts", str(prompts)]
     scale, guidance = str(row.scale), ["--rollout.window", "random", "--rollout.window.size", "1"]
-    run = ["train", "grpo", "--model", *model, *prompted, *opened, *ROLLOUT.split(), *REST.split(), *guidance]
-    run += ["--rollout.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
+    run = ["train", "grpo", "--model", *model, *launch.rewarded(*prompted), *opened, *ROLLOUT.split(), *REST.split()]
+    run += [*guidance, "--rollout.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
     assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
     options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights), "--steps", "3"]
     options += ["--guidance.scale", scale, *opened]
