@@ -248,7 +248,7 @@ def test_what_is_built_trains(
         if (
             run.minibatches > 1
             or "old" not in run.objective.traits.compares_with
-            or "old" in trained.trainer.policies.followers
+            or "old" in trained.trainer.run.networks.followers
         ):
             assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:

@@ -143,7 +143,7 @@ def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
     assert run.infos[0].grad_norm > 0
     assert doubled.infos[0].grad_norm == pytest.approx(2 * run.infos[0].grad_norm, rel=1e-4)
     levels = run.trainer.schedule.levels
-    step = run.trainer.rollouts.schedules.of(run.trainer.job.shape)[1](levels[:-1], levels[1:])
+    step = run.trainer.sampler.schedules.of(run.trainer.job.shape)[1](levels[:-1], levels[1:])
     torch.testing.assert_close(step.std, 0.3 * (levels[:-1] - levels[1:]).sqrt())
 
 

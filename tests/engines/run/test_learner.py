@@ -294,7 +294,7 @@ def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, 
     def made(trainer: Trainer, number: int) -> tuple[Any, Any]:
         """Return the work of a rollout: each has another prompt, noise levels and a size of its own."""
         keys = key(7 + number)
-        plan = trainer.rollouts.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
+        plan = trainer.sampler.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
         schedule, stochastic = plan.sampling.schedule, plan.sampling.stochastic
         levels = schedule.levels ** (1 + number)
         if stochastic is not None:
@@ -303,7 +303,7 @@ def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, 
         sampling = replace(plan.sampling, schedule=schedule, stochastic=stochastic, shape=shape)
         transitions = None if stochastic is None else stochastic.transition(levels[:-1], levels[1:])
         plan = plan._replace(sampling=sampling, transitions=transitions)
-        samples = trainer.rollouts.rollout(keys, plan, trainer.rollouts.made(plan, trainer.runners))
+        samples = trainer.sampler.rollout(keys, plan, trainer.sampler.made(plan, trainer.runners))
         trainer.runners.exchange(one)
         own = trainer.runners.collect(batch=rollout.batch)
         rewards, _ = gather_rewards(own, stop=False, group=rollout.group, max_invalid=0.0, world=one)

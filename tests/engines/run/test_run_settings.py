@@ -337,7 +337,7 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: Wo
         rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
         run = tiny.config(tmp_path, rollout=rollout, train="lora")
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
-            assert trainer.rollouts._reuse() == ("all" if reuse else "none")
+            assert trainer.sampler._reuse() == ("all" if reuse else "none")
             record = trainer.update()
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         del record["seconds"], record["speed"], record["memory"]
