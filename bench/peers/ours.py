@@ -20,7 +20,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.surrogates import Clipped
+from fluvial.engines.methods.grpo import Clipped
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -20,15 +20,6 @@ from fluvial.engines.run.networks import Before, Follower, Networks, ramp
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.kernels import nft_loss
-
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
-
-
-def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
-    if config.followers and config.train == "full":
-        hint = "nft's old policy is a second LoRA adapter, unless `objective.old` is none"
-        yield UsageError("train", "full", "lora", hint)
 
 
 class NftInfo(NamedTuple):
@@ -126,17 +117,8 @@ class Nft(Method):
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`."""
         v_old = items.predictions["old"]
-        loss = nft_loss(
-            v,
-            v_old,
-            items.x0,
-            items.x,
-            items.level,
-            items.signal,
-            beta=self.beta,
-            adv_clip=self.adv_clip,
-            weight_min=self.weight_min,
-            implementation=config.implementation,
-        )
+        numbers = {"beta": self.beta, "adv_clip": self.adv_clip, "weight_min": self.weight_min}
+        fields = items.x0, items.x, items.level, items.signal
+        loss = nft_loss(v, v_old, *fields, **numbers, implementation=config.implementation)
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, NftInfo(config.error(v.detach(), v_old), kl)
