@@ -33,7 +33,7 @@ from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.stop import stop_request
-from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -435,7 +435,7 @@ def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_ch
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Path, phase: str, error: Exception, says: str
 ) -> None:
     """In the middle of the third update; what a resumption makes of it has the bits of a run that was not interrupted."""
-    out, (where, name) = tmp_path / "run", (Engine, "update") if phase == "update" else (Rollouts, "next")
+    out, (where, name) = tmp_path / "run", (Engine, "update") if phase == "update" else (Run, "sample")
     original, calls = getattr(where, name), list[int]()
 
     def fail(*args: Any, **options: Any) -> Any:

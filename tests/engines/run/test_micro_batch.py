@@ -199,7 +199,7 @@ def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
         assert choice.micro_batch == run.config.micro_batch
         assert choice.micro_batch in choice.trials
         assert set(choice.trials) <= {1, 2, 4, 12}
-        assert run.learner.config is run.rollouts.config is run.saver.config is run.config
+        assert run.run.config is run.sampler.config is run.saver.config is run.config
 
 
 def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_recipes_choose_for_large_models_alone() -> None:
     for name, recipe in recipes.RECIPES.items():
         large = recipe("someone/a-model")
         assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
-        fixed = large.objective.traits.through or "call" in (large.rollout.window.draw, large.noising.draw)
+        fixed = large.objective.traits.rewards == "gradients" or "call" in (large.rollout.window.draw, large.noising.draw)
         assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
     config = recipes.grpo("someone/a-model")
