@@ -7,12 +7,10 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core import host_values
 from fluvial.core.correction import CorrectionInfo
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.core.transitions import Sampler
-from fluvial.core.types import to_device
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError
@@ -51,8 +49,9 @@ from fluvial.engines.train.policies import Policies
 from fluvial.engines.train.rollouts import GivenPairs, Rollout
 from fluvial.engines.train.validate import knows_its_schedule_only
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, Schedule, decoded, is_recorded
+from fluvial.models import Cond, Schedule, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
+from fluvial.models.host_values import to_device
 from fluvial.models.routing import Routed
 
 

@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.types import to_device
 from fluvial.engines.errors import UsageError
 from fluvial.engines.fsdp.engine import Engine
 from fluvial.engines.fsdp.module import ShardedModule
@@ -19,6 +18,7 @@ from fluvial.engines.train.config import TrainConfig
 from fluvial.engines.train.job import Job
 from fluvial.models import Cond
 from fluvial.models.guidance import Guided
+from fluvial.models.host_values import to_device
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.padding import trimmed
 from fluvial.models.protocol import Weights

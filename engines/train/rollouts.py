@@ -13,7 +13,6 @@ from torch import Tensor
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
 from fluvial.core.transitions import Transition
-from fluvial.core.types import to_device
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copied, model_inputs
@@ -42,6 +41,7 @@ from fluvial.engines.train.job import Job
 from fluvial.engines.train.monitoring.diagnostics import thumbnails
 from fluvial.engines.train.policies import Policies
 from fluvial.models import Schedule, decoded
+from fluvial.models.host_values import to_device
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer
