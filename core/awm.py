@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, check_per_sample, matched
+from fluvial.core.checks import check_choice, check_per_sample, matched, number
 from fluvial.core.types import PerSample, Scalar
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
@@ -40,8 +40,8 @@ def awm_log_prob(
     """
     check_choice("awm_log_prob", "weighting", weighting, WEIGHTINGS)
     (error,) = matched("awm_log_prob", error=error)
-    check_number("awm_log_prob", "delta", delta, low=1e-12, batch=error.shape[0])
-    check_number("awm_log_prob", "power", power, low=1e-12, high=1, batch=error.shape[0])
+    delta = number("awm_log_prob", "delta", delta, error, low=1e-12)
+    power = number("awm_log_prob", "power", power, error, low=1e-12, high=1)
     level = torch.as_tensor(t, dtype=error.dtype, device=error.device)
     check_per_sample("awm_log_prob", error.shape[0], t=level)
     if weighting == "uniform":

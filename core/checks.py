@@ -140,6 +140,14 @@ def check_number(
         raise ValueError(f"{function}: {name} {problem}")
 
 
+def number(
+    function: str, name: str, value: Tensor | float, like: Tensor, *, low: float = -math.inf, high: float = math.inf
+) -> Tensor | float:
+    """Return a hyper-parameter after `check_number`: a float as it is, a tensor in the dtype of `like`, `[B, *event]`."""
+    check_number(function, name, value, low=low, high=high, batch=like.shape[0])
+    return value.to(like.dtype) if isinstance(value, Tensor) else value
+
+
 def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
     """Raise unless every Literal, bool, int and float field of a dataclass has a value of its type, within its bounds.
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, matched
+from fluvial.core.checks import check_choice, matched, number
 from fluvial.core.types import PerSample, Samples, Scalar
 
 Match = Literal["mse", "bce"]
@@ -40,7 +40,7 @@ def implicit_reward(
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port.
     """
     v, v_old, target = matched("implicit_reward", v=v, v_old=v_old, target=target)
-    check_number("implicit_reward", "weight_min", weight_min, low=1e-12, batch=v.shape[0])
+    weight_min = number("implicit_reward", "weight_min", weight_min, v, low=1e-12)
     errors = []
     for prediction in (v_old.detach(), v):
         off = prediction - target
@@ -69,8 +69,8 @@ def crd_loss(
     """
     check_choice("crd_loss", "match", match, ("mse", "bce"))
     implicit, centre, given = matched("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)
-    check_number("crd_loss", "beta", beta, low=1e-12, batch=implicit.shape[0])
-    check_number("crd_loss", "scale", scale, low=1e-12, batch=implicit.shape[0])
+    beta = number("crd_loss", "beta", beta, implicit, low=1e-12)
+    scale = number("crd_loss", "scale", scale, implicit, low=1e-12)
     own, given = beta * (implicit - centre.detach()), given.detach()
     if match == "mse":
         return scale / beta * (own - given) ** 2

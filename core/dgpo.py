@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_group, check_number, compute_dtype, matched
+from fluvial.core.checks import check_group, compute_dtype, matched, number
 from fluvial.core.types import Ids, PerSample, Scalar
 
 
@@ -32,7 +32,7 @@ def group_weight(margin: Tensor, group: Ids, *, counts: Tensor | None = None) ->
 
     Source: DGPO, arXiv 2510.08425, and its published code.
     """
-    compute_dtype("group_weight", margin=margin)
+    margin = margin.to(compute_dtype("group_weight", margin=margin))
     if margin.ndim != 2:
         raise ValueError(f"group_weight: margin has shape {list(margin.shape)}, expected [B, M]")
     check_group("group_weight", group, len(margin))
@@ -50,7 +50,7 @@ def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSamp
         beta: inverse temperature of the preference, > 0.
     """
     error, error_ref, advantage = matched("preference_margin", error=error, error_ref=error_ref, advantage=advantage)
-    check_number("preference_margin", "beta", beta, low=1e-12, batch=error.shape[0])
+    beta = number("preference_margin", "beta", beta, error, low=1e-12)
     return beta * advantage * (error - error_ref)
 
 
@@ -76,8 +76,8 @@ def dgpo_loss(
     error, error_old, advantage, weight = matched(
         "dgpo_loss", error=error, error_old=error_old, advantage=advantage, weight=weight
     )
-    check_number("dgpo_loss", "clip_low", clip_low, low=0, high=1, batch=error.shape[0])
-    check_number("dgpo_loss", "clip_high", clip_high, low=0, batch=error.shape[0])
+    clip_low = number("dgpo_loss", "clip_low", clip_low, error, low=0, high=1)
+    clip_high = number("dgpo_loss", "clip_high", clip_high, error, low=0)
     weight = weight.detach()
     ratio = torch.exp((error_old - error).detach().clamp(max=80))
     held = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)

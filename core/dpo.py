@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluvial.core.advantages import check_rewards
-from fluvial.core.checks import check_number, clip, matched
+from fluvial.core.checks import clip, matched, number
 from fluvial.core.types import Ids, PerSample, Scalar
 
 
@@ -66,8 +66,8 @@ def dpo_loss(
     err_win, err_lose, err_win_ref, err_lose_ref = matched(
         "dpo_loss", err_win=err_win, err_lose=err_lose, err_win_ref=err_win_ref, err_lose_ref=err_lose_ref
     )
-    check_number("dpo_loss", "beta", beta, low=1e-12, batch=err_win.shape[0])
-    check_number("dpo_loss", "lose_weight", lose_weight, low=0, batch=err_win.shape[0])
+    beta = number("dpo_loss", "beta", beta, err_win, low=1e-12)
+    lose_weight = number("dpo_loss", "lose_weight", lose_weight, err_win, low=0)
     win, lose = err_win - err_win_ref.detach(), err_lose - err_lose_ref.detach()
     reward, margin = -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
     info = DpoInfo(*(tensor.detach() for tensor in (reward, reward - margin, margin, (margin > 0).to(margin.dtype))))
@@ -84,7 +84,7 @@ def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scal
     Source: D3PO's published code.
     """
     log_prob, log_prob_ref = matched("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
-    check_number("clipped_log_ratio", "eps", eps, low=1e-12, high=1 - 1e-6, batch=log_prob.shape[0])
+    eps = number("clipped_log_ratio", "eps", eps, log_prob, low=1e-12, high=1 - 1e-6)
     ratio = torch.exp((log_prob - log_prob_ref).clamp(max=80))
     return torch.log(clip(ratio, 1 - eps, 1 + eps))
 
@@ -106,7 +106,7 @@ def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSa
     Source: D3PO, arXiv 2311.13231.
     """
     own, other, preferred = matched("d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred)
-    check_number("d3po_loss", "beta", beta, low=1e-12, batch=own.shape[0])
+    beta = number("d3po_loss", "beta", beta, own, low=1e-12)
     margin = beta * preferred * (own - other.detach())
     loss = -F.logsigmoid(margin)
     return preferred.abs() * (loss - loss.detach() / 2)
@@ -139,4 +139,4 @@ def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tenso
     """Return the index of the sample that comes first when each sample's group is sorted by reward, `[B]`."""
     order = torch.argsort(reward, stable=True, descending=descending)
     order = order[torch.argsort(group[order], stable=True)]
-    return order[torch.searchsorted(group[order], group)]
+    return order[torch.searchsorted(torch.sort(group).values, group)]

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fluvial.core.checks import (
     check_choice,
-    check_number,
     check_per_sample,
     check_same_shape,
     clip,
     compute_dtype,
+    number,
     per_sample,
 )
 from fluvial.core.types import PerSample, Samples, Scalar
@@ -53,11 +53,11 @@ def nft_loss(
     samples = {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
     dtype = compute_dtype("nft_loss", **samples, reward_prob=reward_prob)
     check_same_shape("nft_loss", **samples)
-    check_nft_numbers(beta=beta, adv_clip=adv_clip, weight_min=weight_min, batch=v.shape[0])
     level = torch.as_tensor(t, dtype=dtype, device=v.device)
     check_per_sample("nft_loss", v.shape[0], t=level, reward_prob=reward_prob)
     v, v_old, x0, xt = v.to(dtype), v_old.to(dtype).detach(), x0.to(dtype).detach(), xt.to(dtype).detach()
     level, r = per_sample(level, v), reward_prob.to(dtype)
+    beta, adv_clip, weight_min = nft_numbers(v, beta=beta, adv_clip=adv_clip, weight_min=weight_min)
     near = per_sample(beta, v) if isinstance(beta, Tensor) else beta
     positive = _normalised_error(xt - level * (near * v + (1 - near) * v_old) - x0, weight_min)
     negative = _normalised_error(xt - level * ((1 + near) * v_old - near * v) - x0, weight_min)
@@ -84,8 +84,9 @@ def reward_prob(advantage: PerSample, *, adv_clip: Scalar, mode: Mode = "all") -
     dtype = compute_dtype("reward_prob", advantage=advantage)
     if advantage.ndim != 1:
         raise ValueError(f"reward_prob: advantage has shape {list(advantage.shape)}, expected [B]")
-    check_number("reward_prob", "adv_clip", adv_clip, low=1e-12, batch=advantage.shape[0])
-    clipped = clip(advantage.to(dtype), -adv_clip, adv_clip)
+    advantage = advantage.to(dtype)
+    adv_clip = number("reward_prob", "adv_clip", adv_clip, advantage, low=1e-12)
+    clipped = clip(advantage, -adv_clip, adv_clip)
     if mode == "positive_only":
         clipped = clipped.clamp(min=0)
     elif mode == "negative_only":
@@ -97,10 +98,10 @@ def reward_prob(advantage: PerSample, *, adv_clip: Scalar, mode: Mode = "all") -
     return ((clipped / adv_clip + 1) / 2).clamp(0, 1)
 
 
-def check_nft_numbers(*, beta: Scalar, adv_clip: Scalar, weight_min: Scalar, batch: int) -> None:
-    """Raise unless the hyper-parameters of `nft_loss` are finite and positive."""
-    for name, value in (("beta", beta), ("adv_clip", adv_clip), ("weight_min", weight_min)):
-        check_number("nft_loss", name, value, low=1e-12, batch=batch)
+def nft_numbers(v: Tensor, *, beta: Scalar, adv_clip: Scalar, weight_min: Scalar) -> tuple[Scalar, ...]:
+    """Return the hyper-parameters of `nft_loss` in the dtype of v; raise unless they are finite and positive."""
+    named = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
+    return tuple(number("nft_loss", name, value, v, low=1e-12) for name, value in named.items())
 
 
 def _normalised_error(error: Tensor, weight_min: Scalar) -> Tensor:

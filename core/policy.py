@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core import checks, gaussian
-from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype, matched
+from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, matched, number
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
 
@@ -34,15 +34,15 @@ def clipped_surrogate(
             if the reduction is "mean"; the clip range is in the same unit).
         advantage: advantage of each pair, `[B]`.
         clip_low, clip_high: >= 0; the ratio's range is [1 - clip_low, 1 + clip_high]. As every number of these losses, each
-            is a float, or a tensor `[B]` or 0-d, which gets a gradient.
+            is a float, or a tensor `[B]` or 0-d, which gets a gradient and is cast to the dtype of the computation.
 
     Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2505.05470 (Flow-GRPO); unequal ranges, 2503.14476 (DAPO).
     """
     log_prob, log_prob_old, advantage = matched(
         "clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage
     )
-    check_number("clipped_surrogate", "clip_low", clip_low, low=0, high=1, batch=log_prob.shape[0])
-    check_number("clipped_surrogate", "clip_high", clip_high, low=0, batch=log_prob.shape[0])
+    clip_low = number("clipped_surrogate", "clip_low", clip_low, log_prob, low=0, high=1)
+    clip_high = number("clipped_surrogate", "clip_high", clip_high, log_prob, low=0)
     log_ratio = log_prob - log_prob_old
     # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside any clip range.
     ratio = torch.exp(log_ratio.clamp(max=80))
@@ -75,7 +75,7 @@ def noise_weighted_surrogate(
     Source: TempFlow-GRPO, arXiv 2508.04324, and its published code.
     """
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
-    check_number("noise_weighted_surrogate", "scale", scale, low=1e-12, batch=loss.shape[0])
+    scale = number("noise_weighted_surrogate", "scale", scale, loss, low=1e-12)
     compute_dtype("noise_weighted_surrogate", std=std)
     check_per_sample("noise_weighted_surrogate", loss.shape[0], std=std)
     return scale * std.to(loss.dtype) * loss, info
@@ -114,12 +114,12 @@ def guard_surrogate(
     dtype = compute_dtype("guard_surrogate", **probs, dt=dt, v=v)
     check_same_shape("guard_surrogate", **probs)
     # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
-    shift = gaussian.kl(transition, v, v_old)
+    shift = gaussian.kl(transition, v, v_old).to(dtype)
     check_per_sample("guard_surrogate", shift.shape[0], log_prob=log_prob, dt=dt)
-    check_number("guard_surrogate", "clip", clip, low=0, high=1, batch=shift.shape[0])
+    clip = number("guard_surrogate", "clip", clip, shift, low=0, high=1)
     advantage, std = advantage.to(dtype), transition.std.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
-    ratio = torch.exp(((log_ratio + shift.to(dtype)) * std).clamp(max=80))
+    ratio = torch.exp(((log_ratio + shift) * std).clamp(max=80))
     free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip, 1 + clip)
     return torch.maximum(free, held) / dt.abs(), _info(ratio, log_ratio, clipped=held > free)
 
@@ -158,8 +158,8 @@ def dppo_surrogate(
     check_same_shape("dppo_surrogate", **probs)
     check_same_shape("dppo_surrogate", v=v, v_old=v_old)
     check_per_sample("dppo_surrogate", v.shape[0], log_prob=log_prob)
-    check_number("dppo_surrogate", "kl_threshold", kl_threshold, low=0, batch=v.shape[0])
     kl = gaussian.kl(transition, v.detach(), v_old.detach())
+    kl_threshold = number("dppo_surrogate", "kl_threshold", kl_threshold, kl, low=0)
     advantage = advantage.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(log_ratio.clamp(max=80))

@@ -161,8 +161,13 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
         steps: the steps in order, those with a log-prob recorded; some of the plan's may be missing.
         x: the samples before the first step, `[B, *event]`.
     """
-    record, index = plan.record, list[int]()
-    before, after, log_probs, velocities, noises = (list[Tensor]() for _ in range(5))
+    record = plan.record
+    index: list[int] = []
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    velocities: list[Tensor] = []
+    noises: list[Tensor] = []
     for step in steps:
         x = step.x_next
         if step.log_prob is not None:

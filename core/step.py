@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_choice, check_number, check_per_sample
+from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype, number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.guidance import classifier_free
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
@@ -121,6 +121,7 @@ def policy_loss(
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     if kl is None:
         return loss, info
+    kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
     return loss + kl_coef * scale * kl, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
 
 
@@ -149,7 +150,7 @@ def kl_factor(transition: Transition, dt: Scalar | None, kl_weight: KLWeight) ->
     if kl_weight == "exact":
         return 1.0
     if kl_weight == "mse":
-        return 2 * transition.std**2
+        return 2 * transition.std.to(compute_dtype("policy_loss", std=transition.std)) ** 2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
     return abs(dt)
