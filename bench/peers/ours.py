@@ -159,8 +159,8 @@ class Ours:
         requests = Requests(prompts, ids, key(0))
         plan = RolloutPlan(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
         samples = make_batch(SampleBatch(prompts, self._encoded(), trajectory, None))
-        steps = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
-        return steps.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
+        items = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
+        return items.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
 
     def update(self, items: Items, *, pairs: int | None = None) -> UpdateInfo:
         """Take one optimizer step on a stored rollout.

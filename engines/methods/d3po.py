@@ -12,7 +12,6 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.dpo import D3poInfo, best_and_worst, clipped_log_ratio, d3po_loss
 from fluvial.core.random import Key
-from fluvial.core.types import to_device
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig, log_prob_and_kl
@@ -21,6 +20,7 @@ from fluvial.engines.run.batch import Batch, Record
 from fluvial.engines.run.networks import Networks, Start
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig

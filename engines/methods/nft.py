@@ -93,12 +93,11 @@ class Nft(Method):
     adv_clip: float = 5.0
     old: OldPolicy = field(default_factory=LinearOld)
     weight_min: float = 1e-5
-    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True, refuses=_refuses)
+    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective")
+        check_fields(self, "objective", **dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf)))
         check_variant(self.old, OldPolicy, "objective.old")
-        nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
 
     def networks(self, kl: KLConfig) -> Networks:
         """Keep the old policy, which makes the samples, and the references of the KL terms."""
@@ -117,8 +116,9 @@ class Nft(Method):
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`."""
         v_old = items.predictions["old"]
-        numbers = {"beta": self.beta, "adv_clip": self.adv_clip, "weight_min": self.weight_min}
-        fields = items.x0, items.x, items.level, items.signal
-        loss = nft_loss(v, v_old, *fields, **numbers, implementation=config.implementation)
+        fields, kernel = (items.x0, items.x, items.level, items.signal), config.implementation
+        loss = nft_loss(
+            v, v_old, *fields, beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min, implementation=kernel
+        )
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, NftInfo(config.error(v.detach(), v_old), kl)

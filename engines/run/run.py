@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core import host_values
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs
@@ -31,7 +30,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, decoded, is_recorded
+from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from fluvial.core.random import Key, bits, fold_in
-from fluvial.core.table import Mask, Record, plan
+from fluvial.core.table import Record, Rows, plan
 from fluvial.engines.data.records import Prompt, negatives
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
@@ -104,9 +102,8 @@ class Asking:
         record = Record(steps=None if len(window) and stochastic.record else (), form=stochastic.form)
         table = plan(levels, stochastic.transition, batch=len(ids), window=window, deterministic=still, record=record)
 
-        def steps_of(mask: Mask) -> list[tuple[int, ...]]:
-            rows = [tuple(np.flatnonzero(column).tolist()) for column in mask.T]
-            return rows if len(rows) == len(ids) else rows * len(ids)
+        def steps_of(rows: Rows) -> list[tuple[int, ...]]:
+            return [*rows] if len(rows) == len(ids) else [*rows] * len(ids)
 
         return steps_of(table.stochastic), steps_of(table.recorded)
 

@@ -1,6 +1,6 @@
 """Values of small tensors of a device that the host knows, so that nothing waits for the device to read them.
 
-A copy from the host is known (`types.to_device`), and what `kept` computes from known tensors. A tensor that was written to
+A copy from the host is known (`to_device`), and what `kept` computes from known tensors. A tensor that was written to
 since is not known any more.
 """
 
@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fluvial.core import types
 
 MOST = 1 << 14  # elements of a tensor whose values are kept
 
@@ -28,6 +30,12 @@ def remember(tensor: Tensor, host: Tensor) -> Tensor:
     if not (_on_host(tensor) or tensor.is_meta) and host.numel() <= MOST and versioned:
         _kept[tensor] = _Kept(host, (tensor._version, host._version))
     return tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, as `core.types.to_device` does; the host knows the values of a small copy."""
+    moved = types.to_device(tensor, device)
+    return remember(moved, tensor.detach()) if _on_host(tensor) else moved
 
 
 def known(tensor: Tensor) -> Tensor | None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.core import host_values
-from fluvial.core.host_values import joined, kept, known, read, remember, rows
+from fluvial.models import host_values
+from fluvial.models.host_values import joined, kept, known, read, remember, rows
 
 
 @pytest.fixture(autouse=True)
