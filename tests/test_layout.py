@@ -27,8 +27,10 @@ FLOORS = (
     ("engines.engine",),
     ("engines.extensions.simulate",),
     ("engines.run.checkpoint", "engines.data", "engines.extensions.wire", "engines.extensions.plan", "engines.sampling"),
-    ("engines.scoring", "engines.methods", "engines.run.evaluation", "engines.export"),
+    ("engines.scoring", "engines.run.evaluation", "engines.export"),
     ("engines.extensions.remote",),
+    tuple(f"engines.run.{name}" for name in ("jobs.base", "settings", "networks", "batch", "sampler", "run")),
+    ("engines.methods",),
     ("engines.run.process",),
     ("engines.run",),
     ("engines.extensions.servers", "engines.extensions.votes", "engines.extensions.verl", "engines.extensions.dryrun"),
@@ -39,7 +41,8 @@ FLOORS = (
 # refuses, and the rules of the configuration itself are in a file beside it.
 RUN = "engines.run.config"
 NAMES_RUN = {
-    f"engines.methods.{name}" for name in ("alignprop", "crd", "matching", "nft", "preferences", "protocol", "surrogates")
+    f"engines.methods.{name}"
+    for name in ("alignprop", "crd", "d3po", "dgpo", "distill", "dpo", "imitation", "protocol", "successors")
 } | {"engines.run.validate"}
 
 
