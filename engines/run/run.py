@@ -132,7 +132,7 @@ class Run:
         return replace(batch, scoring=Scoring(self.runners))
 
     def pair(self, batch: Batch, win: Tensor, lose: Tensor) -> Batch:
-        """Return pairs of samples of a batch, dealt to the ranks anew.
+        """Return pairs of samples of a batch, spread over the ranks again.
 
         Args:
             win, lose: index in the batch of the preferred sample of each pair, and of the other, `[N]`.
