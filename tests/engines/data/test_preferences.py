@@ -224,10 +224,10 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
         ),
         one,
     )
-    learn_from, seen = run.trainer.run.read_pairs, list[Tensor]()
+    draw, seen = run.trainer.run.read_pairs, list[Tensor]()
 
     def noted(key: Key) -> Batch:
-        batch = learn_from(key)
+        batch = draw(key)
         seen.append(batch.trajectory.final[:, 0])
         return batch
 
