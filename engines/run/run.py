@@ -184,7 +184,7 @@ class Run:
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
         prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
         found = grade(scores, weights, batch.group, config, prompts=prompts, history=memory.rewards)
-        self.log(advantage=found.advantage)
+        self.log(advantage=found.advantage.clone())  # what a method does to its own changes no record
         return found
 
     # items
@@ -254,7 +254,8 @@ class Run:
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self._before if name not in rows.predictions}
-                found.append(function(v, _with(rows, before)))
+                measured = function(v, _with(rows, before))
+                found.append(optree.tree_map(torch.clone, measured))  # a function may return one buffer each time
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *found)
 
     def gather(self, items: Items, values: Tensor) -> Tensor:

@@ -224,10 +224,10 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
         ),
         one,
     )
-    read, seen = run.trainer.run.read_pairs, list[Tensor]()
+    draw, seen = run.trainer.run.read_pairs, list[Tensor]()
 
-    def noted(root: Key) -> Batch:
-        batch = read(root)
+    def noted(key: Key) -> Batch:
+        batch = draw(key)
         seen.append(batch.trajectory.final[:, 0])
         return batch
 

@@ -16,8 +16,12 @@ from spied_runs import ODE, STEPS
 from torch import Tensor
 
 from fluvial.core import transitions
+from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.samplers import SamplerRule, Stochastic
@@ -105,10 +109,21 @@ def model(wrap: Wrap) -> tiny.Tiny:
 
 
 def objective(name: str, wrap: Wrap) -> Any:
-    """Return a custom objective with the program of a built-in one, and its loss."""
-    row = OBJECTIVE_ROWS[name]
-    loss, values = wrap(row.loss), {each.name: getattr(row, each.name) for each in fields(row)}  # type: ignore[arg-type]
-    space = {"loss": lambda self, *args: loss(*args)}
+    """Return a custom objective that is a built-in one, of functions of tensors that are wrapped."""
+    row: Any = OBJECTIVE_ROWS[name]
+
+    def method(name: str) -> Callable[..., Any]:
+        function = wrap(getattr(row, name))
+        return lambda self, *args: function(*args)
+
+    def learn(self: Any, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        record = wrap(lambda grades: run.record_steps(batch, key, grades.advantage, keep=grades.keep))
+        for part in run.minibatches(record(run.grade(batch)), key):
+            yield run.update(part, self.loss)
+
+    space = {name: method(name) for name in ("loss", "implicit_reward", "centre") if hasattr(row, name)}
+    space |= {"learn": learn} if name == "clipped" else {}
+    values = {each.name: getattr(row, each.name) for each in fields(row)}
     return make_dataclass("Own", [], bases=(type(row),), frozen=True, namespace=space)(**values)
 
 
@@ -126,7 +141,7 @@ def sampler(wrap: Wrap, *, rule: bool) -> RolloutConfig:
     return replace(STEPS, sampler=Stochastic(SamplerRule(bind) if rule else step, eta=0.3))
 
 
-CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # objectives whose loss a custom one has
+CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # objectives whose functions a custom one has
 KINDS: dict[str, Callable[[Wrap], tuple[dict[str, Any], dict[str, Any]]]] = {
     "reward": lambda wrap: ({}, {"rewards": {"first": wrap(scored), "bright": bright}}),
     "reward of groups": lambda wrap: ({}, {"rewards": {"first": wrap(grouped), "bright": bright}}),
