@@ -11,8 +11,6 @@ from rich.console import Console
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, is_out_of_memory
-from fluvial.engines.extensions.report import images, trackers
-from fluvial.engines.extensions.report.progress import RunProgress
 from fluvial.engines.run import exports, metrics
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -21,11 +19,13 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import as_records, rows
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.log import images, trackers
+from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.monitoring.extremes import KeptImages
 from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
 from fluvial.engines.run.monitoring.shortage import explain
-from fluvial.engines.run.probe_passes import notes
+from fluvial.engines.run.passes.probe import notes
 from fluvial.engines.run.process import restart, run_folder
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.lock import FolderLock
@@ -302,14 +302,14 @@ class Loop:
             "versions": metrics.versions(),
             **({"stopped_when_gamed": end} if end else {}),
         }
+        reports = list[Path]()
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:
             summary["evaluation"] = as_records(rows(after.scores, self.folder.compared("before", after.scores)))
             run_folder.write_json(out / "summary.json", summary)
-            self.folder.curves()
             images.join(out / "samples" / "before-after.png", sheets)
             exports.write_cards(trainer.engine, config, trainer.job.model)
-            self.folder.report()
+            reports = self.folder.report()
         if trainer.console:
             self.progress.say("")
             if after.score:
@@ -318,7 +318,8 @@ class Loop:
                 f"{trainer.engine.updates} updates, {counted.samples} samples, {seconds:.0f} s of "
                 f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
             )
-            self.progress.say(f"report: {out / 'report.html'}; images: {out / 'samples' / 'before-after.png'}")
+            written = "".join(f"report: {path}; " for path in reports)
+            self.progress.say(f"{written}images: {out / 'samples' / 'before-after.png'}")
         return summary
 
 

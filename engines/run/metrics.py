@@ -18,11 +18,11 @@ from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import Parts
-from fluvial.engines.extensions.report.progress import table
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
+from fluvial.engines.run.log.progress import table
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.sampling.text import Padding
 from fluvial.engines.scoring.gather import Rewards

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
+from fluvial.engines import plugins
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.engine import UpdateInfo
@@ -18,8 +19,6 @@ from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.parallelize import compiled_programs
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.plan.warm_up import WarmUp
-from fluvial.engines.extensions.report.progress import RunProgress
 from fluvial.engines.methods.table import name_of, naming_errors
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import metrics
@@ -27,11 +26,12 @@ from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
-from fluvial.engines.run.fit import fitted
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import with_size_of
+from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.monitoring.diagnostics import Probe
-from fluvial.engines.run.probe_passes import compile_blocks
+from fluvial.engines.run.passes.probe import compile_blocks
+from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
 from fluvial.engines.sampling.diversity import diversity
@@ -82,7 +82,9 @@ class Trainer:
             with world.agreed():
                 if job is not None:
                     config = replace(config, pipeline=with_size_of(job, config.pipeline))
-                config, saved = fitted(config, ranks=world.size, device=world.device)
+                saved = None  # what each setting saves that was chosen for the memory
+                if config.engine.fit is not None:
+                    config, saved = plugins.load("fit", "extensions")(config, ranks=world.size, device=world.device)
             if saved is not None and console is not None and world.is_main:
                 console.print(saved, highlight=False)
             if job is None:
