@@ -21,13 +21,15 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.surrogates import Clipped
-from fluvial.engines.run import learner, metrics
+from fluvial.engines.run import metrics
+from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig
-from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
-from fluvial.engines.sampling.items import Share, recorded_steps
+from fluvial.engines.sampling.generate import Guidance, Requests, SampleBatch, Sampling, StochasticSteps, generate
+from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.kernels import step_log_prob
@@ -93,10 +95,10 @@ class Ours:
         job = Job(work.model, work.prompts, _mean, heldout=work.prompts, shape=work.size.event)
         self.parts = Trainer(config, job, world)
         work.fill(dict(adapter_parameters(self.parts.engine.module, "default")))
-        self.sampler, self.schedule = self.parts.rollouts.schedules.of(job.shape)[1], self.parts.schedule
+        self.sampler, self.schedule = self.parts.sampler.schedules.of(job.shape)[1], self.parts.schedule
         steps = StochasticSteps(self.sampler, work.recorded)
         self.sampling = Sampling(work.size.event, self.schedule, self.guidance, stochastic=steps, reuse="all")
-        self.rollouts, self.learners = 0, dict[int, learner.Learner]()
+        self.rollouts, self.runs = 0, dict[int, Run]()
 
     def step(self) -> Mapping[str, Spent]:
         """Make a rollout and its update, as `fluvial train` does, and return the time of its phases and of the whole."""
@@ -123,7 +125,7 @@ class Ours:
         """Return the next rollout."""
         requests = Requests(as_prompts(self.work.prompts), self.work.ids, key(self.rollouts))
         self.rollouts += 1
-        with self.parts.policies.behaviour(self.parts.engine) as module:
+        with self.parts.run.networks.open_sampler() as module:
             chunks = list(generate(self.parts.job.model, module, requests, self.sampling, micro_batch=self.work.samples))
         made = chunks[0].trajectory
         return Sampled(torch.cat([made.x[:, :1], made.x_next], dim=1), made.log_prob)
@@ -145,21 +147,22 @@ class Ours:
         cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
 
-    def items(self, stored: Stored) -> learner.Work:
-        """Return a stored rollout as the learner takes it."""
+    def items(self, stored: Stored) -> Items:
+        """Return a stored rollout as the items of an update."""
         device = self.work.device
         steps = torch.tensor(self.work.recorded, device=device).expand(len(stored.x), -1)
         trajectory = Trajectory(stored.x, stored.x_next, steps, stored.log_prob, None, stored.x_next[:, -1], None)
-        levels, ones = self.schedule.levels.to(device), torch.ones(self.work.samples, device=device)
+        levels = self.schedule.levels.to(device)
         transitions = self.sampler(levels[:-1], levels[1:])
-        flat = recorded_steps(trajectory, self.schedule, transitions, stored.advantage, ones)
-        cond = self._encoded()
-        batch = self.work.ranks * self.work.samples
-        computed = torch.ones(batch, len(self.work.recorded))
-        share = Share(self.work.ids.start, self.work.samples, batch)
-        return learner.Work(flat, cond, computed, computed.numel(), share, as_prompts(self.work.prompts), self.schedule)
+        prompts, ids = as_prompts(self.work.prompts), [*self.work.ids]
+        share = Share(ids[0], len(ids), self.work.ranks * len(ids))
+        requests = Requests(prompts, ids, key(0))
+        plan = RolloutPlan(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
+        samples = make_batch(SampleBatch(prompts, self._encoded(), trajectory, None))
+        steps = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
+        return steps.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
 
-    def update(self, items: learner.Work, *, pairs: int | None = None) -> UpdateInfo:
+    def update(self, items: Items, *, pairs: int | None = None) -> UpdateInfo:
         """Take one optimizer step on a stored rollout.
 
         Args:
@@ -168,13 +171,25 @@ class Ours:
         """
         parts = self.parts
         if pairs is None:
-            return parts.learner.update(items, key(0)).updates[0]
-        if pairs not in self.learners:
-            config = replace(parts.config, update_micro_batch=pairs)
-            self.learners[pairs] = learner.Learner(
-                config, parts.job, parts.engine, parts.policies, parts.rollouts.texts, parts.rewards
+            return self._update(parts.run, items)
+        if pairs not in self.runs:
+            config, run = replace(parts.config, update_micro_batch=pairs), parts.run
+            self.runs[pairs] = Run(
+                config,
+                parts.job,
+                run.networks,
+                run.sampler,
+                parts.rewards,
+                parts.runners,
+                run.memory,
+                loss_settings=run.loss_settings,
             )
-        return self.learners[pairs].update(items, key(0)).updates[0]
+        return self._update(self.runs[pairs], items)
+
+    def _update(self, run: Run, items: Items) -> UpdateInfo:
+        """Take the step that GRPO takes on items."""
+        (part,) = run.minibatches(items, key(0))
+        return run.update(part, self.parts.method.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

@@ -77,10 +77,10 @@ def _problem(kind: Any) -> str | None:
         return f"is of type {type(kind).__name__}, expected a class"
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return "is not a frozen dataclass: decorate it with @dataclass(frozen=True)"
-    if not isinstance(getattr(kind, "traits", None), ObjectiveTraits | property | cached_property):
-        return "has no traits: add `traits = ObjectiveTraits(trains_on=...)` to the class"
     if not issubclass(kind, Method):
         return "is not a method: let it inherit from `fluvial.engines.methods.Method`"
+    if not isinstance(getattr(kind, "traits", None), ObjectiveTraits | property | cached_property):
+        return "has no traits: add `traits = ObjectiveTraits(trains_on=...)` to the class"
     for name, parameters in CALLS.items():
         method = getattr(kind, name)
         expected = f"{name}(self, {', '.join(parameters)})"

@@ -18,6 +18,7 @@ from fluvial.core.transitions import Transition
 from fluvial.core.types import to_device
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
+from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling import items as rows_of
 from fluvial.engines.sampling.generate import Requests, SampleBatch, Sampling
 from fluvial.engines.sampling.items import Rows, Share
@@ -226,6 +227,11 @@ class _Weights(NamedTuple):
     @classmethod
     def of(cls, batch: Batch, signal: Tensor | None, keep: Tensor | None, *, skip_zero: bool) -> "_Weights":
         ones = torch.ones(len(batch.kept))
+        for name, values in {"signal": signal, "keep": keep}.items():
+            if values is not None and values.shape != ones.shape:
+                raise UsageError(f"{name} has shape {[*values.shape]}, expected {[*ones.shape]}, a number per sample")
+        if signal is not None and not torch.isfinite(signal).all():
+            raise UsageError("signal is not finite, expected finite numbers")
         signal = batch.spread(ones if signal is None else signal)
         counted = batch.spread(ones if keep is None else keep)
         computed = counted * (signal != 0).to(counted.dtype) if skip_zero else counted

@@ -17,10 +17,10 @@ from fluvial.core.random import key
 from fluvial.engines import EngineConfig, Job, KLConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.methods import table as o
-from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.methods.nft import LinearOld, NoOld
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -42,7 +42,7 @@ from fluvial.engines.sampling.window import (
     RandomWindow,
     ScatteredSteps,
 )
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import BASE, BASE_UNET, Handwriting, HandwritingUNet, write
 from fluvial.models.lora import Dora, Lokr, LowRank

@@ -9,6 +9,7 @@ from torch import Tensor
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
+from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
@@ -37,24 +38,26 @@ class Spied(tiny.Run):
         self.trajectories: list[Trajectory] = []
         self.updates: list[Update] = []
         self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
-        engine, learner = self.trainer.engine, self.trainer.learner
-        optimize, learn, learn_given = engine.update, learner.items, learner.pairs
+        trainer = self.trainer
+        optimize, learn, pair_up = trainer.engine.update, trainer.learn, trainer.sampler.pair_up
 
         def noted(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
             self.updates.append(Update(items, weight, options["count"], self.weights()))
             return optimize(items, loss_fn, weight, **options)
 
-        def learnt(rollout: Any, rewards: Any, *args: Any) -> Any:
-            self.trajectories.append(rollout.samples.trajectory)
-            self.records = list(rollout.samples.prompts)
-            self.prompts, self.scores = [prompt.text for prompt in self.records], rewards.scores
-            return learn(rollout, rewards, *args)
+        def learnt(batch: Batch, root: Any) -> Any:
+            if not batch.paired:
+                self.trajectories.append(batch.trajectory)
+                self.records = list(batch.prompts)
+                assert batch.rewards is not None
+                self.prompts, self.scores = [prompt.text for prompt in self.records], batch.rewards.scores
+            return learn(batch, root)
 
-        def learnt_given(given: Any, *args: Any) -> Any:
-            self.preferences = list(given.preferences)
-            return learn_given(given, *args)
+        def paired(chosen: Any, *args: Any) -> Any:
+            self.preferences = list(chosen)
+            return pair_up(chosen, *args)
 
-        engine.update, learner.items, learner.pairs = noted, learnt, learnt_given  # type: ignore
+        trainer.engine.update, trainer.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
 
     def velocity(self, items: Any) -> Tensor:
         """Return the velocity of the policy as it is, or of the adapter that computes."""

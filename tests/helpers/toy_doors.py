@@ -1,6 +1,6 @@
 """User-defined parts, without a change of the package: objective, sampler, reward, recipe and model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fluvial.core import log_prob
+from fluvial.core.random import Key
 from fluvial.core.transitions import Transition, dance_sde
 from fluvial.engines import OptimizerConfig, TrainConfig
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.protocol import ObjectiveTraits
+from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.run.batch import Batch, Record
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.samplers import Stochastic
@@ -26,7 +30,7 @@ class PullInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pull:
+class Pull(Method):
     """REINFORCE on recorded steps, without a clip.
 
     Args:
@@ -35,15 +39,19 @@ class Pull:
 
     scale: float = 1.0
     traits = ObjectiveTraits(trains_on="steps", rewards="advantages")
+    record = Record()
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage."""
-        return advantage
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Climb the log-probability of every recorded step, weighted by the advantage of its sample."""
+        grades = run.grade(batch)
+        steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep)
+        for part in run.minibatches(steps, key):
+            yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PullInfo]:
         """Return -A log p."""
         new = log_prob(items.transition, items.x, v, items.x_next)
-        return -self.scale * items.target_weight * new, PullInfo(new.detach())
+        return -self.scale * items.signal * new, PullInfo(new.detach())
 
 
 def walk(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:

@@ -54,7 +54,7 @@ def shared(world: World, folder: str) -> list[list[Any]]:
     with Trainer(replace(config(Path(folder), 1)), tiny.job(), world) as trainer:
         assert trainer.ahead is not None
         trainer.ahead.local = False
-        source: Any = trainer.rollouts.source
+        source: Any = trainer.sampler.source
         push, generate = source.push, source.generate
 
         def given(engine: Any, version: int) -> None:

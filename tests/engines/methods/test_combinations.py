@@ -30,6 +30,7 @@ from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
 )
+from fluvial.engines.run.networks import Before
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
@@ -79,7 +80,7 @@ def built() -> tuple[dict[Options, TrainConfig], set[str]]:
     base, rollouts, runs, refusals = tiny.config(Path("out")), {}, {}, set()
     with pytest.MonkeyPatch.context() as patch:
         # Single values are all accepted here; under the tests' own type checks their checks would take a minute.
-        for module in ("train.config", "rollout.config", "rollout.correction", "objectives.losses"):
+        for module in ("run.config", "sampling.config", "sampling.correction", "methods.losses"):
             patch.setattr(f"fluvial.engines.{module}.check_fields", lambda *args, **kwargs: None)
         for options in product(*ROLLOUT.values()):
             try:
@@ -176,7 +177,7 @@ class Direction(NamedTuple):
 
     before: float  # loss
     after: float
-    towards: float | None  # mean of target weight times (ratio - 1); None for objectives without a ratio
+    towards: float | None  # mean of signal times (ratio - 1); None for objectives without a ratio
 
 
 def measure(trained: tiny.Run) -> list[Direction]:
@@ -193,7 +194,7 @@ def measure(trained: tiny.Run) -> list[Direction]:
         result = update(items, loss_fn, weight, count=count, **options)
         after, info = now()
         ratio = getattr(info, "ratio", None)
-        towards = None if ratio is None else float((weight * items.target_weight * (ratio - 1)).sum() / count)
+        towards = None if ratio is None else float((weight * items.signal * (ratio - 1)).sum() / count)
         found.append(Direction(before, after, towards))
         return result
 
@@ -245,11 +246,7 @@ def test_what_is_built_trains(
             assert infos[0].max_abs["log_ratio"] == 0.0, options
         first = directions[0]
         # Without an old policy of its own, NFT and AWM with one update compare the policy with itself, before and after.
-        if (
-            run.minibatches > 1
-            or "old" not in run.objective.traits.compares_with
-            or "old" in trained.trainer.policies.followers
-        ):
+        if run.minibatches > 1 or not isinstance(run.networks.get("old"), Before):
             assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:
                 assert first.towards > 0, (options, prediction, first)

@@ -20,11 +20,11 @@ def test_the_error_of_the_reference_is_that_of_its_policy(reference: Literal["ba
         level=torch.full((3,), 0.5),
         timestep=None,
         sample=torch.arange(3),
-        target_weight=advantage,
+        signal=advantage,
         weight=torch.ones(3),
         x0=x,
         target=target,
         predictions={"ref": ref, "old": old},
     )
     expected = 3.0 * advantage * ((v - target).square().mean(1) - (items.predictions[policy] - target).square().mean(1))
-    torch.testing.assert_close(Dgpo(beta=3.0, reference=reference).statistic(v, items), expected)
+    torch.testing.assert_close(Dgpo(beta=3.0, reference=reference).margin(v, items), expected)

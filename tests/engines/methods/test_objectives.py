@@ -17,7 +17,7 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import LossConfig, losses, surrogates
 from fluvial.engines.methods.nft import LinearOld, NoOld
-from fluvial.engines.methods.protocol import Objective, ObjectiveTraits
+from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import (
     Awm,
     Clipped,
@@ -269,7 +269,7 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
         "level": level,
         "timestep": level,
         "sample": torch.arange(2),
-        "target_weight": numbers,
+        "signal": numbers,
         "weight": torch.ones(2),
         "level_next": level / 2,
         "x_next": x_next,
@@ -306,10 +306,9 @@ def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:
     v, preferred = v.requires_grad_(), torch.tensor([1.0, -1.0]).double()
     step = transitions.dance_sde(level.double(), level.double() / 2, eta=0.5)
     fields = {name: None for name in RecordedSteps._fields} | {"x": x, "x_next": x_next, "transition": step}
-    items: Any = RecordedSteps(**fields | {"predictions": {"ref": v.detach() + 0.01 * away}, "target_weight": preferred})  # type: ignore[arg-type]
-    own = objective.statistic(v, items)
-    counts = torch.ones(2, 1).double()
-    context = objective.gathered(own.detach()[:, None], preferred, torch.zeros(2, dtype=torch.long), counts).flatten()
+    items: Any = RecordedSteps(**fields | {"predictions": {"ref": v.detach() + 0.01 * away}, "signal": preferred})  # type: ignore[arg-type]
+    own = objective._log_ratio(v, items, LossConfig())
+    context = own.detach().flip(0)  # of the other sample of the pair
     loss = objective.loss(v, items._replace(context=context), LossConfig())[0].mean()
     pair = -torch.nn.functional.logsigmoid(2.0 * (own[0] - own[1]))
     torch.testing.assert_close(loss, pair)
@@ -352,12 +351,6 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
     assert infos == folded_infos
     assert all(torch.equal(weights[name], folded_weights[name]) for name in weights)
     assert folded_infos[0].max_abs["log_ratio"] == 0
-
-
-def test_only_recorded_steps_fold_guidance() -> None:
-    """A loss on pairs of samples gets the guided prediction of both."""
-    with pytest.raises(ValueError, match=r"traits.folds_guidance is set, and trains_on is noised, expected steps"):
-        ObjectiveTraits(trains_on="noised", folds_guidance=True)
 
 
 def spied(kernel: Any, seen: list[str]) -> Any:

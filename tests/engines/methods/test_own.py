@@ -12,15 +12,19 @@ import tiny_jobs as tiny
 import torch
 from torch import Tensor
 
+from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
-from fluvial.engines.methods import ErrorInfo, LossConfig, ObjectiveTraits
+from fluvial.engines.errors import FluvialError, UsageError
+from fluvial.engines.methods import ErrorInfo, LossConfig, Method, ObjectiveTraits
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import check_loss, check_objective, name_of, objective_type
 from fluvial.engines.run import train
+from fluvial.engines.run.batch import Batch, Record
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
 from fluvial.engines.sampling.samplers import Ode, SamplerRule, Stochastic
@@ -32,11 +36,11 @@ SOURCE = '''
 from dataclasses import dataclass
 import torch
 from fluvial.core.transitions import Transition
-from fluvial.engines.methods import ErrorInfo, ObjectiveTraits
+from fluvial.engines.methods import ErrorInfo, Method, ObjectiveTraits
 from fluvial.kernels import velocity_error
 
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(Method):
     """Fit samples by their advantage's sigmoid.
 
     Args:
@@ -46,12 +50,15 @@ class Weighted:
     temperature: float = 1.0
     traits = ObjectiveTraits(trains_on="noised")
 
-    def target_weight(self, reward, advantage, group):
-        return torch.sigmoid(advantage / self.temperature)
+    def learn(self, run, batch, key):
+        grades = run.grade(batch)
+        items = run.noise_samples(batch, key, torch.sigmoid(grades.advantage / self.temperature), keep=grades.keep)
+        for part in run.minibatches(items, key):
+            yield run.update(part, self.loss)
 
-    def loss(self, v, items, config):
-        error = velocity_error(v, items.target)
-        return items.target_weight * error, ErrorInfo(error.detach(), torch.zeros_like(error))
+    def loss(self, v, rows, config):
+        error = velocity_error(v, rows.target)
+        return rows.signal * error, ErrorInfo(error.detach(), torch.zeros_like(error))
 
 def drift(level, level_next, *, eta):
     dt = level_next - level
@@ -82,21 +89,25 @@ class RewardInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reinforce:
+class Reinforce(Method):
     """The plain policy gradient on recorded steps, with a log-probability written out here."""
 
     scale: float = 1.0
-    traits = ObjectiveTraits(trains_on="steps", has_ratio=True, skips_zero=True)
+    traits = ObjectiveTraits(trains_on="steps", has_ratio=True)
+    record = Record()
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the advantage, scaled."""
-        return self.scale * advantage
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Weigh every step by the advantage of its sample, scaled."""
+        grades = run.grade(batch)
+        steps = run.record_steps(batch, key, self.scale * grades.advantage, keep=grades.keep, skip_zero=True)
+        for part in run.minibatches(steps, key):
+            yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, RewardInfo]:
         """-A log p; the ratio's constant takes no part in the gradient."""
         a, b, std = (part[:, None, None, None] for part in items.transition)
         log_prob = (-((items.x_next - a * items.x - b * v) ** 2) / (2 * std**2)).mean((1, 2, 3))
-        return -items.target_weight * log_prob, RewardInfo(torch.zeros_like(log_prob.detach()))
+        return -items.signal * log_prob, RewardInfo(torch.zeros_like(log_prob.detach()))
 
 
 def drift(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
@@ -143,7 +154,7 @@ def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
     assert run.infos[0].grad_norm > 0
     assert doubled.infos[0].grad_norm == pytest.approx(2 * run.infos[0].grad_norm, rel=1e-4)
     levels = run.trainer.schedule.levels
-    step = run.trainer.rollouts.schedules.of(run.trainer.job.shape)[1](levels[:-1], levels[1:])
+    step = run.trainer.sampler.schedules.of(run.trainer.job.shape)[1](levels[:-1], levels[1:])
     torch.testing.assert_close(step.std, 0.3 * (levels[:-1] - levels[1:]).sqrt())
 
 
@@ -181,32 +192,34 @@ class Thawed:
 
 
 @dataclass(frozen=True)
-class NoTraits:
+class NoTraits(Method):
     """Without traits."""
 
 
 @dataclass(frozen=True)
-class NoLoss:
-    """Without a loss."""
+class NoMethod:
+    """Traits alone."""
 
     traits = ObjectiveTraits(trains_on="noised")
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return the reward."""
-        return reward
+
+@dataclass(frozen=True)
+class NoLearn(Method):
+    """Without a way to learn."""
+
+    traits = ObjectiveTraits(trains_on="noised")
 
 
 @dataclass(frozen=True)
-class FewArguments(NoLoss):
-    """A loss of two arguments."""
+class FewArguments(NoLearn):
+    """Learns from nothing."""
 
-    def loss(self, v: Tensor, items: RecordedSteps) -> Tensor:
-        """Return the velocity."""
-        return v
+    def learn(self, run: Run) -> Any:  # type: ignore[override]
+        """Nothing."""
 
 
 @dataclass(frozen=True)
-class Traits(NoLoss):
+class Traits(NoLearn):
     """A property of a wrong type."""
 
     @property
@@ -214,7 +227,7 @@ class Traits(NoLoss):
         """No traits."""
         return "steps"
 
-    def loss(self, v: Tensor, items: RecordedSteps, config: Any) -> Any:
+    def learn(self, run: Run, batch: Batch, key: Key) -> Any:
         """Nothing."""
 
 
@@ -224,11 +237,9 @@ class Traits(NoLoss):
         (object(), "object is not a frozen dataclass: decorate it"),
         (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
         (NoTraits(), "NoTraits has no traits: add `traits = ObjectiveTraits"),
-        (NoLoss(), r"NoLoss has no method loss\(self, v, items, config\)"),
-        (
-            FewArguments(),
-            r"FewArguments has loss\(self, v: .*, expected loss\(self, v, .*: too many",
-        ),
+        (NoMethod(), "NoMethod is not a method: let it inherit from `fluvial.engines.methods.Method`"),
+        (NoLearn(), r"NoLearn has no method learn\(self, run, batch, key\)"),
+        (FewArguments(), r"FewArguments has learn\(self, run: .*, expected learn\(self, run, batch, key\): too many"),
         (Traits(), "Traits has traits of type str, expected ObjectiveTraits"),
         (Reinforce, r"objective is the class Reinforce, expected an instance: Reinforce\(\)"),
         ("clipped", "str is not a frozen dataclass"),
@@ -278,17 +289,22 @@ def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words:
 
 
 @dataclass(frozen=True)
-class Returns:
-    """An objective that returns what it is told to."""
+class Returns(Method):
+    """A method that does what it is told to."""
 
     what: str = "mean"
     traits = ObjectiveTraits(trains_on="noised")
 
-    def target_weight(self, reward: Tensor, advantage: Tensor, group: Tensor) -> Tensor:
-        """Return one number, or one per sample, as the field says."""
-        if self.what == "nan":
-            return reward / 0 * 0
-        return reward.sum() if self.what == "weight" else reward
+    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        """Learn from one number, or one per sample, as the field says; with a failure, or without an update."""
+        signal = run.grade(batch).reward
+        if self.what == "raises":
+            raise KeyError("no such\nthing")
+        chosen = {"nan": signal / 0 * 0, "signal": signal.sum()}.get(self.what, signal)
+        for part in run.minibatches(run.noise_samples(batch, key, chosen), key):
+            info = run.update(part, self.loss)
+            if self.what != "silent":
+                yield info
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> Any:
         """Return a mean, numbers with a dimension too many, wrong diagnostics, or none."""
@@ -313,14 +329,16 @@ class Returns:
         ("dict", "returned diagnostics of type dict, expected a NamedTuple"),
         ("empty", "returned diagnostics of type tuple, expected a NamedTuple"),
         ("info", r"returned a diagnostic error of shape \[\], expected \[2\]"),
-        ("weight", r"returned a target_weight of \[\], expected \[8\], a number per sample"),
-        ("nan", "returned a target_weight that is not finite"),
+        ("signal", r"signal has shape \[\], expected \[8\], a number per sample"),
+        ("nan", "signal is not finite"),
+        ("silent", "yielded 0 updates of a batch, expected epochs x minibatches = 1"),
+        ("raises", "raised KeyError in learn: 'no such"),
     ],
 )
 def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words: str) -> None:
     """It is checked on the first batch: a wrong shape would broadcast."""
     run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Returns(what)), one)
-    with pytest.raises(UsageError, match=words) as refused:
+    with pytest.raises(FluvialError, match=words) as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
 
@@ -351,5 +369,3 @@ def test_traits_are_checked() -> None:
     """A misspelt trait has the nearest match in its message."""
     with pytest.raises(ValueError, match=r"traits.trains_on is 'step', expected .*did you mean 'steps'"):
         ObjectiveTraits(trains_on="step")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"traits.compares_with is 'techer', expected .*did you mean 'teacher'"):
-        ObjectiveTraits(trains_on="steps", compares_with=("techer",))  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def updated(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the record of an update on given prompts, and its gradient."""
     run = tiny.Run(config, world, tiny.job(rewards={"it": reward}))
-    run.trainer.rollouts.prompts = lambda root, updates: list(as_prompts(prompts))  # type: ignore[method-assign]
+    run.trainer.sampler.prompts = lambda root, updates: list(as_prompts(prompts))  # type: ignore[method-assign]
     return run.rollout(), run.gradient()
 
 
@@ -83,7 +83,7 @@ def test_a_history_of_rewards_takes_in_valid_ones_alone(one: World, tmp_path: Pa
     """Those of an invalid group are left out whole."""
     config = replace(config_of("clipped", tmp_path, 4), advantage=AdvantageConfig(history=8, history_min=2))
     run = tiny.Run(config, one, tiny.job(rewards={"it": failing}))
-    run.trainer.rollouts.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
+    run.trainer.sampler.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="are left out"):
         run.rollout()
     assert {prompt: len(known) for prompt, known in run.trainer.progress.rewards.items()} == {"0": 4, "1": 4, "2": 4}

@@ -21,6 +21,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.methods.nft import NoOld
 from fluvial.engines.methods.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
+from fluvial.engines.run.batch import make_batch
 from fluvial.engines.run.config import (
     AdvantageConfig,
     KLConfig,
@@ -28,7 +29,7 @@ from fluvial.engines.run.config import (
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
-from fluvial.engines.scoring.gather import gather_rewards
+from fluvial.engines.scoring.gather import Scoring
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +196,12 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
 def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
     rollout = replace(STEPS, sampler=Stochastic(sampler, eta=0.5), window=RandomWindow(2, high=tiny.STEPS - 1))
-    learners = [
-        Spied(tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1, weight)), one).trainer.learner
+    settings = [
+        Spied(tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1, weight)), one).trainer.run.loss_settings
         for weight in ("auto", factor)
     ]
-    assert learners[0].loss_config == learners[1].loss_config
-    assert learners[0].loss_config.kl_weight == factor
+    assert settings[0] == settings[1]
+    assert settings[0].kl_weight == factor
 
 
 def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
@@ -242,9 +243,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
         "sum": group_advantages(rewards @ weights, group),
         "gdpo": multi_reward_advantages(rewards, weights, group),
     }
-    torch.testing.assert_close(
-        run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
     assert record["rewards"] == pytest.approx(
         {"contrast": float(rewards[:, 0].mean()), "brightness": float(rewards[:, 1].mean())}
@@ -283,7 +282,7 @@ def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 @pytest.mark.bits
 @pytest.mark.parametrize("objective", [Clipped(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
-def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
+def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
     """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
     rollout = STEPS if objective.traits.trains_on == "steps" else ODE
     run = tiny.config(tmp_path, rollout=rollout, objective=objective, rewards=("scaled",))
@@ -292,9 +291,9 @@ def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, 
         return Trainer(run, tiny.job(rewards={"scaled": scaled}), one)
 
     def made(trainer: Trainer, number: int) -> tuple[Any, Any]:
-        """Return the work of a rollout: each has another prompt, noise levels and a size of its own."""
+        """Return a batch: each has another prompt, noise levels and a size of its own."""
         keys = key(7 + number)
-        plan = trainer.rollouts.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
+        plan = trainer.sampler.plan(keys, [Prompt(tiny.PROMPTS[2 * number])] * rollout.prompts, 0)
         schedule, stochastic = plan.sampling.schedule, plan.sampling.stochastic
         levels = schedule.levels ** (1 + number)
         if stochastic is not None:
@@ -303,11 +302,8 @@ def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, 
         sampling = replace(plan.sampling, schedule=schedule, stochastic=stochastic, shape=shape)
         transitions = None if stochastic is None else stochastic.transition(levels[:-1], levels[1:])
         plan = plan._replace(sampling=sampling, transitions=transitions)
-        samples = trainer.rollouts.rollout(keys, plan, trainer.rollouts.made(plan, trainer.runners))
-        trainer.runners.exchange(one)
-        own = trainer.runners.collect(batch=rollout.batch)
-        rewards, _ = gather_rewards(own, stop=False, group=rollout.group, max_invalid=0.0, world=one)
-        return trainer.learner.items(samples, rewards, torch.ones(1), keys, {}), keys
+        samples = make_batch(trainer.sampler.generate(plan, trainer.runners))
+        return trainer.run.score(trainer.run._batch(plan, made=samples, scoring=Scoring(trainer.runners))), keys
 
     def weights(trainer: Trainer) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in trainer.engine.sharded.shards().items()}
@@ -315,14 +311,14 @@ def test_work_of_two_schedules_can_be_made_before_either_update(tmp_path: Path, 
     alone, together = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
     for number in (0, 1):
         with trained() as trainer:
-            trainer.learner.update(*made(trainer, number))
+            trainer.learn(*made(trainer, number))
             alone.append(weights(trainer))
     with trained() as trainer:
         state, counters = trainer.engine.state(), trainer.engine.counters()
         start = {name: tensor.clone() for name, tensor in state.items()}
-        for work, keys in [made(trainer, number) for number in (0, 1)]:
+        for batch, keys in [made(trainer, number) for number in (0, 1)]:
             trainer.engine.restore({name: tensor.clone() for name, tensor in start.items()}, counters)
-            trainer.learner.update(work, keys)
+            trainer.learn(batch, keys)
             together.append(weights(trainer))
     assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
     for each, other in zip(alone, together, strict=True):

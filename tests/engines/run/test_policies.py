@@ -151,9 +151,9 @@ def test_a_resumed_run_is_the_same(one: World, tmp_path: Path, changes: dict[str
 def test_what_raft_keeps(best: float, reward: list[float], expected: list[float]) -> None:
     """The best part of each group, at least one; of equal ones the first; nothing of a group whose rewards are equal."""
     rewards, group = torch.tensor(reward, dtype=torch.float32), torch.arange(8) // 4
-    assert Raft(best=best).target_weight(rewards, torch.zeros(8), group).tolist() == expected
+    assert Raft(best=best).choose_best(rewards, group).tolist() == expected
     shuffled = torch.randperm(8, generator=torch.Generator().manual_seed(0))  # groups need not lie together
-    kept = Raft(best=best).target_weight(rewards[shuffled], torch.zeros(8), group[shuffled])
+    kept = Raft(best=best).choose_best(rewards[shuffled], group[shuffled])
     assert kept.sum() == sum(expected)
     assert torch.equal(rewards[shuffled][kept > 0].sort().values, rewards[torch.tensor(expected) > 0].sort().values)
 
@@ -266,5 +266,5 @@ def test_the_moving_average_of_a_kl_follows(one: World, tmp_path: Path) -> None:
             expected[name] = decay * expected[name] + (1 - decay) * now[name.replace(".ema.", ".default.")]
             torch.testing.assert_close(now[name], expected[name])
         assert run.infos[n].mean["kl_ref"] == 0.0  # there is no other reference
-        plain = -float(run.updates[n].items.target_weight.mean())  # on policy the ratio is 1
+        plain = -float(run.updates[n].items.signal.mean())  # on policy the ratio is 1
         assert (abs(run.infos[n].loss - plain) > 1e-6) is (n > 0)

@@ -98,7 +98,7 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
     """Return the records and the last weights of a run that puts K updates older weights in for each rollout."""
     with Trainer(replace(config, asynchronous=AsyncConfig()), tiny.job(), world) as trainer:
         versions: list[dict[str, Tensor]] = []
-        source: Any = trainer.rollouts.source
+        source: Any = trainer.sampler.source
 
         @contextmanager
         def behaviour() -> Iterator[nn.Module]:
@@ -109,7 +109,7 @@ def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[
             updates = max(0, number - ahead) * config.updates_per_rollout
             for name, tensor in written.items():
                 tensor.copy_(made[name])
-            adapter = trainer.policies.sampling_adapter(updates)
+            adapter = trainer.run.networks.sampling_adapter(updates)
             follower = partial(use_adapter, name=adapter) if adapter else nullcontext
             with trainer.engine.inference() as module, follower(module):
                 yield module
@@ -126,10 +126,10 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
     config = of(tmp_path, 0)
     expected, last = run(config, one)
     with Trainer(config, tiny.job(), one) as trainer:
-        copy = _copy(config, trainer.job, trainer.policies, one)
-        source: Any = trainer.rollouts.source
+        copy = _copy(config, trainer.job, trainer.run.networks, one)
+        source: Any = trainer.sampler.source
         source.behaviour = copy.behaviour
-        trainer.ahead = Ahead(trainer.rollouts, trainer.runners, copy)
+        trainer.ahead = Ahead(trainer.sampler, trainer.runners, copy)
         found = list(trainer)
         assert same(weights(trainer), last)
         trainer.ahead.close()
@@ -161,7 +161,7 @@ def test_timing_changes_nothing(one: World, tmp_path: Path, monkeypatch: pytest.
     found = []
     for slow in ("source", "trainer"):
         with Trainer(clipped(tmp_path, 2), tiny.job(), one) as trainer:
-            generate, update = trainer.rollouts.source.generate, trainer.engine.update
+            generate, update = trainer.sampler.source.generate, trainer.engine.update
 
             def late(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
                 time.sleep(0.02 if slow == "source" else 0)  # noqa: B023
@@ -171,7 +171,7 @@ def test_timing_changes_nothing(one: World, tmp_path: Path, monkeypatch: pytest.
                 time.sleep(0.02 if slow == "trainer" else 0)  # noqa: B023
                 return update(*args, **options)  # noqa: B023
 
-            monkeypatch.setattr(trainer.rollouts.source, "generate", late)
+            monkeypatch.setattr(trainer.sampler.source, "generate", late)
             monkeypatch.setattr(trainer.engine, "update", dragged)
             found.append((untimed(list(trainer)), weights(trainer)))
     for records, last in found[1:]:
@@ -186,7 +186,7 @@ def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path
         if not overlaps:
             second.set()
         with Trainer(clipped(tmp_path, ahead), tiny.job(), one) as trainer:
-            generate, update = trainer.rollouts.source.generate, trainer.engine.update
+            generate, update = trainer.sampler.source.generate, trainer.engine.update
 
             def noted(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
                 events.append("begun")  # noqa: B023
@@ -199,7 +199,7 @@ def test_samples_are_made_while_an_update_is_computed(one: World, tmp_path: Path
                 events.append("updated")  # noqa: B023
                 return update(*args, **options)  # noqa: B023
 
-            trainer.rollouts.source.generate, trainer.engine.update = noted, waiting  # type: ignore[method-assign]
+            trainer.sampler.source.generate, trainer.engine.update = noted, waiting  # type: ignore[method-assign]
             trainer.update()
         assert (events[:2] == ["begun", "begun"]) == overlaps
 
@@ -218,7 +218,7 @@ def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
 
     monkeypatch.setattr(checkpoint, "save", noted)
     with Trainer(config, tiny.job(), one, console=Console(file=said, width=500)) as trainer:
-        generate = trainer.rollouts.source.generate
+        generate = trainer.sampler.source.generate
 
         def gone(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
             calls.append(len(calls) == 1 and saved.wait(60))
@@ -226,7 +226,7 @@ def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
                 raise RunError("no server has answered")
             yield from generate(*args, **options)
 
-        trainer.rollouts.source.generate = gone  # type: ignore[method-assign]
+        trainer.sampler.source.generate = gone  # type: ignore[method-assign]
         trainer.update()
         trainer.save(ends=True)
     assert calls == [False, True]
@@ -248,13 +248,13 @@ def test_a_resumed_run_neither_loses_nor_repeats_a_rollout(one: World, tmp_path:
         straight, last = list(trainer), weights(trainer)
     asked = []
     with Trainer(config, tiny.job(), one) as trainer:
-        generate = trainer.rollouts.source.generate
+        generate = trainer.sampler.source.generate
 
         def noted(requests: Any, *args: Any, **options: Any) -> Generator[Chunk, None, None]:
             asked.append(requests.key)
             yield from generate(requests, *args, **options)
 
-        trainer.rollouts.source.generate = noted  # type: ignore[method-assign]
+        trainer.sampler.source.generate = noted  # type: ignore[method-assign]
         trainer.resume(tmp_path / "checkpoints" / "000002")
         resumed = list(trainer)
         assert same(weights(trainer), last)
@@ -277,7 +277,7 @@ def test_a_run_that_is_made_longer_begins_its_queue_again(one: World, tmp_path: 
 def test_a_source_that_fails_ends_the_run_in_its_line(one: World, tmp_path: Path) -> None:
     """The rollout that failed is the one that is named, after those before it were learnt from."""
     with Trainer(clipped(tmp_path, 1), tiny.job(), one) as trainer:
-        generate, calls = trainer.rollouts.source.generate, []
+        generate, calls = trainer.sampler.source.generate, []
 
         def failing(*args: Any, **options: Any) -> Generator[Chunk, None, None]:
             calls.append(1)
@@ -285,7 +285,7 @@ def test_a_source_that_fails_ends_the_run_in_its_line(one: World, tmp_path: Path
                 raise RunError("the server is gone")
             yield from generate(*args, **options)
 
-        trainer.rollouts.source.generate = failing  # type: ignore[method-assign]
+        trainer.sampler.source.generate = failing  # type: ignore[method-assign]
         trainer.update()
         trainer.update()
         with pytest.raises(RunError, match="the server is gone"):
@@ -295,7 +295,7 @@ def test_a_source_that_fails_ends_the_run_in_its_line(one: World, tmp_path: Path
 def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> None:
     """A source that was not pushed to, or says so."""
     with Trainer(clipped(tmp_path, 1), tiny.job(), one) as trainer:
-        source: Any = trainer.rollouts.source
+        source: Any = trainer.sampler.source
         source.push = lambda engine, version: None
         trainer.update()
         trainer.update()

@@ -11,11 +11,11 @@ import tiny_jobs as tiny
 import torch
 
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.scoring.advantages import AdvantageConfig, History, history_advantages
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.scoring.advantages import AdvantageConfig, History, history_advantages
 
 DDPO = AdvantageConfig(history=8, history_min=4, eps=1e-6, ddof=0, clip=5.0)
 

@@ -14,7 +14,6 @@ from spied_runs import ODE, STEPS, Spied
 
 from fluvial.core.random import key
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.scoring.advantages import AdvantageConfig, extreme
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.config import KLConfig
@@ -24,6 +23,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.solvers import serving_solver
 from fluvial.engines.sampling.window import Branches, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig, extreme
 from fluvial.models.pipelines.wan import Wan
 
 BRANCHES = replace(STEPS, group=12, window=Branches(1, 2, high=3))

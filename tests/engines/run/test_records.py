@@ -87,7 +87,7 @@ def test_prompts_come_in_epochs_however_often_the_run_is_interrupted(tmp_path: P
     plain = tiny.job(prompts=("0", "1", "2", "3"))
     with Trainer(config, plain, one) as trainer:
         for _ in range(6):
-            seen.append(trainer.rollouts.prompts(torch.empty(0), trainer.engine.updates))  # type: ignore[arg-type]
+            seen.append(trainer.sampler.prompts(torch.empty(0), trainer.engine.updates))  # type: ignore[arg-type]
             trainer.update()
             if trainer.engine.updates == 3:
                 trainer.save()
@@ -96,7 +96,7 @@ def test_prompts_come_in_epochs_however_often_the_run_is_interrupted(tmp_path: P
     with Trainer(config, plain, one) as trainer:
         trainer.resume(config.out / "checkpoints" / "000003")
         for later in seen[3:]:
-            assert trainer.rollouts.prompts(torch.empty(0), trainer.engine.updates) == later  # type: ignore[arg-type]
+            assert trainer.sampler.prompts(torch.empty(0), trainer.engine.updates) == later  # type: ignore[arg-type]
             trainer.update()
 
 

@@ -15,7 +15,6 @@ from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
 from fluvial.engines.methods.nft import LinearOld
 from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers
@@ -27,6 +26,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, Branches, MovingWindow, RandomWindow, ScatteredSteps
+from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
@@ -337,7 +337,7 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: Wo
         rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
         run = tiny.config(tmp_path, rollout=rollout, train="lora")
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
-            assert trainer.rollouts._reuse() == ("all" if reuse else "none")
+            assert trainer.sampler._reuse() == ("all" if reuse else "none")
             record = trainer.update()
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         del record["seconds"], record["speed"], record["memory"]

@@ -336,7 +336,7 @@ def test_final_latents_are_asked_for_where_they_are_needed(
     job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
     with Trainer(config, job, one) as trainer:
         root = key(1)
-        plan = trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
+        plan = trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
         assert plan.sampling.final == final
 
 

@@ -96,7 +96,7 @@ def opened(
     with loopback(fakes[0]) as first, loopback(fakes[1]) as second:
         served = replace(ROLLOUT, source=f"{first},{second}", servers=ServersConfig(timeout=5, patience=1))
         with Trainer(replace(config(ahead), rollout=served), tiny.job(), world) as trainer:
-            source: Any = trainer.rollouts.source
+            source: Any = trainer.sampler.source
             source.sync.close()
             source.sync = sync = Sync(fakes, bad or {})
             run, compared = Run(trainer, sync, fakes, source), rollouts.differences
@@ -143,7 +143,7 @@ def test_a_server_that_gets_a_later_version_wrong_is_left_out(
     """With its version named rightly. The other one makes the rollout again, so that the run has the bits of one without."""
     with opened(one, monkeypatch, ahead=ahead, bad={1: {version}}) as run:
         bad = run.source.pool.servers[1].address
-        run.trainer.rollouts._compared = version == 0  # the first handshake would end the run
+        run.trainer.sampler._compared = version == 0  # the first handshake would end the run
         with pytest.warns(RuntimeWarning, match=rf"^{bad} is left out: its log-prob[^\n]* above `rollout.servers.tol"):
             records, last = run.finish()
         assert [server.address for server in run.source.pool.servers] != [bad]

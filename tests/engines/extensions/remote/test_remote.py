@@ -128,7 +128,7 @@ def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> Rol
     config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
-        return trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
+        return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
 
 
 def chunks(source: Any, plan: RolloutPlan, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
@@ -428,8 +428,8 @@ def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Re
     """Yield a trainer that corrects for differences of the servers that make its samples."""
     config = tiny.config(cast(Any, None), rollout=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        trainer.config = trainer.rollouts.config = replace(config, rollout=source.rollout)
-        trainer.rollouts.source = source
+        trainer.config = trainer.sampler.config = replace(config, rollout=source.rollout)
+        trainer.sampler.source = source
         yield trainer, source
 
 
@@ -441,7 +441,7 @@ def test_a_server_with_another_policy_is_left_out(one: World) -> None:
         with pytest.warns(
             RuntimeWarning, match=rf"^{addresses[0]} is left out: its log-prob[^\n]* above `rollout.servers.tol"
         ):
-            made = trainer.rollouts.next(key(1), trainer.runners)
+            made = trainer.sampler.next(key(1), trainer.runners)
         assert [server.address for server in source.pool.servers] == addresses[1:]
         inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
         plan = made.plan
@@ -450,7 +450,7 @@ def test_a_server_with_another_policy_is_left_out(one: World) -> None:
         assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
         good.module = bad.module
         with pytest.raises(RunError, match=r"log-probabilities are up to .* from the trainer's own, above .* 0\.001"):
-            trainer.rollouts.next(key(2), trainer.runners)
+            trainer.sampler.next(key(2), trainer.runners)
 
 
 def test_the_summary_is_of_served_samples_too(one: World) -> None:

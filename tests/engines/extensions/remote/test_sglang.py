@@ -172,7 +172,7 @@ def planned(world: World, rollout: RolloutConfig, **changes: Any) -> RolloutPlan
     config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
-        return trainer.rollouts.plan(root, trainer.rollouts.prompts(root, 0), 0)
+        return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
 
 
 ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

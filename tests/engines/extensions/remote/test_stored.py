@@ -83,7 +83,7 @@ def test_replaying_calls_no_network(one: World, folder: Path, tmp_path: Path, mo
     run = config(tmp_path, rollout=replace(STEPS, source=f"replayed:{folder}"))
     with Trainer(run, tiny.job(), one) as trainer:
         trainer.update()  # the weights are no longer those of the first rollout
-        seen, generate = list[stored.Chunk](), trainer.rollouts.source.generate
+        seen, generate = list[stored.Chunk](), trainer.sampler.source.generate
 
         def noted(*args: Any, **options: Any) -> Any:
             for chunk in generate(*args, **options):
@@ -93,7 +93,7 @@ def test_replaying_calls_no_network(one: World, folder: Path, tmp_path: Path, mo
         def called(*args: Any, **options: Any) -> None:
             raise AssertionError("the network was called in a rollout")
 
-        monkeypatch.setattr(trainer.rollouts.source, "generate", noted)
+        monkeypatch.setattr(trainer.sampler.source, "generate", noted)
         monkeypatch.setattr(trainer.learner, "items", called)
         monkeypatch.setattr(tiny.Net, "forward", called)
         with pytest.raises(AssertionError):
@@ -114,15 +114,15 @@ def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_pa
     )
     run = config(tmp_path, micro_batch=8, rollout=replace(STEPS, source=f"replayed:{copy}"))
     with Trainer(run, tiny.job(), one) as trainer:
-        plan = trainer.rollouts.plan(*first_rollout(trainer))
-        (chunk,) = trainer.rollouts.source.generate(plan.requests, plan.sampling, micro_batch=8)
+        plan = trainer.sampler.plan(*first_rollout(trainer))
+        (chunk,) = trainer.sampler.source.generate(plan.requests, plan.sampling, micro_batch=8)
     assert chunk.version == 4
 
 
 def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:
     """Return the key, the prompts and the number of updates of a run's first rollout."""
     root = fold_in(key(trainer.config.seed), 0)
-    return root, trainer.rollouts.prompts(root, 0), 0
+    return root, trainer.sampler.prompts(root, 0), 0
 
 
 def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) -> None:
@@ -261,13 +261,13 @@ def test_a_rollout_that_ends_early_is_not_stored(one: World, tmp_path: Path) -> 
     """A reward that raises ends the run; of the rollout there is nothing, not even a partial file."""
     run = config(tmp_path, rollout=replace(STEPS, store=tmp_path / "stored"))
     with Trainer(run, tiny.job(), one) as trainer:
-        generate = trainer.rollouts.source.source.generate  # type: ignore[attr-defined]
+        generate = trainer.sampler.source.source.generate  # type: ignore[attr-defined]
 
         def half(*args: Any, **options: Any) -> Any:
             yield next(generate(*args, **options))
             raise RunError("the second chunk failed")
 
-        trainer.rollouts.source.source.generate = half  # type: ignore[attr-defined]
+        trainer.sampler.source.source.generate = half  # type: ignore[attr-defined]
         with pytest.raises(RunError, match="the second chunk"):
             trainer.update()
     assert [*(tmp_path / "stored").iterdir()] == []
