@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fluvial.core.checks import (
     check_choice,
+    check_number,
     check_per_sample,
     check_same_shape,
     clip,
@@ -57,7 +58,8 @@ def nft_loss(
     check_per_sample("nft_loss", v.shape[0], t=level, reward_prob=reward_prob)
     v, v_old, x0, xt = v.to(dtype), v_old.to(dtype).detach(), x0.to(dtype).detach(), xt.to(dtype).detach()
     level, r = per_sample(level, v), reward_prob.to(dtype)
-    beta, adv_clip, weight_min = nft_numbers(v, beta=beta, adv_clip=adv_clip, weight_min=weight_min)
+    named = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
+    beta, adv_clip, weight_min = (number("nft_loss", name, value, v, low=1e-12) for name, value in named.items())
     near = per_sample(beta, v) if isinstance(beta, Tensor) else beta
     positive = _normalised_error(xt - level * (near * v + (1 - near) * v_old) - x0, weight_min)
     negative = _normalised_error(xt - level * ((1 + near) * v_old - near * v) - x0, weight_min)
@@ -98,10 +100,10 @@ def reward_prob(advantage: PerSample, *, adv_clip: Scalar, mode: Mode = "all") -
     return ((clipped / adv_clip + 1) / 2).clamp(0, 1)
 
 
-def nft_numbers(v: Tensor, *, beta: Scalar, adv_clip: Scalar, weight_min: Scalar) -> tuple[Scalar, ...]:
-    """Return the hyper-parameters of `nft_loss` in the dtype of v; raise unless they are finite and positive."""
-    named = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
-    return tuple(number("nft_loss", name, value, v, low=1e-12) for name, value in named.items())
+def check_nft_numbers(*, beta: Scalar, adv_clip: Scalar, weight_min: Scalar, batch: int | None = None) -> None:
+    """Raise unless the hyper-parameters of `nft_loss` are finite and positive; `batch` as in `checks.check_number`."""
+    for name, value in (("beta", beta), ("adv_clip", adv_clip), ("weight_min", weight_min)):
+        check_number("nft_loss", name, value, low=1e-12, batch=batch)
 
 
 def _normalised_error(error: Tensor, weight_min: Scalar) -> Tensor:

@@ -230,7 +230,7 @@ def nft_loss(
     options = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
     compute_dtype(name, **samples, reward_prob=reward_prob)
     check_same_shape(name, **samples)
-    nft.nft_numbers(v, **options)
+    nft.check_nft_numbers(**options, batch=v.shape[0])
     _check_event(name, v)
     level = _number(t, v)
     check_per_sample(name, v.shape[0], t=level, reward_prob=reward_prob)

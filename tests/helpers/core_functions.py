@@ -332,7 +332,11 @@ ROWS = (
         )
         for mode in nft.MODES
     ),
-    Row("nft.nft_numbers", lambda t: nft.nft_numbers(t, beta=t, adv_clip=2.0, weight_min=3 * t), ("t",)),
+    Row(
+        "nft.check_nft_numbers",
+        checking(lambda t: nft.check_nft_numbers(beta=t, adv_clip=2.0, weight_min=t, batch=BATCH)),
+        ("t",),
+    ),
     Row("policy.clipped_surrogate", policy.clipped_surrogate, ("log_prob", *_DATA), CLIPS, held="the diagnostics"),
     Row(
         "policy.noise_weighted_surrogate",
