@@ -1,1 +1,1 @@
-"""What a run writes and says: samples, sounds, records, the line of its progress, trackers."""
+"""Records, images, sounds, progress and trackers of a run."""
