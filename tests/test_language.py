@@ -18,7 +18,7 @@ BANNED = {
     r"\bpictures?\b": "image",
     r"\bfilms?\b": "video",
     r"\banew\b": "again, new",
-    r"(?<!LLM )(?<!VLM )(?<!LLM-)(?<!VLM-)(?<!as-a-)\bjudges?\b": "evaluator",
+    r"(?<!LLM )(?<!VLM )(?<!LLM-)(?<!VLM-)(?<!as-a-)(?<!extensions[./])\bjudges?\b": "evaluator",
     r"\breaders?\b": "recogniser; for a person, user",
     r"\bis refused in words\b": "raises",
     r"\b(?:is|are) given back\b": "is returned",

@@ -50,7 +50,8 @@ FLOORS = (
 # refuses, and the rules of the configuration itself are in a file beside it.
 RUN = "engines.run.config"
 NAMES_RUN = {
-    f"engines.methods.{name}" for name in ("alignprop", "crd", "matching", "nft", "preferences", "protocol", "surrogates")
+    f"engines.methods.{name}"
+    for name in ("alignprop", "crd", "d3po", "dgpo", "distill", "dpo", "imitation", "protocol", "successors")
 } | {"engines.run.validate"}
 
 

@@ -1,1 +1,1 @@
-"""What a run writes and says: samples, sounds, records, the line of its progress, trackers."""
+"""Log of a run: samples, sounds, records, the line of its progress, trackers."""
