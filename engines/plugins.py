@@ -21,26 +21,25 @@ from fluvial.engines.errors import UsageError
 #   reports        functions of the folder of a run that has ended, which return the path of what they wrote; all are called
 #   curves         functions (path, title, points, unit) that draw a curve as a PNG; all are called
 #   extensions     what has a place of its own in the spine: settings that fit a GPU, stored rollouts, published runs
-_HERE = "fluvial.engines.extensions"
 EXTENSIONS: dict[str, dict[str, str]] = {
     "sources": {
-        "http": f"{_HERE}.remote.remote:open_remote",
-        "https": f"{_HERE}.remote.remote:open_remote",
-        "replayed": f"{_HERE}.remote.stored:open_replayed",
+        "http": "fluvial.engines.extensions.remote.remote:open_remote",
+        "https": "fluvial.engines.extensions.remote.remote:open_remote",
+        "replayed": "fluvial.engines.extensions.remote.stored:open_replayed",
     },
     "trackers": {
-        "tensorboard": f"{_HERE}.report.trackers:TensorBoard",
-        "wandb": f"{_HERE}.report.trackers:Wandb",
-        "trackio": f"{_HERE}.report.trackers:Trackio",
-        "swanlab": f"{_HERE}.report.trackers:SwanLab",
+        "tensorboard": "fluvial.engines.extensions.report.trackers:TensorBoard",
+        "wandb": "fluvial.engines.extensions.report.trackers:Wandb",
+        "trackio": "fluvial.engines.extensions.report.trackers:Trackio",
+        "swanlab": "fluvial.engines.extensions.report.trackers:SwanLab",
     },
-    "reward_makers": {"judges": f"{_HERE}.judges.table:MAKERS"},
-    "reports": {"page": f"{_HERE}.report.page:finish"},
-    "curves": {"png": f"{_HERE}.report.charts:curve"},
+    "reward_makers": {"clients": "fluvial.engines.extensions.judges.table:MAKERS"},
+    "reports": {"page": "fluvial.engines.extensions.report.page:finish"},
+    "curves": {"png": "fluvial.engines.extensions.report.charts:curve"},
     "extensions": {
-        "fit": f"{_HERE}.plan.fit:fitted",
-        "stored": f"{_HERE}.remote.stored:Storing",
-        "published": f"{_HERE}.published.resolve:configure",
+        "fit": "fluvial.engines.extensions.plan.fit:fitted",
+        "stored": "fluvial.engines.extensions.remote.stored:Storing",
+        "published": "fluvial.engines.extensions.published.resolve:configure",
     },
 }
 
