@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("core", "kernels", "models", "engines", "bench", "tests", ".ci")
+FOLDERS = ("core", "kernels", "models", "engines", "bench", "tests", "docs", ".ci")
 KINDS = {".py", ".md", ".toml", ".yaml", ".yml"}
 OTHERS = {"Makefile", "run"}
 UNITS = "nats|numbers?|values?|bytes|bits|tensors?|keys?|rows?|floats?|seconds?|forwards|passes|images?|items?|steps?"
