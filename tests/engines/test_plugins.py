@@ -126,9 +126,9 @@ def test_where_an_object_comes_from() -> None:
             plugins.load(plugins.spec_of(thing), "things")
 
 
-def asked() -> set[tuple[str, str | None]]:
+def find_lookups() -> set[tuple[Any, ...]]:
     """Return the groups that the spine asks `plugins` for, each with the name if that is written out."""
-    found = set()
+    found = set[tuple[Any, ...]]()
     paths = [path for path in (ROOT / "engines").rglob("*.py") if "extensions" not in path.parts]
     for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("plugins.load", "plugins.load_all"):
@@ -139,7 +139,7 @@ def asked() -> set[tuple[str, str | None]]:
 
 def test_every_extension_is_there_and_asked_for() -> None:
     """Each entry of the table can be imported; the spine asks for each group, and for no name that is not in the table."""
-    found = asked()
+    found = find_lookups()
     for group, extensions in plugins.EXTENSIONS.items():
         assert all(plugins.load(name, group) for name in extensions), group
         assert group in {name for name, _ in found}
