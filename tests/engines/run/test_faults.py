@@ -27,7 +27,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, init_world, leave
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
-from fluvial.engines.run import loop, train
+from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
@@ -324,7 +324,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def continued(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as a restart by torchrun goes on with it."""
-    return loop._restarted(config, world)
+    return training._restarted(config, world)
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
