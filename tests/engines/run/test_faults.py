@@ -390,7 +390,7 @@ def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
 ) -> None:
     """A package that is missing, and a place that refuses; the run can be started again."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.setattr(loop, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
+    monkeypatch.setattr(training, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
     (tmp_path / "file").write_text("")
     for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
         with pytest.raises(UsageError, match=says):
