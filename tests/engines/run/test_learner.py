@@ -19,13 +19,13 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.nft import NoOld
 from fluvial.engines.methods.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
 from fluvial.engines.run.config import (
     AdvantageConfig,
     KLConfig,
 )
+from fluvial.engines.run.networks import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
