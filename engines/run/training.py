@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fluvial.engines import plugins
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, is_out_of_memory
@@ -51,6 +52,8 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
         config = _restarted(asked, world)
         with world.agreed():
             trackers.find(config.tracker)  # before anything is written
+            for group in ("reports", "curves"):
+                plugins.load_all(group)
             open_store(config.checkpoint_folder)
             if job is None:
                 job = jobs.of_run(config)

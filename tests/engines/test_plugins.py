@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_jobs as tiny
@@ -127,26 +126,25 @@ def test_where_an_object_comes_from() -> None:
             plugins.load(plugins.spec_of(thing), "things")
 
 
-def find_lookups() -> set[tuple[Any, ...]]:
-    """Return the groups that the spine asks `plugins` for, each with the name if that is written out."""
-    found = set[tuple[Any, ...]]()
+def asked() -> set[tuple[str, str]]:
+    """Return the groups that are looked up without a table of built-in objects, each with the name, empty if it varies."""
+    found = set()
     paths = [path for path in (ROOT / "engines").rglob("*.py") if "extensions" not in path.parts]
     for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("plugins.load", "plugins.load_all"):
-            *names, group = (each.value if isinstance(each, ast.Constant) else None for each in node.args[:2])
-            found.add((group, *names) if names else (group, None))
+        if not isinstance(node, ast.Call) or any(keyword.arg == "table" for keyword in node.keywords):
+            continue
+        if ast.unparse(node.func) in ("plugins.load", "plugins.load_all"):
+            words = [str(each.value) if isinstance(each, ast.Constant) else "" for each in node.args[:2]]
+            found.add((words[-1], words[0] if len(words) == 2 else ""))
     return found
 
 
 def test_every_extension_is_there_and_asked_for() -> None:
-    """Each entry of the table can be imported; the spine asks for each group, and for no name that is not in the table."""
-    found = find_lookups()
-    for group, extensions in plugins.EXTENSIONS.items():
-        assert all(plugins.load(name, group) for name in extensions), group
-        assert group in {name for name, _ in found}
-    assert {(group, name) for group, name in found if group == "extensions"} == {
-        ("extensions", name) for name in plugins.EXTENSIONS["extensions"]
-    }
+    """Each entry of the table can be imported; the spine asks for no group and no name that is not in it, and for all."""
+    found, known = asked(), plugins.EXTENSIONS
+    assert {group for group, _ in found if group} | {"trackers"} == {*known}
+    assert {name for group, name in found if group == "extensions"} == {*known["extensions"]}
+    assert all(plugins.load(name, group) for group, names in known.items() for name in names)
 
 
 def test_a_run_needs_no_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
