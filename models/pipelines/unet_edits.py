@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
 from fluvial.core.types import to_device
-from fluvial.models.pipelines.conditioned import Conditioned, images_of
+from fluvial.models.pipelines.conditioned import Conditioned, open_images
 from fluvial.models.pipelines.folder import read_index
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.protocol import Schedule
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 
 UNIT = 2.0**-16  # noise k of which one unit in y is made
 MOST_STEPS = 1000  # timesteps of the schedulers
@@ -68,7 +68,7 @@ class FromImages(Conditioned):
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return what encodes the text, and the conditioning of the images, see `EditCond`."""
         image = self.of_images(*self.opened(prompt))
-        return {**super().text(encoders, text_of(prompt)), "image": image}
+        return {**super().text(encoders, get_text(prompt)), "image": image}
 
     def images_of(self, prompts: Sequence[TextPrompt]) -> Tensor:
         """Return the conditioning of the images of prompts, `[B, C, h, w]` float32: cached with the text, or computed."""
@@ -80,11 +80,11 @@ class FromImages(Conditioned):
 
     def opened(self, prompt: TextPrompt) -> list[Image.Image]:
         """Return the images of a prompt; ValueError if one is missing or has another size."""
-        found, (height, width) = images_of(prompt, self.takes), self.size
+        found, (height, width) = open_images(prompt, self.takes), self.size
         for name, image in zip(self.takes, found, strict=True):
             if image.size != (width, height):
                 raise ValueError(
-                    f"the {name} of prompt {text_of(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
+                    f"the {name} of prompt {get_text(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
                     f"{width}x{height}, the size of the samples"
                 )
         return found

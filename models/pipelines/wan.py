@@ -14,7 +14,7 @@ from fluvial.core.host_values import read
 from fluvial.core.random import Key
 from fluvial.core.types import to_device
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.conditioned import Conditioned, images_of
+from fluvial.models.pipelines.conditioned import Conditioned, open_images
 from fluvial.models.pipelines.folder import read_index, read_settings
 from fluvial.models.replay.media import TextPrompt
 from fluvial.models.routing import Routed
@@ -258,7 +258,7 @@ class WanImageToVideo(Conditioned, Wan):
         """Return tokens, channels of the images and their embeddings, see `ImageVideoCond`."""
         from diffusers.video_processor import VideoProcessor
 
-        given = images_of(prompt, self.takes)
+        given = open_images(prompt, self.takes)
         found = super().text(encoders, prompt)
         if self.config.get("image_dim") is not None:
             embeds = encoders.encode_image(given if len(given) > 1 else given[0], self.device)
