@@ -176,7 +176,7 @@ def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scal
         base: frozen layer, plain or quantised.
         a, b, longer, scale: adapter, see `growth`.
     """
-    weight = base.weight if type(base) is nn.Linear else base.dequantised(x.dtype)
+    weight = base.weight if type(base) is nn.Linear else base.dequantise(x.dtype)
     a, b = a.to(x.dtype), b.to(x.dtype)
     out, more = _frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
     update = _product(_product(x, a) * scale, b)

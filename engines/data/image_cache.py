@@ -90,7 +90,7 @@ class ImageCache:
             if world.is_main:
                 self._claim()
         everyone = list(dict.fromkeys(groups))
-        sizes = self._assigned(everyone, world)
+        sizes = self._assign(everyone, world)
         wanted = list(dict.fromkeys((image, size) for group, size in sizes.items() for image in group))
         bad: list[int] = []
         with world.agreed():
@@ -104,7 +104,7 @@ class ImageCache:
             if world.is_main:
                 self._list(sorted(" ".join(map(describe_file, group)) for group in self.left_out))
 
-    def _assigned(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
+    def _assign(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
         """Return the size of each group that one of the sizes takes; each rank looks at its part."""
         if len(self.shapes) == 1:
             return dict.fromkeys(groups, next(iter(self.shapes)))

@@ -90,7 +90,7 @@ class RewardRunner:
         for future, prompts in waiting:
             try:
                 scored = future.result(self.timeout)
-                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, prompts, stop))
+                found.append(scored if isinstance(scored, Scored) else self._await_scores(scored, prompts, stop))
             except FutureTimeoutError:
                 raise RunError(f"{self.label} took over {self.timeout:g} s for {format_prompts(texts(prompts))}") from None
         self.tally.failed = 0
@@ -125,14 +125,14 @@ class RewardRunner:
         if self.tolerated is not None and tally.failed > self.tolerated:
             return make_invalid(len(samples.prompts), tally.problem)
         start = time.perf_counter()
-        scored = self._scored(samples)
+        scored = self._score(samples)
         tally.seconds += time.perf_counter() - start
         if isinstance(scored, Scored):
             tally.failed += int(torch.isnan(scored.scores).sum())
             tally.problem = scored.problems[0] if scored.problems else tally.problem
         return scored
 
-    def _awaited(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
+    def _await_scores(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
         """Return the scores that a reward has promised, which takes as long as the reward lets it."""
         while not later.done():
             if stop():
@@ -143,10 +143,10 @@ class RewardRunner:
         except Exception as error:
             return make_invalid(len(prompts), self._line(error, prompts))
 
-    def _scored(self, samples: Samples) -> Scored | Later:
+    def _score(self, samples: Samples) -> Scored | Later:
         """Return the scores of a chunk, whatever the reward does."""
         try:
-            return self._called(samples)
+            return self._call(samples)
         except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
             # What a reward lacks, or cannot reach, for all samples, it would for each.
             whole = samples.group is not None or isinstance(error, OSError | FluvialError)
@@ -156,7 +156,7 @@ class RewardRunner:
                 else self._one_by_one(samples, error)
             )
 
-    def _called(self, samples: Samples) -> Scored | Later:
+    def _call(self, samples: Samples) -> Scored | Later:
         returned = self.signature.call(self.reward, samples)
         return returned if isinstance(returned, Future) else read_scores(returned, texts(samples.prompts), label=self.label)
 
@@ -172,8 +172,10 @@ class RewardRunner:
         for i in range(len(samples.prompts)):
             single = samples.part(slice(i, i + 1))
             try:
-                scored = self._called(single) if bad < BAD else make_invalid(1, problem)
-                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, single.prompts, lambda: False))
+                scored = self._call(single) if bad < BAD else make_invalid(1, problem)
+                found.append(
+                    scored if isinstance(scored, Scored) else self._await_scores(scored, single.prompts, lambda: False)
+                )
             except BaseException as own:
                 problem, bad = problem if bad else self._line(own, single.prompts), bad + 1
                 found.append(make_invalid(1, problem))

@@ -272,7 +272,7 @@ class Pipeline:
             ValueError: a prompt is too long, or its file in the cache cannot be read.
             OSError: the cache cannot be written.
         """
-        texts = {prompt: self._cached(prompt) for prompt in dict.fromkeys(prompts)}
+        texts = {prompt: self._read_cache(prompt) for prompt in dict.fromkeys(prompts)}
         names = next(iter(texts.values()))
         return self.cond({name: torch.cat([texts[prompt][name] for prompt in prompts]) for name in names})
 
@@ -385,7 +385,7 @@ class Pipeline:
         std = torch.cat([each.latent_dist.std for each in encoded]).to(latents)
         return latents + std * normal(key, tuple(latents.shape))
 
-    def _cached(self, prompt: TextPrompt) -> dict[str, Tensor]:
+    def _read_cache(self, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
             return self._encoded(prompt)
@@ -461,14 +461,14 @@ class Pipeline:
         settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base} {code}"
         # The settings of the network and of the whole pipeline, and code in the folder, may decide, too.
         files = [file for at in ("", "*/") for kind in ("json", "py") for file in self.folder.glob(f"{at}*.{kind}")]
-        return self._fingerprint_of(settings, self.encoders, files)
+        return self._compute_fingerprint(settings, self.encoders, files)
 
     def image_encoder(self) -> str:
         """Return a fingerprint of the VAE and the settings that encoded images depend on."""
         tile = "" if self.vae_options.tile is None else f" {self.vae_options.tile}"
-        return self._fingerprint_of(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
+        return self._compute_fingerprint(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
 
-    def _fingerprint_of(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
+    def _compute_fingerprint(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
         """Return a fingerprint of settings, of the parts whose names start with one of `kinds`, and of further files."""
         parts = [name for name in self.parts if name.startswith(kinds)]
         every = [*files, *(file for part in parts for file in (self.folder / part).rglob("*"))]

@@ -91,7 +91,7 @@ class QwenImageEdit(Conditioned, QwenImage):
         latents = [
             self.encode_images(processor.preprocess(kept, *size)) for (_, kept), size in zip(views, sizes, strict=True)
         ]
-        found = {**self.padded(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
+        found = {**self.pad(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
         if self.mixed:
             pad = self._most_tokens() - found["image"].shape[1]
             found["image"] = nn.functional.pad(found["image"], (0, 0, 0, pad))

@@ -88,9 +88,9 @@ class WithExperts(Pipeline):
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks in the order they run."""
         networks = module.values() if isinstance(module, Experts) else [module]
-        return [*chain.from_iterable(map(self.blocks_of, networks))]
+        return [*chain.from_iterable(map(self.list_blocks, networks))]
 
-    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
+    def list_blocks(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks of one network."""
         return super().blocks(network)
 

@@ -144,7 +144,7 @@ class AnyPipeline(WithExperts):
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
         return usual if {*usual} - {"to_out.0"} else attention_layers(self._loaded().transformer)
 
-    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
+    def list_blocks(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
         layers = [layer for child in network.children() if isinstance(child, nn.ModuleList) for layer in child]
         named = {*(getattr(network, "_no_split_modules", None) or ()), *(getattr(network, "_repeated_blocks", None) or ())}
@@ -271,7 +271,7 @@ class AnyPipeline(WithExperts):
         for prompt, same in groupby(asked):
             last = first + len(list(same))
             size = 1 if self._single else self.decode_chunk
-            yield from (self._made(chunk, prompt) for chunk in latents[first:last].split(size))
+            yield from (self._decode_all(chunk, prompt) for chunk in latents[first:last].split(size))
             first = last
 
     @property
@@ -304,7 +304,7 @@ class AnyPipeline(WithExperts):
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
             both = (self.example, self.example.changed(*self.example.media))
-            one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
+            one, other = (self._decode_all(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -329,7 +329,7 @@ class AnyPipeline(WithExperts):
 
     def _vae_input(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives to its VAE to decode samples."""
-        return vae_input(self.vae, lambda: self._made(latents, self.example), self.pipeline)
+        return vae_input(self.vae, lambda: self._decode_all(latents, self.example), self.pipeline)
 
     def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
@@ -480,7 +480,7 @@ class AnyPipeline(WithExperts):
 
     def _encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
-        others = self._fingerprint_of("", tuple(name for name in self.parts if name not in self._networks))
+        others = self._compute_fingerprint("", tuple(name for name in self.parts if name not in self._networks))
         return f"{super()._encoders()} {others} {self.compute} {exactly(self.asked)}{padding}"
 
     def _loaded(self) -> Any:
@@ -565,7 +565,7 @@ class AnyPipeline(WithExperts):
         raise errors[0]
 
     @alone
-    def _made(self, latents: Tensor, prompt: TextPrompt) -> Output:
+    def _decode_all(self, latents: Tensor, prompt: TextPrompt) -> Output:
         """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler

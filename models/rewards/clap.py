@@ -72,7 +72,7 @@ class Clap(Towers):
                 f"audio has the shape {list(audio.shape)} for {len(prompts)} prompts, expected [B, samples] or "
                 "[B, channels, samples] and one prompt per sound"
             )
-        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.placed(audio), torch.float64)
+        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.place(audio), torch.float64)
         windows = self.features.windows(resample(mono, self.sampling_rate, self.features.rate))
         with torch.set_grad_enabled(torch.is_grad_enabled() and audio.requires_grad):
             sounds = map_batches(self._sounds, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])

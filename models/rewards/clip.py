@@ -128,7 +128,7 @@ class ImageTowers(Towers):
 
     def embed_images(self, images: Tensor) -> Tensor:
         """Return the embedding of each frame, `[B, n, D]`, of length 1, in float32."""
-        device, frames = self.placed(images), extract_frames(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
 
         def embedded(part: Tensor) -> Tensor:
             pixels = self.preprocess(part.to(device)).to(self.precision)

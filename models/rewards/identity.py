@@ -54,7 +54,7 @@ class EditPairs(ModelReward):
             condition_images: image before the edit, `[C, H, W]` in [0, 1] each, of any size.
         """
         check_pairs(images, prompts)
-        device, frames = self.placed(images), extract_frames(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         with torch.no_grad():
             before = torch.cat(

@@ -76,7 +76,7 @@ class ImageReward(ModelReward):
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images; see `ImageTowers`."""
         check_pairs(images, prompts)
-        device, frames = self.placed(images), extract_frames(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         tokens = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"

@@ -130,7 +130,7 @@ class QwenVl(ModelReward):
         grids = [
             [(len(each) // FRAMES, *(edge // PATCH for edge in each.shape[-2:])) for each in sample] for sample in media
         ]
-        rows = [self.tokenized(text, grid) for text, grid in zip(texts, grids, strict=True)]
+        rows = [self.tokenize(text, grid) for text, grid in zip(texts, grids, strict=True)]
         longest = max(map(len, rows))
         # Attention looks backwards alone, so that padding on the right changes nothing and needs no mask.
         ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
@@ -147,7 +147,7 @@ class QwenVl(ModelReward):
         )
         return output.last_hidden_state[wanted.to(device)].float().view(len(rows), len(self.tokens), -1)
 
-    def tokenized(self, text: str, grids: Sequence[tuple[int, ...]]) -> list[int]:
+    def tokenize(self, text: str, grids: Sequence[tuple[int, ...]]) -> list[int]:
         """Return the tokens of a request with media before its text; a medium has a token per four patches."""
         content = [*({"type": self.medium} for _ in grids), {"type": "text", "text": text}]
         chat = self.tokenizer.apply_chat_template(
@@ -160,7 +160,7 @@ class QwenVl(ModelReward):
         whole = first + "".join(pad * count + other for count, other in zip(counts, others, strict=False))
         return list(self.tokenizer(whole + "".join(others[len(counts) :]), add_special_tokens=False)["input_ids"])
 
-    def scored(self, images: Tensor, media: Sequence[Media], texts: Sequence[str], head: Layers) -> Tensor:
+    def run_heads(self, images: Tensor, media: Sequence[Media], texts: Sequence[str], head: Layers) -> Tensor:
         """Return the outputs of a head, `[B, k, n]` in float32, with gradient if the images ask for it."""
 
         def part(rows: Tensor) -> Tensor:
@@ -193,10 +193,10 @@ class Hpsv3(QwenVl):
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images; see `ImageTowers`."""
         check_pairs(images, prompts)
-        device, frames = self.placed(images), extract_frames(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
         media = [[resize_image(image.to(device))] for image in frames.flatten(0, 1)]
         texts = [request("hpsv3", prompt) for prompt in prompts for _ in range(frames.shape[1])]
-        return self.scored(images, media, texts, self.heads[0])[:, 0, 0].view(len(prompts), -1).mean(1)
+        return self.run_heads(images, media, texts, self.heads[0])[:, 0, 0].view(len(prompts), -1).mean(1)
 
 
 @dataclass(eq=False)
@@ -232,12 +232,12 @@ class EditReward(QwenVl):
         check_pairs(images, prompts)
         if images.ndim != 4:
             raise ValueError(f"editreward scores images, got samples of shape {list(images.shape[1:])}")
-        device = self.placed(images)
+        device = self.place(images)
         before = [resize_image(extract_frames(image[None].to(device), 1)[0, 0]) for image in condition_images]
         after = [resize_image(image.to(device)) for image in extract_frames(images, 1)[:, 0]]
         media = [list(pair) for pair in zip(before, after, strict=True)]
         scores = {
-            name: self.scored(images, media, [request(file, prompt) for prompt in prompts], head)[:, 0, 0]
+            name: self.run_heads(images, media, [request(file, prompt) for prompt in prompts], head)[:, 0, 0]
             for (name, file), head in zip(self.requests.items(), self.heads, strict=True)
         }
         return {"score": torch.stack(list(scores.values())).mean(0), **scores}
@@ -292,12 +292,12 @@ class VideoReward(QwenVl):
         check_pairs(videos, prompts)
         if videos.ndim != 5 or videos.shape[2] < FRAMES:
             raise ValueError(f"videoreward scores videos of {FRAMES} frames or more, got samples {list(videos.shape[1:])}")
-        device, total = self.placed(videos), videos.shape[2]
+        device, total = self.place(videos), videos.shape[2]
         chosen = extract_frames(videos.to(device), choose_frame_count(total, total / self.fps * self.rate))
         size = fitting(*videos.shape[-2:], least=LEAST_VIDEO_AREA, most=self.most_pixels)
         media = [[resize_as_tensor(as_bytes(video), size)] for video in chosen]
         texts = [request("videoreward", prompt) for prompt in prompts]
-        found = self.scored(videos, media, texts, self.heads[0])[..., 0]
+        found = self.run_heads(videos, media, texts, self.heads[0])[..., 0]
         scores = {
             part: (found[:, i] - mean) / std for i, (part, (mean, std)) in enumerate(zip(self.parts, self.norm, strict=True))
         }

@@ -69,7 +69,7 @@ class ModelReward(ABC):
             LoadingError: something is missing or does not fit, in one line without the reward's name.
         """
 
-    def placed(self, samples: Tensor) -> torch.device:
+    def place(self, samples: Tensor) -> torch.device:
         """Return the model's device; without one of its own, the model moves to that of the first samples."""
         if self.where is None:
             self.where = samples.device
