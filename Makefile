@@ -34,7 +34,7 @@ test-lesser-cpu: $(VENV)/installed-test
 
 # The shipped base weights are made again, to the last update; `make test` makes the first forty.
 test-pretraining: $(VENV)/installed-test
-	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(WORKERS) tests/engines/run/test_pretrain.py $(ARGS)
+	FLUVIAL_NO_TYPECHECK=1 $(BIN)/python -P -m pytest -m whole $(WORKERS) tests/bench/test_pretrain.py $(ARGS)
 
 # Every recipe and adapter on simulated GPUs, 1 and 8 ranks; no GPU and no compiler is needed.
 test-simulated-gpu: $(VENV)/installed-test

@@ -1,4 +1,4 @@
-"""Trains on rollouts that are made ahead, on a number of ranks, for test_ahead.py."""
+"""Trains on rollouts that are made ahead, on a number of ranks, for test_prefetch.py."""
 
 import time
 from collections.abc import Generator

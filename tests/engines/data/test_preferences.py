@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fluvial.core.random import Key
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import PREFERENCES, Preference, preference_records, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
@@ -22,6 +23,7 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import job as jobs
+from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.recipes import dpo
 from fluvial.engines.sampling.samplers import Ode
@@ -222,13 +224,18 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
         ),
         one,
     )
-    seen = []
-    learn = run.trainer.learner.pairs
-    run.trainer.learner.pairs = lambda given, *args: (seen.append(given.preferences), learn(given, *args))[1]  # type: ignore
+    draw, seen = run.trainer.run.read_pairs, list[Tensor]()
+
+    def noted(key: Key) -> Batch:
+        batch = draw(key)
+        seen.append(batch.trajectory.final[:, 0])
+        return batch
+
+    run.trainer.run.read_pairs = noted  # type: ignore[method-assign]
     records = [run.rollout() for _ in range(12)]
     assert all(record["pairs"] == 16 * 4 for record in records)
     assert not any("reward" in record or "diversity" in record for record in records)
-    drawn = [tuple(float(preference.win.sum()) for preference in given) for given in seen]
+    drawn = [tuple(win.sum().item() for win in given) for given in seen]
     assert len(set(drawn)) == 12
     assert len({one for row in drawn for one in row}) == 8
     assert run.infos[0].loss == pytest.approx(math.log(2), abs=1e-6)

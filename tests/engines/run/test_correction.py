@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tiny_jobs as tiny
@@ -14,13 +15,12 @@ from fluvial.core import correction, gaussian, transitions
 from fluvial.core.advantages import group_advantages
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.grpo import correct
 from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.table import Clipped, Guard
-from fluvial.engines.run.config import (
-    CorrectionConfig,
-)
-from fluvial.engines.sampling.correction import correct
-from fluvial.engines.sampling.items import RecordedSteps, Share
+from fluvial.engines.run.batch import Batch, Items
+from fluvial.engines.run.config import CorrectionConfig
+from fluvial.engines.sampling.items import RecordedSteps
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +94,24 @@ def test_the_kl_has_no_weight() -> None:
     level = torch.linspace(0.3, 0.9, 6)
     transition = transitions.dance_sde(level, level / 2, eta=0.5)
     known = gaussian.log_prob(transition, x, v, x_next)
-    items = RecordedSteps(
-        x, level, level, torch.arange(6), torch.ones(6), torch.ones(6), level / 2, x_next, known, transition, {"ref": v_ref}
+    known_then, ones, number = known + 5 * (torch.arange(6) % 2), torch.ones(6), torch.arange(6)
+    rows = RecordedSteps(
+        x, level, level, number, ones, ones, level / 2, x_next, known_then, transition, {"ref": v_ref}, place=number
     )
-    share = Share(0, 6, 6)
-    config = CorrectionConfig("mask", threshold=1.5)
-    known_then = (known + 5 * (torch.arange(6) % 2)).unsqueeze(1)
-    corrected, _ = correct(items, known, known_then, config, share=share, gather=lambda tensor: tensor)
+    found = dict[str, Any]()
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(correction=CorrectionConfig("mask", threshold=1.5)),
+        loss_settings=LossConfig(kl_coef=0.5, kl_weight="exact"),
+        measure=lambda steps, function: function(v, steps.rows),
+        gather=lambda steps, values: values[:, None],
+        log=found.update,
+    )
+    steps = Items(rows, (), torch.ones(6, 1), 6, cast(Batch, None), 6, 6)
+    corrected = correct(run, steps).rows
+    assert torch.equal(corrected.log_prob_old, known)
     assert corrected.signal.tolist() == [1, 0, 1, 0, 1, 0]
-    loss, info = Clipped().loss(v, corrected, LossConfig(kl_coef=0.5, kl_weight="exact"))
+    assert float(found["correction"].limited) == 0.5
+    loss, info = Clipped().loss(v, corrected, run.loss_settings)
     kl = gaussian.kl(transition, v, v_ref)
     torch.testing.assert_close(info.kl_ref, kl)
     torch.testing.assert_close(loss, 0.5 * kl - corrected.signal)

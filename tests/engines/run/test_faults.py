@@ -27,13 +27,13 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, init_world, leave
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
-from fluvial.engines.run import loop, train
+from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.stop import stop_request
-from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -324,7 +324,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def continued(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as a restart by torchrun goes on with it."""
-    return loop._restarted(config, world)
+    return training._restarted(config, world)
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
@@ -390,7 +390,7 @@ def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
 ) -> None:
     """A package that is missing, and a place that refuses; the run can be started again."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.setattr(loop, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
+    monkeypatch.setattr(training, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
     (tmp_path / "file").write_text("")
     for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
         with pytest.raises(UsageError, match=says):
@@ -435,7 +435,7 @@ def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_ch
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Path, phase: str, error: Exception, says: str
 ) -> None:
     """In the middle of the third update; what a resumption makes of it has the bits of a run that was not interrupted."""
-    out, (where, name) = tmp_path / "run", (Engine, "update") if phase == "update" else (Rollouts, "next")
+    out, (where, name) = tmp_path / "run", (Engine, "update") if phase == "update" else (Run, "sample")
     original, calls = getattr(where, name), list[int]()
 
     def fail(*args: Any, **options: Any) -> Any:

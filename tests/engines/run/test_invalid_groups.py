@@ -16,7 +16,8 @@ from torch import Tensor
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.config import AdvantageConfig, NoisingConfig, TrainConfig
+from fluvial.engines.run.config import AdvantageConfig, KLConfig, NoisingConfig, TrainConfig
+from fluvial.engines.run.networks import find_followers
 
 LEARNING = [
     name for name, row in OBJECTIVE_ROWS.items() if row.traits.rewards != "nothing" and row.traits.preferences is None
@@ -50,7 +51,7 @@ def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     changes: dict[str, Any] = {"rollout": replace(STEPS if on_steps else ODE, prompts=prompts)}
     if name == "dgpo":
         changes["noising"] = NoisingConfig(draw="rollout")
-    lora = "lora" if objective.traits.followers else "full"
+    lora = "lora" if find_followers(objective.networks(KLConfig())) else "full"
     return tiny.config(out, objective=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
 
 

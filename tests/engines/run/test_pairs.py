@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
-from fluvial.engines.extensions.plan import micro_batch
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
-from fluvial.engines.run.probe_passes import RunPasses, fixed_pairs
+from fluvial.engines.run.passes import micro_batch
+from fluvial.engines.run.passes.probe import RunPasses, fixed_pairs
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -276,16 +276,16 @@ def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> Non
     config = tiny.config(tmp_path, **RUN, rollout=ROLLOUT)
     assert config.pass_sizes(48, (48, 24, 12)) == (48, 24, 12)
     with Trainer(config, tiny.job()) as run:
-        run.learner.pairs_per_pass = (48, 24, 12)
-        rows, real = rows_of(run), run.learner.items
+        run.run.pairs = (48, 24, 12)
+        rows, real = rows_of(run), run.run.record_steps
 
-        def items(*args: Any) -> Any:
-            work = real(*args)
-            computed = work.computed.clone()
-            computed[:3] = 0
-            return work._replace(computed=computed)
+        def recorded(*args: Any, **options: Any) -> Any:
+            items = real(*args, **options)
+            used = items.used.clone()
+            used[:3] = 0
+            return replace(items, used=used)
 
-        run.learner.items = items  # type: ignore[assignment, method-assign]
+        run.run.record_steps = recorded  # type: ignore[method-assign]
         run.update()
     assert rows == [24, 12, 12]
 
@@ -311,7 +311,7 @@ def test_a_resumed_run_takes_the_numbers_of_its_checkpoint(tmp_path: Path, monke
     monkeypatch.setattr(build, "choose_pairs", never)
     console = Console(file=StringIO(), width=500)
     with Trainer(config, tiny.job(), console=console, resume_from=checkpoint) as run:
-        assert run.pairs == run.learner.pairs_per_pass == tuple(run.saver.pairs) == pairs
+        assert run.pairs == run.run.pairs == tuple(run.saver.pairs) == pairs
         assert not run.choices
         assert run.config.update_micro_batch == "auto"
     assert "bits may differ" not in console.file.getvalue()  # type: ignore[attr-defined]
@@ -350,4 +350,4 @@ def test_a_number_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(build, "choose_pairs", never)
     with Trainer(tiny.config(tmp_path, **{**RUN, "update_micro_batch": pairs}, rollout=ROLLOUT), tiny.job()) as run:
         assert run.pairs == ()
-        assert run.learner._pass_sizes(48) == (12,)
+        assert run.run._pass_sizes(48) == (12,)

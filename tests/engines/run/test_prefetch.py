@@ -129,7 +129,7 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
         copy = _copy(config, trainer.job, trainer.run.networks, one)
         source: Any = trainer.sampler.source
         source.behaviour = copy.behaviour
-        trainer.ahead = Ahead(trainer.sampler, trainer.runners, copy)
+        trainer.ahead = Ahead(trainer.config, trainer.run, copy)
         found = list(trainer)
         assert same(weights(trainer), last)
         trainer.ahead.close()

@@ -18,6 +18,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.nft import LinearOld
 from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers
+from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.trainer import Trainer
@@ -40,13 +41,13 @@ def one() -> Iterator[World]:
 
 def noted(trainer: Trainer) -> list[Any]:
     """Return a list that each rollout's samples will be added to."""
-    learn, seen = trainer.learner.items, []
+    learn, seen = trainer.loop.learn, list[Any]()
 
-    def learnt(rollout: Any, *args: Any) -> Any:
-        seen.append(rollout.samples)
-        return learn(rollout, *args)
+    def learnt(batch: Batch, root: Any) -> Any:
+        seen.append(batch.made.result())
+        return learn(batch, root)
 
-    trainer.learner.items = learnt  # type: ignore[method-assign, assignment]
+    trainer.loop.learn = learnt  # type: ignore[method-assign]
     return seen
 
 
@@ -242,13 +243,14 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
         micro_batch=4,
     )
     with Trainer(config, tiny.job(), one) as trainer:
-        items, seen = trainer.learner.update, []
+        noise, seen = trainer.run.noise_samples, list[Any]()
 
-        def noted_items(work: Any, key: Any) -> Any:
-            seen.append(work.items)
-            return items(work, key)
+        def noted_rows(*args: Any, **options: Any) -> Any:
+            items = noise(*args, **options)
+            seen.append(items.rows)
+            return items
 
-        trainer.learner.update = noted_items  # type: ignore[method-assign]
+        trainer.run.noise_samples = noted_rows  # type: ignore[method-assign]
         trainer.update()
     level = seen[0].level.unflatten(0, (2, 3, 4))
     assert torch.equal(level, level[:, :, :1].expand_as(level))

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import write_preferences
-from fluvial.engines.run.rollouts import Rollouts
+from fluvial.engines.run.sampler import Sampler
 
 SIZES = ["--pipeline.sizes", "16x16", "16x24"]
 RUN = (
@@ -70,15 +70,15 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
         "    return images.flatten(1).mean(1)\n"
     )
     given = ["--prompts", str(folder / "prompts.jsonl"), "--rewards", "measured:height"]
-    sampling, levels = Rollouts._sampling, dict[tuple[int, ...], list[float]]()
+    sampling, levels = Sampler._sampling, dict[tuple[int, ...], list[float]]()
 
-    def noted(self: Rollouts, root: Any, tokens: int | None, shape: tuple[int, ...], updates: int) -> Any:
+    def noted(self: Sampler, root: Any, tokens: int | None, shape: tuple[int, ...], updates: int) -> Any:
         made = sampling(self, root, tokens, shape, updates)
         levels[shape] = made.schedule.levels.tolist()
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rollouts, "_sampling", noted)
+        patch.setattr(Sampler, "_sampling", noted)
         patch.syspath_prepend(str(tmp_path))
         code = run(folder, "flux", "grpo", tmp_path / "run", *given, *SIZES, "--rollout.group", "2", "--minibatches", "1")
         assert code == 0, capfd.readouterr().err

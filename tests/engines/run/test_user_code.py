@@ -1,7 +1,7 @@
 """User code may keep and change whatever it is given and returns: the run has the same bits."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import make_dataclass, replace
+from dataclasses import fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,12 @@ from spied_runs import ODE, STEPS
 from torch import Tensor
 
 from fluvial.core import transitions
+from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.samplers import SamplerRule, Stochastic
@@ -105,19 +109,22 @@ def model(wrap: Wrap) -> tiny.Tiny:
 
 
 def objective(name: str, wrap: Wrap) -> Any:
-    """Return a custom objective with the methods of a built-in one."""
+    """Return a custom objective that is a built-in one, of functions of tensors that are wrapped."""
     row: Any = OBJECTIVE_ROWS[name]
-    methods = [name for name in ("target_weight", "loss", "statistic", "gathered") if hasattr(row, name)]
 
     def method(name: str) -> Callable[..., Any]:
         function = wrap(getattr(row, name))
         return lambda self, *args: function(*args)
 
-    signatures = {"target_weight": lambda self, reward, advantage, group: 0, "loss": lambda self, v, items, config: 0}
-    space = {name: method(name) for name in methods}
-    for name, like in signatures.items():
-        space[name].__dict__["__wrapped__"] = like
-    return make_dataclass("Own", [], frozen=True, namespace={**space, "traits": row.traits})()
+    def learn(self: Any, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+        record = wrap(lambda grades: run.record_steps(batch, key, grades.advantage, keep=grades.keep))
+        for part in run.minibatches(record(run.grade(batch)), key):
+            yield run.update(part, self.loss)
+
+    space = {name: method(name) for name in ("loss", "implicit_reward", "centre") if hasattr(row, name)}
+    space |= {"learn": learn} if name == "clipped" else {}
+    values = {each.name: getattr(row, each.name) for each in fields(row)}
+    return make_dataclass("Own", [], bases=(type(row),), frozen=True, namespace=space)(**values)
 
 
 def drift(level: Tensor, level_next: Tensor, *, eta: float) -> transitions.Transition:
@@ -134,7 +141,7 @@ def sampler(wrap: Wrap, *, rule: bool) -> RolloutConfig:
     return replace(STEPS, sampler=Stochastic(SamplerRule(bind) if rule else step, eta=0.3))
 
 
-CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # objectives whose methods a custom one has
+CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # objectives whose functions a custom one has
 KINDS: dict[str, Callable[[Wrap], tuple[dict[str, Any], dict[str, Any]]]] = {
     "reward": lambda wrap: ({}, {"rewards": {"first": wrap(scored), "bright": bright}}),
     "reward of groups": lambda wrap: ({}, {"rewards": {"first": wrap(grouped), "bright": bright}}),
@@ -156,7 +163,7 @@ def digest(kind: str, wrap: Wrap, world: World) -> str:
     changes, of_job = KINDS[kind](wrap)
     traits = changes.get("objective", OBJECTIVE_ROWS["clipped"]).traits
     changes = {"rollout": STEPS if traits.trains_on == "steps" else ODE, **changes}
-    passes = {} if traits.gathers or traits.through is not None else {"minibatches": 2}
+    passes = {} if traits.rewards == "gradients" else {"minibatches": 2}
     job = tiny.job(**{"prompts": PROMPTS, "heldout": PROMPTS[:2], **of_job})
     config = tiny.config(
         Path("out"), updates=passes.get("minibatches", 1), micro_batch=4, **{"train": "lora", **passes, **changes}

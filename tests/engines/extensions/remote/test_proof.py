@@ -18,7 +18,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.export import weights
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.run import rollouts
+from fluvial.engines.run import sampler
 from fluvial.engines.run.config import CorrectionConfig, TrainConfig
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig, ServersConfig
@@ -99,13 +99,13 @@ def opened(
             source: Any = trainer.sampler.source
             source.sync.close()
             source.sync = sync = Sync(fakes, bad or {})
-            run, compared = Run(trainer, sync, fakes, source), rollouts.differences
+            run, compared = Run(trainer, sync, fakes, source), sampler.differences
 
             def counted(model: Any, module: Any, served: Any, sampling: Any) -> dict[str, float]:
                 run.steps.append(len(served))
                 return compared(model, module, served, sampling)
 
-            monkeypatch.setattr(rollouts, "differences", counted)
+            monkeypatch.setattr(sampler, "differences", counted)
             yield run
 
 

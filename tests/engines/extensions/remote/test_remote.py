@@ -29,8 +29,8 @@ from fluvial.engines.extensions.remote import servers
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
+from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.config import CorrectionConfig
-from fluvial.engines.run.rollouts import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance
@@ -428,7 +428,7 @@ def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Re
     """Yield a trainer that corrects for differences of the servers that make its samples."""
     config = tiny.config(cast(Any, None), rollout=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        trainer.config = trainer.sampler.config = replace(config, rollout=source.rollout)
+        trainer.config = trainer.run.config = trainer.sampler.config = replace(config, rollout=source.rollout)
         trainer.sampler.source = source
         yield trainer, source
 
@@ -441,16 +441,16 @@ def test_a_server_with_another_policy_is_left_out(one: World) -> None:
         with pytest.warns(
             RuntimeWarning, match=rf"^{addresses[0]} is left out: its log-prob[^\n]* above `rollout.servers.tol"
         ):
-            made = trainer.sampler.next(key(1), trainer.runners)
+            made = trainer.run.sample(key(1))
         assert [server.address for server in source.pool.servers] == addresses[1:]
         inside = InProcess(tiny.Tiny(), lambda: nullcontext(good.module))
         plan = made.plan
         ends = [chunk.trajectory.x_next for chunk in chunks(inside, plan)]
-        assert torch.equal(made.samples.trajectory.x_next, torch.cat(ends))
+        assert torch.equal(made.trajectory.x_next, torch.cat(ends))
         assert trainer.runners.collect(batch=STEPS.batch).scores.shape[0] == STEPS.batch  # of the second rollout alone
         good.module = bad.module
         with pytest.raises(RunError, match=r"log-probabilities are up to .* from the trainer's own, above .* 0\.001"):
-            trainer.sampler.next(key(2), trainer.runners)
+            trainer.run.sample(key(2))
 
 
 def test_the_summary_is_of_served_samples_too(one: World) -> None:

@@ -39,7 +39,7 @@ from fluvial.engines.extensions.remote import replies
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
-from fluvial.engines.run.rollouts import RolloutPlan
+from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
