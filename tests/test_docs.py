@@ -30,20 +30,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Links and anchors between pages lead somewhere, and each module has its reference."""
     tree = tmp_path / "build" / "types" / "fluvial"
     tree.mkdir(parents=True)
-    for name in (
-        "docs",
-        "mkdocs.yml",
-        "README.md",
-        "CHANGELOG.md",
-        "bench",
-        "core",
-        "engines",
-        "kernels",
-        "models",
-        "tests",
-    ):
+    for name in ("docs", "mkdocs.yml", "README.md", "CHANGELOG.md", *FOLDERS):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("core", "engines", "kernels", "models"):
+    for name in FOLDERS:
         (tree / name).symlink_to(ROOT / name)
     command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
