@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from fluvial.engines.extensions.report.images import BAD, GOOD, INK, PAPER
 from fluvial.engines.run.job import named
+from fluvial.engines.run.log.images import BAD, GOOD, INK, PAPER
 from fluvial.models.images import read_image
 
 WRONG, RIGHT, COLUMNS, SCALE, SEED = 8, 4, 4, 2, 0

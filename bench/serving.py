@@ -32,10 +32,10 @@ from fluvial.core.transitions import bind
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.remote.build import build_source
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import JSON, Reply
 from fluvial.engines.extensions.wire.response import read_response
+from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
 from fluvial.engines.sampling.in_process import InProcess

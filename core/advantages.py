@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import can_look, check_choice, check_number, compute_dtype
+from fluvial.core.checks import can_look, check_choice, check_group, check_number, compute_dtype
 from fluvial.core.types import Ids, PerSample
 
 Scale = Literal["group", "batch", "none"]
@@ -31,15 +31,15 @@ def group_advantages(
         ddof: 1 for unbiased standard deviations, 0 for those of the population (numpy's default).
 
     Raises:
-        ValueError: shapes differ, or a reward is not finite (values are checked only on the CPU).
+        ValueError: shapes differ, or a reward is not finite (checked where values are known, see `checks.can_look`).
     """
     check_choice("group_advantages", "scale", scale, SCALES)
     check_number("group_advantages", "eps", eps, low=1e-12)
     if ddof not in (0, 1):
         raise ValueError(f"group_advantages: ddof is {ddof!r}, expected 0 or 1")
+    dtype = check_rewards("group_advantages", reward, group)
     if reward.ndim != 1:
         raise ValueError(f"group_advantages: reward has shape {list(reward.shape)}, expected [B]")
-    dtype = check_rewards("group_advantages", reward, group)
     reward = reward.to(torch.float64)
     centred, std = _group_moments(reward, group, ddof)
     if scale == "group":
@@ -64,12 +64,12 @@ def multi_reward_advantages(
         group: group of each sample, `[B]` integers.
         scale, eps, ddof: as in `group_advantages`, which also says what raises; eps and ddof hold for the sum, too.
     """
+    dtype = check_rewards("multi_reward_advantages", rewards, group)
     if rewards.ndim != 2 or weights.shape != rewards.shape[1:]:
         raise ValueError(
             f"multi_reward_advantages: rewards {list(rewards.shape)} and weights {list(weights.shape)}, "
             "expected [B, K] and [K]"
         )
-    dtype = check_rewards("multi_reward_advantages", rewards, group)
     columns = [
         group_advantages(reward.to(torch.float64), group, scale=scale, eps=eps, ddof=ddof) for reward in rewards.unbind(1)
     ]
@@ -80,10 +80,9 @@ def multi_reward_advantages(
 def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:
     """Return the dtype of the computation; raise unless the rewards are finite and each has a group."""
     dtype = compute_dtype(function, reward=reward)
-    if group.shape != reward.shape[:1]:
-        raise ValueError(f"{function}: group has shape {list(group.shape)}, expected {list(reward.shape[:1])}")
-    if group.dtype.is_floating_point or group.dtype == torch.bool:
-        raise TypeError(f"{function}: group is {group.dtype}, expected an integer dtype")
+    if reward.ndim == 0:
+        raise ValueError(f"{function}: reward has shape [], expected [B]")
+    check_group(function, group, reward.shape[0])
     if can_look(reward) and not torch.isfinite(reward).all():
         where = torch.nonzero(~torch.isfinite(reward)).tolist()
         raise ValueError(f"{function}: rewards are not finite at indices {[i[0] if len(i) == 1 else i for i in where]}")

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, check_per_sample, matched
+from fluvial.core.checks import check_choice, check_per_sample, matched, number
 from fluvial.core.types import PerSample, Scalar
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
@@ -13,7 +13,7 @@ WEIGHTINGS: tuple[Weighting, ...] = ("uniform", "t", "t2", "huber", "ghuber")
 
 
 def awm_log_prob(
-    error: PerSample, t: Scalar, *, weighting: Weighting, delta: float = 1e-5, power: float = 0.25
+    error: PerSample, t: Scalar, *, weighting: Weighting, delta: Scalar = 1e-5, power: Scalar = 0.25
 ) -> PerSample:
     """Return the surrogate log-probability of a clean sample, `[B]`: its negative weighted matching error.
 
@@ -39,9 +39,9 @@ def awm_log_prob(
     weighting is ghuber.
     """
     check_choice("awm_log_prob", "weighting", weighting, WEIGHTINGS)
-    check_number("awm_log_prob", "delta", delta, low=1e-12)
-    check_number("awm_log_prob", "power", power, low=1e-12, high=1)
     (error,) = matched("awm_log_prob", error=error)
+    delta = number("awm_log_prob", "delta", delta, error, low=1e-12)
+    power = number("awm_log_prob", "power", power, error, low=1e-12, high=1)
     level = torch.as_tensor(t, dtype=error.dtype, device=error.device)
     check_per_sample("awm_log_prob", error.shape[0], t=level)
     if weighting == "uniform":
@@ -55,6 +55,7 @@ def awm_log_prob(
     return -level * _root(error, delta, power) / power
 
 
-def _root(error: Tensor, delta: float, power: float) -> Tensor:
+def _root(error: Tensor, delta: Scalar, power: Scalar) -> Tensor:
     # Both powers are of tensors, so that they round alike and an error of 0 gives exactly 0.
-    return (error + delta**2) ** power - torch.full_like(error, delta**2) ** power
+    corner = (delta**2).expand_as(error) if isinstance(delta, Tensor) else torch.full_like(error, delta**2)
+    return (error + delta**2) ** power - corner**power

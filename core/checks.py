@@ -4,14 +4,13 @@ import dataclasses
 import difflib
 import functools
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -86,21 +85,67 @@ def check_per_sample(function: str, batch: int, **scalars: Tensor) -> None:
             raise ValueError(f"{function}: {name} has shape {list(scalar.shape)}, expected [] or [{batch}]")
 
 
+def check_group(function: str, group: Tensor, batch: int) -> None:
+    """Raise unless `group` is an integer tensor `[batch]`.
+
+    Raises:
+        TypeError: it is not a tensor, or not of an integer dtype.
+        ValueError: it has another shape.
+    """
+    if not isinstance(group, Tensor):
+        raise TypeError(f"{function}: group is {type_of(group)}, expected a tensor of integers: use torch.tensor(group)")
+    if group.shape != (batch,):
+        raise ValueError(f"{function}: group has shape {list(group.shape)}, expected [{batch}]")
+    if group.dtype.is_floating_point or group.dtype == torch.bool:
+        raise TypeError(f"{function}: group is {group.dtype}, expected an integer dtype")
+
+
 def check_choice(function: str, name: str, value: object, choices: Collection[object]) -> None:
     """Raise ValueError unless the argument `name` of `function` is one of `choices`; the message has the nearest match."""
     if not _is_among(value, choices):
         raise ValueError(f"{function}: {name} is {value!r}, expected {_accepted(value, choices)}")
 
 
-def check_number(function: str, name: str, value: float, *, low: float = -math.inf, high: float = math.inf) -> None:
-    """Raise unless the argument `name` of `function` is a finite Python number in [low, high].
+def check_number(
+    function: str,
+    name: str,
+    value: Tensor | float,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    batch: int | None = None,
+) -> None:
+    """Raise unless the argument `name` of `function` is a finite number in [low, high].
+
+    Args:
+        function, name, value: function, argument and its value.
+        low, high: closed interval.
+        batch: also accept a floating-point tensor, 0-d or `[batch]`, learned or one number per sample. Its values are
+            checked if they are known (see `can_look`). None accepts Python numbers alone.
 
     Raises:
         TypeError: `value` is not an int or a float. A bool is not a number.
-        ValueError: `value` is infinite, NaN or out of range.
+        ValueError: `value` is infinite, NaN or out of range, or a tensor of another shape.
     """
+    if isinstance(value, Tensor) and batch is not None:
+        compute_dtype(function, **{name: value})
+        check_per_sample(function, batch, **{name: value})
+        if not can_look(value):
+            return
+        wrong = value[~((value >= low) & (value <= high) & value.isfinite())]
+        if wrong.numel() == 0:
+            return
+        value = wrong.flatten()[0].item()
     if problem := _out_of_range(f"{function}: {name}", value, low, high, whole=False):
         raise ValueError(f"{function}: {name} {problem}")
+
+
+def number(
+    function: str, name: str, value: Tensor | float, like: Tensor, *, low: float = -math.inf, high: float = math.inf
+) -> Tensor | float:
+    """Return a hyper-parameter after `check_number`: a float as it is, a tensor in the dtype of `like`, `[B, *event]`."""
+    check_number(function, name, value, low=low, high=high, batch=like.shape[0])
+    return value.to(like.dtype) if isinstance(value, Tensor) else value
 
 
 def check_fields(config: Any, owner: str | None = None, **bounds: tuple[float, float]) -> None:
@@ -194,29 +239,32 @@ def type_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-# Whether tensors' values are trusted in this context: a thread or task of its own begins with False.
-_trusted: ContextVar[bool] = ContextVar("fluvial.trusted_values", default=False)
-
-
-@contextmanager
-def trusted_values() -> Iterator[None]:
-    """Keep checks from reading tensors' values in this block; shapes and dtypes are still checked.
-
-    For callers that have checked the values already: an engine whose schedule was validated when it was built, or a
-    dispatcher that checks its arguments before it calls the reference.
-    """
-    token = _trusted.set(True)
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
-
-
 def can_look(*tensors: Tensor) -> bool:
-    """Return whether reading the tensors' values is free: on the CPU, outside compilation and torch.func transforms."""
-    if torch.compiler.is_compiling() or _trusted.get() or torch._C._functorch.maybe_current_level() is not None:
+    """Return whether the tensors' values are known: on the CPU, and neither compiled nor traced nor mapped over.
+
+    Values are read under `func.grad` and `func.jvp`, but not of a tensor that `func.vmap` maps over, nor under a dispatch
+    mode, which may have none (`FakeTensorMode`), record the read (`make_fx`) or count it. What is unknown is the caller's
+    to assert.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+    return all(_is_known(tensor) for tensor in tensors)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+    return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu"
+
+
+def clip(values: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """Return the values clipped to [low, high]; `torch.clamp` whose bounds may be a number and a tensor."""
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        low, high = (torch.as_tensor(bound, dtype=values.dtype, device=values.device) for bound in (low, high))
+    return torch.clamp(values, low, high)  # type: ignore[arg-type]
 
 
 def per_sample(scalar: Tensor, samples: Tensor) -> Tensor:

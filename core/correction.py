@@ -53,8 +53,8 @@ def rollout_weights(
         level: "step", or "trajectory": all steps of a sample share the weight of their sum.
 
     Raises:
-        ValueError: d is NaN; the message has the indices. Values are checked only on the CPU, outside compilation and
-            torch.func transforms; elsewhere the weight and the loss are NaN rather than a silent 0.
+        ValueError: d is NaN; the message has the indices. Where values are not known (see `checks.can_look`), the weight
+            and the loss are NaN rather than a silent 0.
 
     Source: truncated importance weights, IMPALA, arXiv 1802.01561; the modes and levels are those of trainers of language
     models (verl).
@@ -62,10 +62,10 @@ def rollout_weights(
     check_choice("rollout_weights", "mode", mode, MODES)
     check_choice("rollout_weights", "level", level, LEVELS)
     check_number("rollout_weights", "threshold", threshold, low=1, high=1e30)
-    old, rollout = matched("rollout_weights", log_prob_old=log_prob_old.detach(), log_prob_rollout=log_prob_rollout.detach())
+    old, rollout = matched("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
     if log_prob_old.ndim != 2:
         raise ValueError(f"rollout_weights: log_prob_old has shape {list(log_prob_old.shape)}, expected [B, S]")
-    gap = old - rollout
+    gap = old.detach() - rollout.detach()
     difference = gap if level == "step" else gap.sum(1, keepdim=True).expand_as(gap)
     if can_look(difference) and difference.isnan().any():
         where = torch.nonzero(difference.isnan()).tolist()

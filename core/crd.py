@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, matched
-from fluvial.core.types import PerSample, Samples
+from fluvial.core.checks import check_choice, matched, number
+from fluvial.core.types import PerSample, Samples, Scalar
 
 Match = Literal["mse", "bce"]
 
@@ -22,7 +22,7 @@ class CrdInfo(NamedTuple):
 
 
 def implicit_reward(
-    v: Samples, v_old: Samples, target: Samples, *, adaptive: bool = True, weight_min: float = 1e-5
+    v: Samples, v_old: Samples, target: Samples, *, adaptive: bool = True, weight_min: Scalar = 1e-5
 ) -> PerSample:
     """Return the implicit reward of each item, `[B]`: by how much the policy fits it better than the old policy.
 
@@ -39,18 +39,18 @@ def implicit_reward(
 
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port.
     """
-    check_number("implicit_reward", "weight_min", weight_min, low=1e-12)
     v, v_old, target = matched("implicit_reward", v=v, v_old=v_old, target=target)
+    weight_min = number("implicit_reward", "weight_min", weight_min, v, low=1e-12)
     errors = []
     for prediction in (v_old.detach(), v):
-        off = prediction - target
+        off = prediction - target.detach()
         size = reduce(off.detach().abs(), "b ... -> b", "mean").clamp(min=weight_min) if adaptive else 1.0
         errors.append(reduce(off**2, "b ... -> b", "mean") / size)
     return errors[0] - errors[1]
 
 
 def crd_loss(
-    implicit: PerSample, centre: PerSample, reward_centred: PerSample, *, beta: float, scale: float, match: Match = "mse"
+    implicit: PerSample, centre: PerSample, reward_centred: PerSample, *, beta: Scalar, scale: Scalar, match: Match = "mse"
 ) -> PerSample:
     """Return the loss of each item, `[B]`: the distance of its centred implicit reward to its centred reward.
 
@@ -68,10 +68,10 @@ def crd_loss(
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port, with uniform weights of the mean.
     """
     check_choice("crd_loss", "match", match, ("mse", "bce"))
-    check_number("crd_loss", "beta", beta, low=1e-12)
-    check_number("crd_loss", "scale", scale, low=1e-12)
-    implicit, centre, given = matched("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred.detach())
-    own = beta * (implicit - centre.detach())
+    implicit, centre, given = matched("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)
+    beta = number("crd_loss", "beta", beta, implicit, low=1e-12)
+    scale = number("crd_loss", "scale", scale, implicit, low=1e-12)
+    own, given = beta * (implicit - centre.detach()), given.detach()
     if match == "mse":
         return scale / beta * (own - given) ** 2
     return scale / beta * F.binary_cross_entropy_with_logits(own, torch.sigmoid(given), reduction="none")

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_number, matched
-from fluvial.core.types import Ids, PerSample
+from fluvial.core.checks import check_group, compute_dtype, matched, number
+from fluvial.core.types import Ids, PerSample, Scalar
 
 
 class DgpoInfo(NamedTuple):
@@ -32,12 +32,16 @@ def group_weight(margin: Tensor, group: Ids, *, counts: Tensor | None = None) ->
 
     Source: DGPO, arXiv 2510.08425, and its published code.
     """
+    margin = margin.to(compute_dtype("group_weight", margin=margin))
+    if margin.ndim != 2:
+        raise ValueError(f"group_weight: margin has shape {list(margin.shape)}, expected [B, M]")
+    check_group("group_weight", group, len(margin))
     counted = torch.ones_like(margin) if counts is None else counts.to(margin.dtype)
     same = (group[:, None] == group).to(margin.dtype)
     return torch.sigmoid(same @ (margin * counted) / (same @ counted).clamp(min=1))
 
 
-def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSample, *, beta: float) -> PerSample:
+def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSample, *, beta: Scalar) -> PerSample:
     """Return beta A (error - error_ref), `[B]`: what a sample adds to the argument of its group's sigmoid.
 
     Args:
@@ -45,13 +49,13 @@ def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSamp
         advantage: advantage A, `[B]`.
         beta: inverse temperature of the preference, > 0.
     """
-    check_number("preference_margin", "beta", beta, low=1e-12)
     error, error_ref, advantage = matched("preference_margin", error=error, error_ref=error_ref, advantage=advantage)
+    beta = number("preference_margin", "beta", beta, error, low=1e-12)
     return beta * advantage * (error - error_ref)
 
 
 def dgpo_loss(
-    error: PerSample, error_old: PerSample, advantage: PerSample, weight: PerSample, *, clip_low: float, clip_high: float
+    error: PerSample, error_old: PerSample, advantage: PerSample, weight: PerSample, *, clip_low: Scalar, clip_high: Scalar
 ) -> tuple[PerSample, DgpoInfo]:
     """Return the loss of DGPO and its diagnostics, each `[B]`: a matching error weighted by advantage and group.
 
@@ -69,11 +73,12 @@ def dgpo_loss(
 
     Source: DGPO, arXiv 2510.08425, and its published code, which adds the clip.
     """
-    check_number("dgpo_loss", "clip_low", clip_low, low=0, high=1)
-    check_number("dgpo_loss", "clip_high", clip_high, low=0)
     error, error_old, advantage, weight = matched(
-        "dgpo_loss", error=error, error_old=error_old, advantage=advantage, weight=weight.detach()
+        "dgpo_loss", error=error, error_old=error_old, advantage=advantage, weight=weight
     )
+    clip_low = number("dgpo_loss", "clip_low", clip_low, error, low=0, high=1)
+    clip_high = number("dgpo_loss", "clip_high", clip_high, error, low=0)
+    weight = weight.detach()
     ratio = torch.exp((error_old - error).detach().clamp(max=80))
     held = torch.where(advantage > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
     loss = weight * advantage * torch.where(held, error.detach(), error)

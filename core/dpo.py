@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluvial.core.advantages import check_rewards
-from fluvial.core.checks import check_number, matched
-from fluvial.core.types import Ids, PerSample
+from fluvial.core.checks import clip, matched, number
+from fluvial.core.types import Ids, PerSample, Scalar
 
 
 class DpoInfo(NamedTuple):
@@ -43,8 +43,8 @@ def dpo_loss(
     err_win_ref: PerSample,
     err_lose_ref: PerSample,
     *,
-    beta: float,
-    lose_weight: float = 1.0,
+    beta: Scalar,
+    lose_weight: Scalar = 1.0,
 ) -> tuple[PerSample, DpoInfo]:
     """Return the preference loss of each pair, `[P]`, and diagnostics; it falls as the preferred sample is fitted better.
 
@@ -63,18 +63,18 @@ def dpo_loss(
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
-    check_number("dpo_loss", "beta", beta, low=1e-12)
-    check_number("dpo_loss", "lose_weight", lose_weight, low=0)
     err_win, err_lose, err_win_ref, err_lose_ref = matched(
         "dpo_loss", err_win=err_win, err_lose=err_lose, err_win_ref=err_win_ref, err_lose_ref=err_lose_ref
     )
+    beta = number("dpo_loss", "beta", beta, err_win, low=1e-12)
+    lose_weight = number("dpo_loss", "lose_weight", lose_weight, err_win, low=0)
     win, lose = err_win - err_win_ref.detach(), err_lose - err_lose_ref.detach()
     reward, margin = -beta / 2 * win, -beta / 2 * (win - lose_weight * lose)
     info = DpoInfo(*(tensor.detach() for tensor in (reward, reward - margin, margin, (margin > 0).to(margin.dtype))))
     return -F.logsigmoid(margin), info
 
 
-def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: float) -> PerSample:
+def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scalar) -> PerSample:
     """Return log clip(rho, 1 - eps, 1 + eps) of each step, `[B]`, with rho = exp(log_prob - log_prob_ref).
 
     Args:
@@ -83,13 +83,13 @@ def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: floa
 
     Source: D3PO's published code.
     """
-    check_number("clipped_log_ratio", "eps", eps, low=1e-12, high=1 - 1e-6)
     log_prob, log_prob_ref = matched("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
+    eps = number("clipped_log_ratio", "eps", eps, log_prob, low=1e-12, high=1 - 1e-6)
     ratio = torch.exp((log_prob - log_prob_ref).clamp(max=80))
-    return torch.log(torch.clamp(ratio, 1 - eps, 1 + eps))
+    return torch.log(clip(ratio, 1 - eps, 1 + eps))
 
 
-def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSample, *, beta: float) -> PerSample:
+def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSample, *, beta: Scalar) -> PerSample:
     """Return each step's half of the loss of its pair, `[B]`; both halves together have its value and its gradient.
 
         loss of a pair = -log sigmoid(beta (l_win - l_lose)),  l = log clip(rho)
@@ -105,8 +105,8 @@ def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSa
 
     Source: D3PO, arXiv 2311.13231.
     """
-    check_number("d3po_loss", "beta", beta, low=1e-12)
     own, other, preferred = matched("d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred)
+    beta = number("d3po_loss", "beta", beta, own, low=1e-12)
     margin = beta * preferred * (own - other.detach())
     loss = -F.logsigmoid(margin)
     return preferred.abs() * (loss - loss.detach() / 2)
@@ -123,12 +123,12 @@ def best_and_worst(reward: PerSample, group: Ids) -> BestWorst:
         group: group of each sample, `[B]` integers of any value and in any order; the samples of a prompt share one.
 
     Raises:
-        ValueError: shapes differ, or a reward is not finite. Values are checked only on the CPU; elsewhere a group with a
-            NaN gives no pair.
+        ValueError: shapes differ, or a reward is not finite. Where values are not known (see `checks.can_look`), a group
+            with a NaN gives no pair.
     """
+    check_rewards("best_and_worst", reward, group)
     if reward.ndim != 1:
         raise ValueError(f"best_and_worst: reward has shape {list(reward.shape)}, expected [B]")
-    check_rewards("best_and_worst", reward, group)
     reward, group = reward.detach(), group.contiguous()
     win, lose = _first_of_group(reward, group, descending=True), _first_of_group(reward, group, descending=False)
     places = torch.arange(len(reward), device=reward.device)
@@ -139,4 +139,4 @@ def _first_of_group(reward: Tensor, group: Tensor, *, descending: bool) -> Tenso
     """Return the index of the sample that comes first when each sample's group is sorted by reward, `[B]`."""
     order = torch.argsort(reward, stable=True, descending=descending)
     order = order[torch.argsort(group[order], stable=True)]
-    return order[torch.searchsorted(group[order], group)]
+    return order[torch.searchsorted(torch.sort(group).values, group)]

@@ -56,8 +56,8 @@ def log_prob(
         reduction: "mean" over the event's N elements (the field's habit: nats per dimension) or "sum" (the joint density).
 
     Raises:
-        ValueError: std is 0 and the form divides by it. Values are checked only where reading them is free (CPU tensors,
-            outside compilation and torch.func transforms); elsewhere the result is NaN.
+        ValueError: std is 0 and the form divides by it. Where values are not known (see `checks.can_look`), the result is
+            NaN.
     """
     check_choice("log_prob", "form", form, FORMS)
     check_choice("log_prob", "reduction", reduction, REDUCTIONS)
@@ -135,13 +135,13 @@ def _prepare(function: str, transition: Transition, **samples: Tensor) -> tuple:
 
 
 def check_stochastic(function: str, std: Tensor, *, way_out: str = WAY_OUT) -> None:
-    """Raise ValueError if a std is not positive, where reading it is free (see `checks.can_look`)."""
+    """Raise ValueError if a std is not positive, where it is known (see `checks.can_look`)."""
     if can_look(std) and not (std > 0).all():
         where = "every sample" if std.ndim == 0 else f"samples {torch.nonzero(~(std > 0)).flatten().tolist()}"
         raise ValueError(f"{function}: std is not positive for {where}: a deterministic step has no density; {way_out}")
 
 
 def _positive(function: str, std: Tensor, *, way_out: str) -> Tensor:
-    """Return std with NaN where it is not positive, after raising where reading it is free."""
+    """Return std with NaN where it is not positive, after raising where it is known."""
     check_stochastic(function, std, way_out=way_out)
     return torch.where(std > 0, std, torch.nan)

@@ -6,7 +6,16 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, check_per_sample, check_same_shape, compute_dtype, per_sample
+from fluvial.core.checks import (
+    check_choice,
+    check_number,
+    check_per_sample,
+    check_same_shape,
+    clip,
+    compute_dtype,
+    number,
+    per_sample,
+)
 from fluvial.core.types import PerSample, Samples, Scalar
 
 Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
@@ -21,9 +30,9 @@ def nft_loss(
     t: Scalar,
     reward_prob: PerSample,
     *,
-    beta: float,
-    adv_clip: float,
-    weight_min: float = 1e-5,
+    beta: Scalar,
+    adv_clip: Scalar,
+    weight_min: Scalar = 1e-5,
 ) -> PerSample:
     """Return the loss of negative-aware fine-tuning, `[B]`: it draws the policy to good samples and away from bad ones.
 
@@ -42,7 +51,6 @@ def nft_loss(
         adv_clip: bound that advantages were clipped to, > 0; it restores their scale in the loss.
         weight_min: lower bound of the self-normalising weights, > 0.
     """
-    check_nft_numbers(beta=beta, adv_clip=adv_clip, weight_min=weight_min)
     samples = {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
     dtype = compute_dtype("nft_loss", **samples, reward_prob=reward_prob)
     check_same_shape("nft_loss", **samples)
@@ -50,12 +58,15 @@ def nft_loss(
     check_per_sample("nft_loss", v.shape[0], t=level, reward_prob=reward_prob)
     v, v_old, x0, xt = v.to(dtype), v_old.to(dtype).detach(), x0.to(dtype).detach(), xt.to(dtype).detach()
     level, r = per_sample(level, v), reward_prob.to(dtype)
-    positive = _normalised_error(xt - level * (beta * v + (1 - beta) * v_old) - x0, weight_min)
-    negative = _normalised_error(xt - level * ((1 + beta) * v_old - beta * v) - x0, weight_min)
+    named = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
+    beta, adv_clip, weight_min = (number("nft_loss", name, value, v, low=1e-12) for name, value in named.items())
+    near = per_sample(beta, v) if isinstance(beta, Tensor) else beta
+    positive = _normalised_error(xt - level * (near * v + (1 - near) * v_old) - x0, weight_min)
+    negative = _normalised_error(xt - level * ((1 + near) * v_old - near * v) - x0, weight_min)
     return adv_clip / beta * (r * positive + (1 - r) * negative)
 
 
-def reward_prob(advantage: PerSample, *, adv_clip: float, mode: Mode = "all") -> PerSample:
+def reward_prob(advantage: PerSample, *, adv_clip: Scalar, mode: Mode = "all") -> PerSample:
     """Return the probability that a sample is a good one, r = (A' / c + 1) / 2 clipped to [0, 1], with c = adv_clip, `[B]`.
 
         all             A' = A clipped to [-c, c]
@@ -72,9 +83,12 @@ def reward_prob(advantage: PerSample, *, adv_clip: float, mode: Mode = "all") ->
     Source: DiffusionNFT, arXiv 2509.16117; the modes are its published code's.
     """
     check_choice("reward_prob", "mode", mode, MODES)
-    check_number("reward_prob", "adv_clip", adv_clip, low=1e-12)
     dtype = compute_dtype("reward_prob", advantage=advantage)
-    clipped = advantage.to(dtype).clamp(-adv_clip, adv_clip)
+    if advantage.ndim != 1:
+        raise ValueError(f"reward_prob: advantage has shape {list(advantage.shape)}, expected [B]")
+    advantage = advantage.to(dtype)
+    adv_clip = number("reward_prob", "adv_clip", adv_clip, advantage, low=1e-12)
+    clipped = clip(advantage, -adv_clip, adv_clip)
     if mode == "positive_only":
         clipped = clipped.clamp(min=0)
     elif mode == "negative_only":
@@ -86,12 +100,12 @@ def reward_prob(advantage: PerSample, *, adv_clip: float, mode: Mode = "all") ->
     return ((clipped / adv_clip + 1) / 2).clamp(0, 1)
 
 
-def check_nft_numbers(*, beta: float, adv_clip: float, weight_min: float) -> None:
-    """Raise unless the hyper-parameters of `nft_loss` are finite and positive."""
+def check_nft_numbers(*, beta: Scalar, adv_clip: Scalar, weight_min: Scalar, batch: int | None = None) -> None:
+    """Raise unless the hyper-parameters of `nft_loss` are finite and positive; `batch` as in `checks.check_number`."""
     for name, value in (("beta", beta), ("adv_clip", adv_clip), ("weight_min", weight_min)):
-        check_number("nft_loss", name, value, low=1e-12)
+        check_number("nft_loss", name, value, low=1e-12, batch=batch)
 
 
-def _normalised_error(error: Tensor, weight_min: float) -> Tensor:
+def _normalised_error(error: Tensor, weight_min: Scalar) -> Tensor:
     weight = reduce(error.detach().abs(), "b ... -> b", "mean").clamp(min=weight_min)
     return reduce(error**2, "b ... -> b", "mean") / weight

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fluvial.core import gaussian
-from fluvial.core.checks import check_number, check_per_sample, check_same_shape, compute_dtype, matched
+from fluvial.core import checks, gaussian
+from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, matched, number
 from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples
+from fluvial.core.types import PerSample, Samples, Scalar
 
 
 class PolicyInfo(NamedTuple):
@@ -23,7 +23,7 @@ class PolicyInfo(NamedTuple):
 
 
 def clipped_surrogate(
-    log_prob: PerSample, log_prob_old: PerSample, advantage: PerSample, *, clip_low: float, clip_high: float
+    log_prob: PerSample, log_prob_old: PerSample, advantage: PerSample, *, clip_low: Scalar, clip_high: Scalar
 ) -> tuple[PerSample, PolicyInfo]:
     """Return the clipped surrogate loss of PPO and GRPO, and its diagnostics, each `[B]`.
 
@@ -33,19 +33,20 @@ def clipped_surrogate(
         log_prob, log_prob_old: log-probs of each pair under the current and the old policy, `[B]`, in nats (per dimension
             if the reduction is "mean"; the clip range is in the same unit).
         advantage: advantage of each pair, `[B]`.
-        clip_low, clip_high: >= 0; the ratio's range is [1 - clip_low, 1 + clip_high].
+        clip_low, clip_high: >= 0; the ratio's range is [1 - clip_low, 1 + clip_high]. As every number of these losses, each
+            is a float, or a tensor `[B]` or 0-d, which gets a gradient and is cast to the dtype of the computation.
 
     Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2505.05470 (Flow-GRPO); unequal ranges, 2503.14476 (DAPO).
     """
-    check_number("clipped_surrogate", "clip_low", clip_low, low=0, high=1)
-    check_number("clipped_surrogate", "clip_high", clip_high, low=0)
     log_prob, log_prob_old, advantage = matched(
         "clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage
     )
+    clip_low = number("clipped_surrogate", "clip_low", clip_low, log_prob, low=0, high=1)
+    clip_high = number("clipped_surrogate", "clip_high", clip_high, log_prob, low=0)
     log_ratio = log_prob - log_prob_old
     # An infinite ratio times the clip's zero gradient would be NaN; e^80 is far outside any clip range.
     ratio = torch.exp(log_ratio.clamp(max=80))
-    free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip_low, 1 + clip_high)
     return torch.maximum(free, held), _info(ratio, log_ratio, clipped=held > free)
 
 
@@ -55,9 +56,9 @@ def noise_weighted_surrogate(
     advantage: PerSample,
     std: PerSample,
     *,
-    clip_low: float,
-    clip_high: float,
-    scale: float,
+    clip_low: Scalar,
+    clip_high: Scalar,
+    scale: Scalar,
 ) -> tuple[PerSample, PolicyInfo]:
     """Return TempFlow-GRPO's surrogate loss, weighted by the noise of each step, and its diagnostics, each `[B]`.
 
@@ -73,8 +74,9 @@ def noise_weighted_surrogate(
 
     Source: TempFlow-GRPO, arXiv 2508.04324, and its published code.
     """
-    check_number("noise_weighted_surrogate", "scale", scale, low=1e-12)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
+    scale = number("noise_weighted_surrogate", "scale", scale, loss, low=1e-12)
+    compute_dtype("noise_weighted_surrogate", std=std)
     check_per_sample("noise_weighted_surrogate", loss.shape[0], std=std)
     return scale * std.to(loss.dtype) * loss, info
 
@@ -88,7 +90,7 @@ def guard_surrogate(
     v_old: Samples,
     dt: Float[Tensor, " b"] | Float[Tensor, ""],
     *,
-    clip: float,
+    clip: Scalar,
 ) -> tuple[PerSample, PolicyInfo]:
     """Return GRPO-Guard's surrogate loss, whose gradient has the same size at every step, and its diagnostics, each `[B]`.
 
@@ -108,17 +110,17 @@ def guard_surrogate(
 
     Source: GRPO-Guard, arXiv 2510.22319.
     """
-    check_number("guard_surrogate", "clip", clip, low=0, high=1)
     probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
     dtype = compute_dtype("guard_surrogate", **probs, dt=dt, v=v)
     check_same_shape("guard_surrogate", **probs)
     # KL(old || current) is the mean |b (v - v_old)|^2 / (2 std^2); kl also checks v, v_old and the coefficients.
-    shift = gaussian.kl(transition, v, v_old)
+    shift = gaussian.kl(transition, v, v_old).to(dtype)
     check_per_sample("guard_surrogate", shift.shape[0], log_prob=log_prob, dt=dt)
+    clip = number("guard_surrogate", "clip", clip, shift, low=0, high=1)
     advantage, std = advantage.to(dtype), transition.std.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
-    ratio = torch.exp(((log_ratio + shift.to(dtype)) * std).clamp(max=80))
-    free, held = -advantage * ratio, -advantage * torch.clamp(ratio, 1 - clip, 1 + clip)
+    ratio = torch.exp(((log_ratio + shift) * std).clamp(max=80))
+    free, held = -advantage * ratio, -advantage * checks.clip(ratio, 1 - clip, 1 + clip)
     return torch.maximum(free, held) / dt.abs(), _info(ratio, log_ratio, clipped=held > free)
 
 
@@ -130,7 +132,7 @@ def dppo_surrogate(
     v: Samples,
     v_old: Samples,
     *,
-    kl_threshold: float,
+    kl_threshold: Scalar,
 ) -> tuple[PerSample, PolicyInfo]:
     """Return Flow-DPPO's surrogate loss, bounded by the step's exact KL instead of a clip, and its diagnostics, each `[B]`.
 
@@ -151,13 +153,13 @@ def dppo_surrogate(
 
     Source: Flow-DPPO, arXiv 2606.11025; for language models, 2602.04879.
     """
-    check_number("dppo_surrogate", "kl_threshold", kl_threshold, low=0)
     probs = {"log_prob": log_prob, "log_prob_old": log_prob_old, "advantage": advantage}
     dtype = compute_dtype("dppo_surrogate", **probs, v=v, v_old=v_old)
     check_same_shape("dppo_surrogate", **probs)
     check_same_shape("dppo_surrogate", v=v, v_old=v_old)
     check_per_sample("dppo_surrogate", v.shape[0], log_prob=log_prob)
     kl = gaussian.kl(transition, v.detach(), v_old.detach())
+    kl_threshold = number("dppo_surrogate", "kl_threshold", kl_threshold, kl, low=0)
     advantage = advantage.to(dtype)
     log_ratio = log_prob.to(dtype) - log_prob_old.to(dtype)
     ratio = torch.exp(log_ratio.clamp(max=80))

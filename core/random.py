@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core.checks import type_of
 from fluvial.core.types import Ids, to_device
 
 Word = int | Tensor  # a 32-bit word: a Python integer, or an int64 tensor of values in [0, 2^32)
@@ -31,10 +32,15 @@ DRAWN_AT_ONCE = 2**20
 
 
 class Key(NamedTuple):
-    """Two 32-bit words: Python integers for one key on the host, int64 tensors `[B]` for one key per sample."""
+    """Two 32-bit words: Python integers or 0-d int64 tensors for one key, int64 tensors `[B]` for one key per sample."""
 
     low: Word
     high: Word
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """`(B,)` for one key per sample, `()` for one key."""
+        return tuple(self.low.shape) if isinstance(self.low, Tensor) else ()
 
 
 def key(seed: int) -> Key:
@@ -51,14 +57,18 @@ def fold_in(key: Key, data: int | Ids) -> Key:
 
     Args:
         key: one key, or one key per sample, `[B]`.
-        data: non-negative integer below 2^63, or an integer tensor `[B]`, which gives one key per sample.
+        data: non-negative integer below 2^63, or an integer tensor, 0-d or `[B]`, which gives one key per sample.
+
+    Raises:
+        TypeError: key is not a `Key`, or data not an integer.
+        ValueError: data is out of range, or has another length than the keys.
     """
+    check_key("fold_in", key)
     if isinstance(data, Tensor):
         if data.dtype.is_floating_point or data.dtype == torch.bool:
             raise TypeError(f"fold_in: data is {data.dtype}, expected an integer dtype")
-        batch = list(key.low.shape) if isinstance(key.low, Tensor) else None
-        if data.ndim != 1 or batch not in (None, list(data.shape)):
-            raise ValueError(f"fold_in: data has shape {list(data.shape)}, expected {batch or '[B]'}")
+        if data.ndim > 1 or (data.ndim == 1 and key.batch not in ((), tuple(data.shape))):
+            raise ValueError(f"fold_in: data has shape {list(data.shape)}, expected [] or {list(key.batch) or '[B]'}")
         data = data.to(torch.int64)
     elif isinstance(data, bool) or not isinstance(data, int):
         raise TypeError(f"fold_in: data is a {type(data).__name__}, expected an int or an integer tensor")
@@ -66,6 +76,18 @@ def fold_in(key: Key, data: int | Ids) -> Key:
         raise ValueError(f"fold_in: data is {data}, expected 0 <= data < 2^63")
     low, high, _, _ = philox((data & MASK, (data >> 32) & MASK, 0, FOLD), key)
     return Key(low, high)
+
+
+def sample_keys(key: Key, batch: int, *, device: torch.device | str | None = None) -> Key:
+    """Return one key per sample, `[B]`: keys per sample as they are; one key is folded with each sample's index."""
+    check_key("sample_keys", key)
+    return key if key.batch else fold_in(key, torch.arange(batch, device=device))
+
+
+def check_key(function: str, key: Key) -> None:
+    """Raise TypeError unless `key` is a `Key`."""
+    if not isinstance(key, Key):
+        raise TypeError(f"{function}: key is {type_of(key)}, expected a Key: make one of a seed, fluvial.core.key(seed)")
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: Key) -> tuple[Word, Word, Word, Word]:
@@ -103,6 +125,16 @@ def uniform(
 ) -> Tensor:
     """Return uniform numbers in [0, 1), multiples of 2^-24; arguments as in `bits`."""
     return ((bits(key, shape, device=device) >> 8).to(torch.float32) * 2.0**-24).to(dtype)
+
+
+def host_uniforms(key: Key, count: int) -> list[float]:
+    """Return the numbers of `uniform(key, (count,))` as Python floats, from a key of integers, without a tensor."""
+    check_key("host_uniforms", key)
+    if isinstance(key.low, Tensor) or isinstance(key.high, Tensor):
+        raise TypeError("host_uniforms: key holds tensors, expected one key on the host, made from integers alone")
+    counters = range((count + 3) // 4)
+    words = [int(word) for i in counters for word in philox((i & MASK, i >> 32, 0, DRAW), key)]
+    return [(word >> 8) * 2.0**-24 for word in words[:count]]
 
 
 def normal(
@@ -156,7 +188,8 @@ def _folded(keys: Key, steps: Sequence[int], batch: int) -> Key:
 
 def _layout(key: Key, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Split a result's shape into (batch, event): () and all of it for one key, (B,) and the rest for keys per sample."""
-    batch = tuple(key.low.shape) if isinstance(key.low, Tensor) else ()
+    check_key("random", key)
+    batch = key.batch
     if tuple(shape[: len(batch)]) != batch:
         raise ValueError(f"random: shape is {list(shape)}, expected to begin with the keys' {list(batch)}")
     return batch, tuple(shape[len(batch) :])

@@ -11,15 +11,13 @@ takes its `Step`s by the same plan, and `stack` makes the same trajectory of the
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
-from fluvial.core.checks import compute_dtype, trusted_values
-from fluvial.core.host_values import kept, rows
-from fluvial.core.random import Key, fold_in, step_keys, step_noises
-from fluvial.core.table import Plan, Record, plan
+from fluvial.core.checks import compute_dtype
+from fluvial.core.random import Key, sample_keys, step_keys, step_noises
+from fluvial.core.table import Plan, Record, mask, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.core.types import Grid, Samples, to_device
 
@@ -128,25 +126,29 @@ def unroll(velocity: Velocity, x: Samples, plan: Plan, key: Key, *, draw: DrawAn
     """
     record, batch, compute = plan.record, len(x), compute_dtype("rollout", x=x, levels=plan.levels)
     stored = compute if record.dtype is None else record.dtype
-    keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=x.device))
+    keys = sample_keys(key, batch, device=x.device)
     levels = plan.levels.to(compute)[:, None].expand(-1, batch).contiguous().unbind(0)
     table = [Transition(*row) for row in zip(*(coefficient.unbind(0) for coefficient in plan.table), strict=True)]
-    stochastic, recorded = ([bool(row.any()) for row in mask] for mask in (plan.stochastic, plan.recorded))
+    stochastic, recorded = ({step for row in rows for step in row} for rows in (plan.stochastic, plan.recorded))
+    scored = table
+    if any(len(row) < len(recorded) for row in plan.recorded) and record.form != "unscaled":
+        # A step is scored for all samples at once. Where it is not recorded, a std of 0 would make gradients NaN.
+        stds = torch.where(mask(plan.recorded, len(table), x.device), plan.table.std, 1.0).unbind(0)
+        scored = [step._replace(std=std) for step, std in zip(table, stds, strict=True)]
     by_kernel = draw is not None and stored == compute and not record.debug
-    fused = [t for t in plan.steps if by_kernel and stochastic[t] and recorded[t]]
+    fused = [t for t in plan.steps if by_kernel and t in stochastic and t in recorded]
     fused_keys = step_keys(keys, fused, batch)
-    noises = step_noises(keys, [t for t in plan.steps if stochastic[t] and t not in fused], x.shape, compute)
+    noises = step_noises(keys, [t for t in plan.steps if t in stochastic and t not in fused], tuple(x.shape), compute)
     x = x.to(stored).to(compute)
     for t in plan.steps:
         v, noise, log_prob = velocity(x, levels[t], t), None, None
-        with trusted_values():  # `plan` has looked at every std
-            if t in fused and draw is not None:
-                x_next, log_prob = draw(table[t], x, v, next(fused_keys))
-            else:
-                noise = next(noises) if stochastic[t] else None
-                x_next = gaussian.sample(table[t], x, v, noise).to(stored).to(compute)
-                if recorded[t]:
-                    log_prob = gaussian.log_prob(table[t], x, v, x_next, form=record.form, reduction=record.reduction)
+        if t in fused and draw is not None:
+            x_next, log_prob = draw(table[t], x, v, next(fused_keys))
+        else:
+            noise = next(noises) if t in stochastic else None
+            x_next = gaussian.sample(table[t], x, v, noise).to(stored).to(compute)
+            if t in recorded:
+                log_prob = gaussian.log_prob(scored[t], x, v, x_next, form=record.form, reduction=record.reduction)
         yield Step(t, x, v, x_next, log_prob, noise)
         x = x_next
 
@@ -159,8 +161,13 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
         steps: the steps in order, those with a log-prob recorded; some of the plan's may be missing.
         x: the samples before the first step, `[B, *event]`.
     """
-    record, index = plan.record, list[int]()
-    before, after, log_probs, velocities, noises = (list[Tensor]() for _ in range(5))
+    record = plan.record
+    index: list[int] = []
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    velocities: list[Tensor] = []
+    noises: list[Tensor] = []
     for step in steps:
         x = step.x_next
         if step.log_prob is not None:
@@ -173,9 +180,9 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
             if record.debug:
                 noises.append(torch.zeros_like(step.x) if step.noise is None else step.noise)
     (batch, *event), compute = x.shape, compute_dtype("trajectory", final=x)
-    mask, place = plan.recorded[index], None
-    if not mask.all():  # windows differ: the places of each sample's steps among those of all samples
-        place = to_device(torch.from_numpy(np.nonzero(mask.T)[1].reshape(batch, -1)), x.device)
+    places, place = [[j for j, t in enumerate(index) if t in row] for row in map(set, plan.recorded)], None
+    if any(len(row) < len(index) for row in places):  # windows differ: each sample's steps among those of all samples
+        place = to_device(torch.tensor(places, dtype=torch.int64), x.device)
 
     def stacked(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype | None = None) -> Tensor:
         if not tensors:
@@ -200,7 +207,7 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
     return Trajectory(
         x=stacked(before, *event, dtype=stored),
         x_next=stacked(after, *event, dtype=stored),
-        steps=kept(lambda steps: steps.repeat(batch, 1), taken) if place is None else rows(taken, place),
+        steps=taken.repeat(batch, 1) if place is None else taken[place],
         log_prob=stacked(log_probs),
         velocity=stacked(velocities, *event) if record.velocity else None,
         final=x.to(compute),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.checks import can_look, check_choice, check_number
-from fluvial.core.random import Key, uniform
+from fluvial.core.random import Key, host_uniforms
 from fluvial.core.types import Grid
 
 
@@ -111,7 +111,7 @@ def from_scheduler(scheduler) -> Grid:  # type: ignore[no-untyped-def]  # import
 def check_sigmas(sigmas: Tensor) -> None:
     """Raise ValueError unless sigmas is a schedule: `[T+1]`, in [0, 1], strictly falling, its last value exactly 0.
 
-    Values are checked only where reading them is free.
+    Values are checked where they are known, see `checks.can_look`.
     """
     if sigmas.ndim != 1 or len(sigmas) < 2:
         raise ValueError(f"sigmas have shape {list(sigmas.shape)}, expected [T+1] with T >= 1")
@@ -136,9 +136,9 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
     Source: Flow-GRPO-Fast (yifan123/flow_grpo) and MixGRPO (arXiv 2507.21802).
     """
     lo, hi = _checked_range("sde_window", T, size, lo, hi)
-    if isinstance(key.low, Tensor):
-        raise TypeError("sde_window: key holds tensors, expected one key on the host, made from integers alone")
-    start = lo + int(uniform(key, (1,)) * (hi - lo - size + 1))
+    # Rounded to float32, so that a start does not depend on where it is computed.
+    mantissa, exponent = math.frexp(host_uniforms(key, 1)[0] * (hi - lo - size + 1))
+    start = lo + int(math.ldexp(round(mantissa * 2**24), exponent - 24))
     return range(start, start + size)
 
 
@@ -150,7 +150,8 @@ def sde_steps(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -
     Source: Flow-Factory and UniRL, which draw steps that need not be adjacent.
     """
     lo, hi = _checked_range("sde_steps", T, size, lo, hi)
-    return sorted((lo + torch.argsort(uniform(key, (hi - lo,)))[:size]).tolist())
+    drawn = host_uniforms(key, hi - lo)
+    return sorted(sorted(range(lo, hi), key=lambda step: drawn[step - lo])[:size])
 
 
 def moving_window(

@@ -6,15 +6,14 @@ Each function is the reference of the operation of the same name in `fluvial.ker
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import check_choice, check_number, check_per_sample
+from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype, number
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.guidance import classifier_free
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
-from fluvial.core.random import Key, fold_in, normal
+from fluvial.core.random import Key, normal, sample_keys
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
 
@@ -74,7 +73,7 @@ def sde_step(
         v_uncond, guidance, form, reduction: as in `step_log_prob`, which also says what raises.
     """
     v = guided("sde_step", v, v_uncond, guidance)
-    keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(x.shape[0], device=x.device))
+    keys = sample_keys(key, x.shape[0], device=x.device)
     return gaussian.draw(transition, x, v, normal(keys, tuple(x.shape)), form=form, reduction=reduction)
 
 
@@ -86,10 +85,10 @@ def policy_loss(
     *,
     log_prob_old: PerSample,
     advantage: PerSample,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Scalar,
+    clip_high: Scalar,
     v_ref: Samples | None = None,
-    kl_coef: float = 0.0,
+    kl_coef: Scalar = 0.0,
     kl_weight: KLWeight = "rate",
     dt: Scalar | None = None,
     v_uncond: Samples | None = None,
@@ -117,23 +116,25 @@ def policy_loss(
         ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
     """
     v = guided("policy_loss", v, v_uncond, guidance)
-    scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
+    scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
     if kl is None:
         return loss, info
+    kl_coef = number("policy_loss", "kl_coef", kl_coef, loss, low=0)
     return loss + kl_coef * scale * kl, PolicyInfo(*info[:-1], kl_ref=kl.detach())  # torch 2.11 compiles no _replace
 
 
 def kl_scale(
-    transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: float, kl_weight: KLWeight, dt: Scalar | None
+    transition: Transition, v: Tensor, *, v_ref: Tensor | None, kl_coef: Scalar, kl_weight: KLWeight, dt: Scalar | None
 ) -> Tensor | float:
     """Return the `kl_factor` of a KL term after checking its options; 1 where there is no such term."""
-    check_number("policy_loss", "kl_coef", kl_coef, low=0)
+    check_number("policy_loss", "kl_coef", kl_coef, low=0, batch=v.shape[0])
     check_choice("policy_loss", "kl_weight", kl_weight, KL_WEIGHTS)
-    if kl_coef > 0 and v_ref is None:
+    used = isinstance(kl_coef, Tensor) or kl_coef > 0
+    if used and v_ref is None:
         raise ValueError(f"policy_loss: kl_coef is {kl_coef} and v_ref is None: a KL needs the reference policy's velocity")
-    if v_ref is None or kl_coef == 0:
+    if not used:
         return 1.0
     if isinstance(dt, Tensor) and kl_weight == "rate":
         check_per_sample("policy_loss", v.shape[0], dt=dt)
@@ -149,7 +150,7 @@ def kl_factor(transition: Transition, dt: Scalar | None, kl_weight: KLWeight) ->
     if kl_weight == "exact":
         return 1.0
     if kl_weight == "mse":
-        return 2 * transition.std**2
+        return 2 * transition.std.to(compute_dtype("policy_loss", std=transition.std)) ** 2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
     return dt.abs() if isinstance(dt, Tensor) else abs(dt)

@@ -1,26 +1,26 @@
 """A schedule and its window as one table: the `Transition` of every step and sample, each coefficient `[T, B]`.
 
 A step in a sample's window has the coefficients of the stochastic sampler, any other step those of the deterministic one.
-Which steps take noise and which are recorded are two masks over the same table. They lie on the host, as numpy arrays
-`[T, B]`, or `[T, 1]` where all samples have the same steps.
+Which steps take noise and which are recorded is known on the host, as the steps of each sample.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fluvial.core import transitions
-from fluvial.core.checks import FLOATING, check_fields
+from fluvial.core.checks import FLOATING, can_look, check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.sigmas import check_sigmas
 from fluvial.core.transitions import Sampler, Transition, sampler_name
 from fluvial.core.types import Grid, to_device
 
-Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Rows = tuple[tuple[int, ...], ...]  # the steps of each sample, in order; one row where all samples have the same
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,13 @@ class Record:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        if not torch.compiler.is_compiling():  # a graph cannot hold the types of the fields
+            check_fields(self)
         if self.dtype not in (None, *FLOATING):
             raise TypeError(f"record.dtype is {self.dtype}, expected a floating-point dtype")
+
+
+RECORD = Record()
 
 
 class Plan(NamedTuple):
@@ -54,8 +58,8 @@ class Plan(NamedTuple):
 
     levels: Tensor  # [T+1], on the device of the table
     table: Transition  # each coefficient [T, B]
-    stochastic: Mask  # the steps of each sample's window, which take noise
-    recorded: Mask  # the recorded steps, equally many of each sample
+    stochastic: Rows  # the steps of each sample's window, which take noise
+    recorded: Rows  # the recorded steps, equally many of each sample
     steps: range  # the part of the schedule that is taken
     record: Record
 
@@ -78,7 +82,8 @@ def plan(
 ) -> Plan:
     """Return the table of a schedule and a window, after checking that every recorded step has a density.
 
-    It reads values on the host only, so give it levels on the CPU.
+    It reads values on the host only, so give it levels on the CPU. Where the levels or eta are not known (an accelerator,
+    compilation, tracing), the caller asserts that every step of the window has a density: name the recorded steps.
 
     Args:
         levels: T+1 levels.
@@ -90,81 +95,106 @@ def plan(
     Raises:
         ValueError: as in `rollout`.
     """
-    T, record = len(levels) - 1, record if isinstance(record, Record) else Record(steps=record)
+    T, chosen = len(levels) - 1, record
+    record = record if isinstance(record, Record) else RECORD
+    chosen = chosen.steps if isinstance(chosen, Record) else chosen
     taken = range(T) if steps is None else steps
     if taken.step != 1 or not 0 <= taken.start <= taken.stop <= T:
         raise ValueError(f"{function}: steps is {steps}, expected a contiguous range within 0 to {T}")
-    stochastic = _mask(f"{function}: window", taken if window is None else window, T, batch, taken)
-    if deterministic is transitions.ode and not stochastic[taken].all():
+    stochastic = _rows(f"{function}: window", taken if window is None else window, batch, taken)
+    if deterministic is transitions.ode and any(len(row) < len(taken) for row in stochastic):
         _check_ode(function, levels)
     coefficients = _coefficients(transition, levels)
-    dense = stochastic & _positive(transition, coefficients.std)[:, None]
-    if record.form == "unscaled":
-        dense = np.ones_like(stochastic)
-    if record.steps is None:
-        recorded = stochastic & dense
+    dense = range(T) if record.form == "unscaled" else _dense(transition, coefficients.std)
+    if chosen is None:
+        recorded = tuple(tuple(step for step in row if step in dense) for row in stochastic)
         _check_window(function, stochastic, recorded, transition, record.form, own=isinstance(window, Tensor))
     else:
-        recorded = _mask(f"{function}: record", record.steps, T, batch, taken)
-        for step in np.flatnonzero((recorded & ~dense).any(1))[:1]:
-            sampler = transition if stochastic[step].all() else deterministic
-            raise ValueError(
-                f"{function}: {sampler_name(sampler)} has std 0 at step {step} (level {levels[step]:g} to "
-                f"{levels[step + 1]:g}), so form={record.form!r} is undefined: use eta > 0 and record only stochastic "
-                "steps, or form='unscaled'"
-            )
+        recorded = _rows(f"{function}: record", chosen, batch, taken)
+        if record.form != "unscaled":
+            _check_recorded(function, levels, stochastic, recorded, dense, (transition, deterministic), record.form)
     if device is not None and device != levels.device:
         levels = to_device(levels, device)
         coefficients = _coefficients(transition, levels)
-    if not stochastic.all():
+    if any(len(row) < T for row in stochastic):
         outside = _coefficients(deterministic, levels)
-        inside = to_device(torch.from_numpy(stochastic), levels.device)
+        inside = mask(stochastic, T, levels.device)
         coefficients = Transition(*(torch.where(inside, a, b) for a, b in zip(coefficients, outside, strict=True)))
     table = Transition(*(coefficient.expand(-1, batch).contiguous() for coefficient in coefficients))
     return Plan(levels, table, stochastic, recorded, taken, record)
 
 
-def _mask(name: str, chosen: Collection[int] | Tensor, T: int, batch: int, taken: range) -> Mask:
-    """Return the chosen steps as a mask: `[T, 1]` of indices for all samples, `[T, B]` of those of each sample, `[B, S]`."""
+def mask(rows: Rows, T: int, device: torch.device) -> Tensor:
+    """Return whether a step is one of a sample's, bool `[T, B]`, or `[T, 1]` where all samples have the same steps."""
+    return to_device(torch.tensor([[step in row for row in map(set, rows)] for step in range(T)]), device)
+
+
+def _rows(name: str, chosen: Collection[int] | Tensor, batch: int, taken: range) -> Rows:
+    """Return the chosen steps as rows: one of indices for all samples, or those of each sample, `[B, S]`."""
     if isinstance(chosen, Tensor):
         if chosen.ndim != 2 or len(chosen) != batch or chosen.dtype != torch.int64 or chosen.device.type != "cpu":
             raise ValueError(
                 f"{name} is {chosen.dtype} {list(chosen.shape)} on {chosen.device}, expected int64 [{batch}, S] on the CPU"
             )
-        index = chosen.numpy()
-        if not (index[:, 1:] > index[:, :-1]).all():
+        if torch.compiler.is_compiling():
+            raise ValueError(f"{name} is a tensor, whose values no graph knows: call `plan` outside, and `scan` its table")
+        rows: Rows = tuple(map(tuple, chosen.tolist()))
+        if any(step >= following for row in rows for step, following in pairwise(row)):
             raise ValueError(f"{name} has a row that does not rise, expected rising steps of each sample")
     else:
-        index = np.array([sorted(chosen)], dtype=np.int64)
-    if out := sorted({int(step) for step in index.flat if step not in taken}):
+        rows = (tuple(sorted(set(chosen))),)
+    if out := sorted({step for row in rows for step in row if step not in taken}):
         raise ValueError(f"{name} holds steps {out}, expected {taken.start} to {taken.stop - 1}, the steps taken")
-    mask = np.zeros((T, len(index)), dtype=bool)
-    np.put_along_axis(mask, index.T, True, axis=0)
-    return mask
+    return rows
 
 
 def _coefficients(sampler: Sampler, levels: Tensor) -> Transition:
-    """Return the coefficients of every step, each `[T, 1]`, with one call."""
+    """Return the coefficients of every step, each `[T, 1]`, with one call; `[T, B]` if a bound number is one per sample."""
+    bound = sampler.keywords.values() if isinstance(sampler, partial) else ()
+    if any(isinstance(value, Tensor) and value.ndim > 0 for value in bound):
+        each = [sampler(*pair) for pair in pairwise(levels.unbind(0))]
+        return Transition(*(torch.stack(parts) for parts in zip(*each, strict=True)))
     found = sampler(levels[:-1], levels[1:])
     return Transition(*(value.expand(len(levels) - 1)[:, None] for value in found))
 
 
-def _positive(sampler: Sampler, std: Tensor) -> Mask:
-    """Return whether std is positive at each step, `[T]`; on an accelerator, which is not read, whether it may be."""
-    if std.device.type != "cpu":
-        return np.full(len(std), sampler is not transitions.ode)
-    return (std[:, 0] > 0).numpy()
+def _dense(sampler: Sampler, std: Tensor) -> Collection[int]:
+    """Return the steps whose std is positive; where it is not known, those whose std may be."""
+    if not can_look(std):
+        return () if sampler is transitions.ode else range(len(std))
+    return {step for step, positive in enumerate((std > 0).all(1).tolist()) if positive}
 
 
-def _check_window(function: str, stochastic: Mask, recorded: Mask, transition: Sampler, form: Form, *, own: bool) -> None:
+def _check_recorded(
+    function: str,
+    levels: Tensor,
+    stochastic: Rows,
+    recorded: Rows,
+    dense: Collection[int],
+    samplers: tuple[Sampler, Sampler],
+    form: Form,
+) -> None:
+    """Raise ValueError unless every recorded step is one of the sample's window and has a density."""
+    batch = max(len(stochastic), len(recorded))
+    pairs = zip(*(rows * batch if len(rows) == 1 else rows for rows in (stochastic, recorded)), strict=True)
+    for step in sorted({step for window, row in pairs for step in row if not (step in window and step in dense)})[:1]:
+        sampler = samplers[0] if all(step in row for row in stochastic) else samplers[1]
+        where = f" (level {levels[step]:g} to {levels[step + 1]:g})" if can_look(levels) else ""
+        raise ValueError(
+            f"{function}: {sampler_name(sampler)} has std 0 at step {step}{where}, so form={form!r} is undefined: use eta > "
+            "0 and record only stochastic steps, or form='unscaled'"
+        )
+
+
+def _check_window(function: str, stochastic: Rows, recorded: Rows, transition: Sampler, form: Form, *, own: bool) -> None:
     """Raise ValueError unless the recorded part of the window has as many steps for every sample, and at least one."""
-    if own and (left_out := np.flatnonzero((stochastic & ~recorded).any(1)).tolist()):
+    window = sorted({step for row in stochastic for step in row})
+    if own and (left_out := [step for step in window if not any(step in row for row in recorded)]):
         raise ValueError(
             f"{function}: window holds steps {left_out}, which are deterministic and have no density, so that samples would "
             "have different numbers of recorded steps: leave these steps out of every window"
         )
-    if form != "unscaled" and not recorded.any():
-        window = np.flatnonzero(stochastic.any(1)).tolist()
+    if form != "unscaled" and not any(recorded):
         raise ValueError(
             f"{function}: {sampler_name(transition)} takes no stochastic step in {window}, so form={form!r} is undefined: "
             "use a stochastic sampler with eta > 0, or form='unscaled'"

@@ -7,7 +7,9 @@ all samplers. `std` is the standard deviation of the whole step, sqrt(|dt|) incl
 
 "Level" is the general word for what a schedule holds. `sigma` is the noise level of a flow (x = (1 - sigma) x0 + sigma eps,
 falling to 0), `alpha_bar` the cumulative signal power of a variance-preserving model (in (0, 1), rising). Each sampler takes
-the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma.
+the levels before and after the step, `[B]`, 0-d or float, and dt = sigma_next - sigma. `eta` is a float, or a tensor `[B]`
+or 0-d, which gets a gradient. The stochastic samplers raise a ValueError for levels that are out of range or rise (fall, for
+`ddim`), where they are known (see `checks.can_look`).
 """
 
 import math
@@ -18,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_number, check_per_sample, compute_dtype
+from fluvial.core.checks import can_look, check_choice, check_number, check_per_sample, compute_dtype
 from fluvial.core.types import Grid, Scalar, to_device
 
 SamplerName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode", "wan_sde"]
@@ -49,13 +51,13 @@ class Sampler(Protocol):
         ...
 
 
-def bind(sampler: str | Callable[..., Transition], eta: float, levels: Grid) -> Sampler:
+def bind(sampler: str | Callable[..., Transition], eta: Scalar, levels: Grid) -> Sampler:
     """Return the sampler of a name with its hyper-parameters bound for a schedule, or a custom sampler as it is.
 
     Args:
         sampler: one of `SAMPLERS`, or a callable that follows the `Sampler` protocol.
-        eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`. A custom sampler has its own
-            hyper-parameters bound already, and eta is not passed to it.
+        eta: scale of the sampler's noise, from 0 to the sampler's `MAX_ETA`, `[B]`, 0-d or float. A custom sampler has its
+            own hyper-parameters bound already, and eta is not passed to it.
         levels: T+1 levels of the schedule, `[T+1]`. flow_sde and wan_sde take the second one as their `sigma_max`.
 
     Raises:
@@ -74,12 +76,13 @@ def bind(sampler: str | Callable[..., Transition], eta: float, levels: Grid) -> 
     return partial({"dance_sde": dance_sde, "cps": cps, "ddim": ddim}[sampler], eta=eta)
 
 
-def check_eta(function: str, sampler: str, eta: float) -> None:
+def check_eta(function: str, sampler: str, eta: Scalar) -> None:
     """Raise ValueError unless `sampler` is one of `SAMPLERS` and eta is in its range."""
     check_choice(function, "sampler", sampler, SAMPLERS)
-    if sampler == "ode" and eta != 0:
+    if sampler == "ode" and (isinstance(eta, Tensor) or eta != 0):
         raise ValueError(f"{function}: eta is {eta}, and ode draws no noise: use eta 0, or another sampler")
-    check_number(function, "eta", eta, low=0, high=MAX_ETA[sampler])
+    batch = len(eta) if isinstance(eta, Tensor) and eta.ndim > 0 else 0
+    check_number(function, "eta", eta, low=0, high=MAX_ETA[sampler], batch=batch)
 
 
 def sampler_name(sampler: Sampler) -> str:
@@ -89,12 +92,12 @@ def sampler_name(sampler: Sampler) -> str:
 
 
 def ode(sigma: Scalar, sigma_next: Scalar) -> Transition:
-    """Return the Euler step of the probability-flow ODE: a = 1, b = dt, std = 0."""
-    sigma, sigma_next = _scalars("ode", sigma=sigma, sigma_next=sigma_next)
+    """Return the Euler step of the probability-flow ODE: a = 1, b = dt, std = 0, over levels of any kind and order."""
+    (sigma, sigma_next), _ = _scalars("ode", sigma=sigma, sigma_next=sigma_next)
     return Transition(a=torch.ones_like(sigma), b=sigma_next - sigma, std=torch.zeros_like(sigma))
 
 
-def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar) -> Transition:
+def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar, sigma_max: Scalar) -> Transition:
     """Return the Euler-Maruyama step of Flow-GRPO's SDE (arXiv 2505.05470), which keeps the ODE's marginals.
 
         r = eta sqrt(sigma / (1 - s)),  s = sigma_max where sigma = 1 (to 1e-6), else sigma
@@ -109,13 +112,13 @@ def flow_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar
         eta: scale of the noise rate, >= 0; 0 is the ODE.
         sigma_max: the schedule's second value, which bounds the rate of the first step.
     """
-    sigma, sigma_next, sigma_max = _scalars("flow_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
-    check_number("flow_sde", "eta", eta, low=0)
+    (sigma, sigma_next, sigma_max), eta = _scalars("flow_sde", eta, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
+    _check_levels("flow_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
     clamped = torch.where((sigma - 1).abs() <= 1e-6, sigma_max, sigma)
     return _reverse_sde(sigma, sigma_next, rate=eta * torch.sqrt(sigma / (1 - clamped)))
 
 
-def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
+def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
     """Return the Euler-Maruyama step of DanceGRPO's SDE (arXiv 2505.07818): Flow-SDE's with the constant rate eta.
 
         a = 1 + eta^2 dt / (2 sigma),  b = (1 + eta^2 (1 - sigma) / (2 sigma)) dt,  std = eta sqrt(-dt)
@@ -123,12 +126,12 @@ def dance_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
     Args:
         eta: the noise rate, >= 0; 0 is the ODE.
     """
-    sigma, sigma_next = _scalars("dance_sde", sigma=sigma, sigma_next=sigma_next)
-    check_number("dance_sde", "eta", eta, low=0)
-    return _reverse_sde(sigma, sigma_next, rate=torch.full_like(sigma, eta))
+    (sigma, sigma_next), eta = _scalars("dance_sde", eta, sigma=sigma, sigma_next=sigma_next)
+    _check_levels("dance_sde", sigma=sigma, sigma_next=sigma_next)
+    return _reverse_sde(sigma, sigma_next, rate=eta * torch.ones_like(sigma))
 
 
-def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar) -> Transition:
+def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar, sigma_max: Scalar) -> Transition:
     """Return the Euler-Maruyama step of Flow-GRPO's SDE for Wan: Flow-SDE's with the rate eta sigma_max sigma.
 
         a = 1 + r^2 dt / (2 sigma),  b = (1 + r^2 (1 - sigma) / (2 sigma)) dt,  std = r sqrt(-dt),  r = eta sigma_max sigma
@@ -139,12 +142,12 @@ def wan_sde(sigma: Scalar, sigma_next: Scalar, *, eta: float, sigma_max: Scalar)
 
     Source: the code of Flow-GRPO (arXiv 2505.05470) for Wan 2.1, whose rate falls from sigma_max to the last level, 0.
     """
-    sigma, sigma_next, sigma_max = _scalars("wan_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
-    check_number("wan_sde", "eta", eta, low=0)
+    (sigma, sigma_next, sigma_max), eta = _scalars("wan_sde", eta, sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
+    _check_levels("wan_sde", sigma=sigma, sigma_next=sigma_next, sigma_max=sigma_max)
     return _reverse_sde(sigma, sigma_next, rate=eta * sigma_max * sigma)
 
 
-def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
+def cps(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
     """Return the coefficients-preserving step of Flow-CPS (arXiv 2509.05952): predict x0 and eps, mix eps with fresh noise.
 
         std = sigma_next sin(eta pi / 2),  q = sqrt(sigma_next^2 - std^2)
@@ -157,18 +160,19 @@ def cps(sigma: Scalar, sigma_next: Scalar, *, eta: float) -> Transition:
     Args:
         eta: share of fresh noise, from 0 (the ODE) to 1 (all of it).
     """
-    sigma, sigma_next = _scalars("cps", sigma=sigma, sigma_next=sigma_next)
-    check_number("cps", "eta", eta, low=0, high=1)
-    angle = eta * math.pi / 2
-    drop = sigma_next * (1 - abs(math.cos(angle)))
-    return Transition(
-        a=1 - drop,
-        b=(sigma_next - sigma) - (1 - sigma) * drop,
-        std=sigma_next * math.sin(angle) if eta > 0 else torch.zeros_like(sigma),
-    )
+    (sigma, sigma_next), eta = _scalars("cps", eta, sigma=sigma, sigma_next=sigma_next, most=1)
+    _check_levels("cps", sigma=sigma, sigma_next=sigma_next)
+    if isinstance(eta, Tensor):  # in float64, where 1 - cos of a small angle keeps its digits
+        angle = eta.to(torch.float64) * math.pi / 2
+        drop = sigma_next * (1 - torch.cos(angle).abs()).to(sigma.dtype)
+        std = sigma_next * torch.sin(angle).to(sigma.dtype)
+    else:
+        drop = sigma_next * (1 - abs(math.cos(eta * math.pi / 2)))
+        std = sigma_next * math.sin(eta * math.pi / 2)
+    return Transition(a=1 - drop, b=(sigma_next - sigma) - (1 - sigma) * drop, std=std)
 
 
-def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: float) -> Transition:
+def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: Scalar) -> Transition:
     """Return the DDIM step (arXiv 2010.02502) of an epsilon-prediction model; here v is epsilon.
 
         std = eta sqrt((1 - abn) / (1 - ab)) sqrt(1 - ab / abn)
@@ -181,12 +185,21 @@ def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: float) -> Transition
         eta: 0 is deterministic DDIM, 1 is DDPM's ancestral step. Above 1 the variance can exceed the noise that there
             is to replace, and b is NaN.
     """
-    ab, abn = _scalars("ddim", alpha_bar=alpha_bar, alpha_bar_next=alpha_bar_next)
-    check_number("ddim", "eta", eta, low=0)
+    (ab, abn), eta = _scalars("ddim", eta, alpha_bar=alpha_bar, alpha_bar_next=alpha_bar_next)
+    if can_look(ab, abn) and (wrong := ~((ab > 0) & (ab < 1) & (ab <= abn) & (abn <= 1))).any():
+        place, (level, level_next) = _first(wrong, ab, abn)
+        raise ValueError(
+            f"ddim: alpha_bar goes from {level:g} to {level_next:g}{place}, expected rising signal powers in (0, 1]: pass "
+            "alphas_cumprod at the timesteps, from noise to data, not the timesteps or the noise levels of a flow"
+        )
     kept = ab * (1 - abn) / (abn * (1 - ab))
+    if isinstance(eta, Tensor):  # two roots, because at abn = 1 the gradient of one would be 0 / 0
+        left = torch.sqrt(1 - abn) * torch.sqrt(1 - eta**2 + eta**2 * kept)
+    else:
+        left = torch.sqrt((1 - abn) * (1 - eta**2 + eta**2 * kept))
     return Transition(
         a=torch.sqrt(abn / ab),
-        b=torch.sqrt((1 - abn) * (1 - eta**2 + eta**2 * kept)) - torch.sqrt(abn * (1 - ab) / ab),
+        b=left - torch.sqrt(abn * (1 - ab) / ab),
         std=eta * torch.sqrt((1 - abn) / (1 - ab)) * torch.sqrt(1 - ab / abn),
     )
 
@@ -215,12 +228,51 @@ def _check_custom(sampler: Callable[..., Transition], levels: Tensor) -> Sampler
     return sampler
 
 
-def _scalars(function: str, **scalars: Scalar) -> tuple[Tensor, ...]:
-    """Return per-sample scalars as tensors of one shape (`[B]` or 0-d), dtype (float32 or float64) and device."""
+def _check_levels(function: str, **levels: Tensor) -> None:
+    """Raise ValueError unless noise levels are in [0, 1] and do not rise nor begin at 0, where they are known."""
+    if not can_look(*levels.values()):
+        return
+    for name, level in levels.items():
+        if (wrong := ~((level >= 0) & (level <= 1))).any():
+            place, (value,) = _first(wrong, level)
+            raise ValueError(
+                f"{function}: {name} is {value:g}{place}, expected a noise level in [0, 1]: a timestep of 0 to 1000 is "
+                "none; divide it by 1000, or take the scheduler's sigmas"
+            )
+    sigma, sigma_next = levels["sigma"], levels["sigma_next"]
+    if (wrong := ~((sigma_next <= sigma) & (sigma > 0))).any():
+        place, values = _first(wrong, sigma, sigma_next)
+        raise ValueError(
+            f"{function}: the noise level goes from {values[0]:g} to {values[1]:g}{place}, expected falling levels, from "
+            "noise to data: flip the schedule; DDPM's alpha_bar, which rises, goes with ddim"
+        )
+
+
+def _first(wrong: Tensor, *levels: Tensor) -> tuple[str, list[float]]:
+    """Return where the first wrong level is, for a message, and the levels there."""
+    if wrong.ndim == 0:
+        return "", [level.item() for level in levels]
+    index = int(torch.nonzero(wrong)[0])
+    return f" at index {index}", [level[index].item() for level in levels]
+
+
+def _scalars(
+    function: str, eta: Scalar = 0.0, *, most: float = math.inf, **scalars: Scalar
+) -> tuple[tuple[Tensor, ...], Scalar]:
+    """Return levels and eta as tensors of one shape (`[B]` or 0-d), dtype (float32 or float64) and device, or a float eta.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype or shape, or eta is not in [0, most].
+    """
+    if isinstance(eta, Tensor):
+        scalars["eta"] = eta
     given = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
     dtype = compute_dtype(function, **given)
     batched = [value for value in given.values() if value.ndim > 0]
     device = next((value.device for value in [*batched, *given.values()]), torch.device("cpu"))
     tensors = {name: to_device(torch.as_tensor(value, dtype=dtype), device) for name, value in scalars.items()}
-    check_per_sample(function, len(batched[0]) if batched else 1, **tensors)
-    return tuple(torch.broadcast_tensors(*tensors.values()))
+    batch = len(batched[0]) if batched else 1
+    check_per_sample(function, batch, **tensors)
+    check_number(function, "eta", tensors.get("eta", eta), low=0, high=most, batch=batch)
+    together = torch.broadcast_tensors(*tensors.values())
+    return (together[:-1], together[-1]) if "eta" in tensors else (together, eta)

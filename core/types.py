@@ -4,8 +4,6 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from fluvial.core.host_values import remember
-
 PerSample = Float[Tensor, " b"]  # one number per sample
 Samples = Float[Tensor, "b *event"]  # a batch of samples, noises or velocities
 Scalar = Float[Tensor, " b"] | Float[Tensor, ""] | float  # one number per sample, or one for all of them
@@ -18,10 +16,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; the tensor itself if it is there already.
 
     A copy from pageable memory of the host to an accelerator blocks the host until the device has done all that it was asked
-    before. From pinned memory it only joins the queue, and PyTorch keeps that memory until it is copied. The host knows the
-    values of a small copy (`host_values`).
+    before. From pinned memory it only joins the queue, and PyTorch keeps that memory until it is copied.
     """
     if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
     pinned = tensor.contiguous().pin_memory()  # with the strides of an expanded tensor, PyTorch refuses to write to it
-    return remember(pinned.to(device, non_blocking=True), tensor.detach())
+    return pinned.to(device, non_blocking=True)

@@ -17,25 +17,25 @@ MODELS = {
     "handwriting": NamedModel(
         "fluvial.models.handwriting:Handwriting",
         "fluvial.engines.run.job:handwriting",
-        "fluvial.engines.run.pretrain:handwriting_pretraining",
+        "fluvial.bench.pretrain:handwriting_pretraining",
         CODES,
     ),
     "handwriting-unet": NamedModel(
         "fluvial.models.handwriting:HandwritingUNet",
         "fluvial.engines.run.job:handwriting_unet",
-        "fluvial.engines.run.pretrain:handwriting_unet_pretraining",
+        "fluvial.bench.pretrain:handwriting_unet_pretraining",
         CODES,
     ),
     "words": NamedModel(
         "fluvial.models.words:Words",
         "fluvial.engines.run.job:words",
-        "fluvial.engines.run.pretrain:words_pretraining",
+        "fluvial.bench.pretrain:words_pretraining",
         ("apple", "house", "river", "stone"),
     ),
     "edit-words": NamedModel(
         "fluvial.models.words:EditWords",
         "fluvial.engines.run.job:edit_words",
-        "fluvial.engines.run.pretrain:edit_words_pretraining",
+        "fluvial.bench.pretrain:edit_words_pretraining",
         ("apple", "house", "river", "stone"),
     ),
 }

@@ -1,17 +1,47 @@
 """Look up objectives, samplers, rewards, recipes and models by name, user-defined ones included.
 
 A name is one of three: built in (a key of the caller's table), declared by an installed package through an entry point
-(`[project.entry-points."fluvial.objectives"]`), or `module:attribute`.
+(`[project.entry-points."fluvial.objectives"]`), or `module:attribute`. The extensions of `engines/extensions` are declared
+here, so that a folder without installation has them, too: the spine imports none of them.
 """
 
 import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from fluvial.engines.errors import UsageError
+
+# What the spine asks for and does not import, by group and name, as entry points of `fluvial.<group>` declare it:
+#   sources        by the scheme of `rollout.source`: function that opens one, see `sampling.build.OpenSource`
+#   trackers       by the value of `tracker`: function or class of a `run.log.trackers.TrackedRun`
+#   reward_makers  mappings of a reward's name to the function that makes it of its options; all count
+#   reports        functions of the folder of a run that has ended, which return the path of what they wrote; all are called
+#   curves         functions (path, title, points, unit) that draw a curve as a PNG; all are called
+#   extensions     what has a place of its own in the spine: settings that fit a GPU, stored rollouts, published runs
+EXTENSIONS: dict[str, dict[str, str]] = {
+    "sources": {
+        "http": "fluvial.engines.extensions.remote.remote:open_remote",
+        "https": "fluvial.engines.extensions.remote.remote:open_remote",
+        "replayed": "fluvial.engines.extensions.remote.stored:open_replayed",
+    },
+    "trackers": {
+        "tensorboard": "fluvial.engines.extensions.report.trackers:TensorBoard",
+        "wandb": "fluvial.engines.extensions.report.trackers:Wandb",
+        "trackio": "fluvial.engines.extensions.report.trackers:Trackio",
+        "swanlab": "fluvial.engines.extensions.report.trackers:SwanLab",
+    },
+    "reward_makers": {"clients": "fluvial.engines.extensions.judges.table:MAKERS"},
+    "reports": {"page": "fluvial.engines.extensions.report.page:finish"},
+    "curves": {"png": "fluvial.engines.extensions.report.charts:curve"},
+    "extensions": {
+        "fit": "fluvial.engines.extensions.plan.fit:fitted",
+        "stored": "fluvial.engines.extensions.remote.stored:Storing",
+        "published": "fluvial.engines.extensions.published.resolve:configure",
+    },
+}
 
 # Says what is wrong with the object that was found, e.g. "is of type list, expected a function", or None.
 Check = Callable[[Any], str | None]
@@ -39,8 +69,8 @@ def load(
     elif ":" in spec:
         found = _imported(where, spec)
     elif spec in declared:
-        where += f" (entry point {declared[spec].value})"
-        found = _imported(where, declared[spec].value)
+        where += f" (entry point {declared[spec]})"
+        found = _imported(where, declared[spec])
     else:
         known = names(group, table)
         expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
@@ -53,6 +83,15 @@ def load(
 def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
     """Return the names that `load` knows without a module: the table's, then those of entry points."""
     return list(dict.fromkeys([*(table or {}), *_declared(group)]))
+
+
+def load_all(group: str) -> list[Any]:
+    """Return everything that is declared for a group; none where nothing is.
+
+    Raises:
+        UsageError: one of them cannot be imported.
+    """
+    return [load(name, group) for name in _declared(group)]
 
 
 def spec_of(thing: Any) -> str:
@@ -86,8 +125,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _declared(group: str) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=f"fluvial.{group}")}
+def _declared(group: str) -> dict[str, str]:
+    """Return `module:attribute` by name, of the extensions here, then of installed packages."""
+    here = EXTENSIONS.get(group, {})
+    return here | {point.name: point.value for point in entry_points(group=f"fluvial.{group}") if point.name not in here}
 
 
 def _imported(label: str, spec: str) -> Any:

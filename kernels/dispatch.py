@@ -24,11 +24,10 @@ from fluvial.core.checks import (
     check_same_device,
     check_same_shape,
     compute_dtype,
-    trusted_values,
 )
 from fluvial.core.gaussian import FORMS, REDUCTIONS, Form, Reduction
 from fluvial.core.policy import PolicyInfo
-from fluvial.core.random import Key, fold_in
+from fluvial.core.random import Key, sample_keys
 from fluvial.core.step import KLWeight
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
@@ -42,7 +41,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter 
 
 
 def resolve(
-    function: str, implementation: Implementation, samples: Sequence[Tensor], numbers: Sequence[Tensor] = ()
+    function: str,
+    implementation: Implementation,
+    samples: Sequence[Tensor],
+    numbers: Sequence[Tensor] = (),
+    constants: Sequence[Scalar] = (),
 ) -> Literal["triton", "compiled", "reference"]:
     """Return the implementation that runs.
 
@@ -55,6 +58,7 @@ def resolve(
         implementation: requested implementation.
         samples: tensors `[B, *event]`.
         numbers: per-sample tensors, for which the kernels have no gradient.
+        constants: numbers that the kernels take as Python numbers only.
 
     Raises:
         ValueError: the requested implementation does not exist or does not support these arguments. Nothing is replaced
@@ -62,9 +66,9 @@ def resolve(
     """
     check_choice(function, "implementation", implementation, IMPLEMENTATIONS)
     if implementation == "auto":
-        fused = samples[0].device.type in FUSED and _obstacle(samples, numbers) is None
+        fused = samples[0].device.type in FUSED and _obstacle(samples, numbers, constants) is None
         return "triton" if fused else "reference"
-    if implementation == "triton" and (reason := _obstacle(samples, numbers)) is not None:
+    if implementation == "triton" and (reason := _obstacle(samples, numbers, constants)) is not None:
         raise ValueError(f"{function}: implementation is 'triton', but {reason}: use 'auto' or 'reference'")
     compiling = torch.compiler.is_compiling()
     if implementation == "compiled" and not compiling and torch._C._functorch.maybe_current_level() is not None:
@@ -90,7 +94,8 @@ def step_log_prob(
     The reference is `core.step.step_log_prob`. A step with std 0 where the form needs a density is refused on the CPU only.
     """
     name, samples = "step_log_prob", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
-    scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
+    scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
+    _check_density(name, transition, form, v_ref)
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
     if chosen == "triton":
         from fluvial.kernels.fused.step_log_prob import function
@@ -119,13 +124,16 @@ def sde_step(
     All implementations draw the same Philox words. The fused kernel turns them into normals in float32, which differ from
     the reference's by a few units in the last place.
 
+    Where std is 0, the kernels and the compiled reference return NaN for the log-probability: of samples that have windows
+    of their own, some take no noise at a step that others are scored at. The reference raises.
+
     Rollouts take their recorded steps with it where the fused kernel or the compiled reference runs. Elsewhere they draw
     the noise of many steps at once, with the same bits as the reference.
     """
     name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
-    scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=False)
+    scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
     batch = v.shape[0]
-    keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch, device=v.device))
+    keys = sample_keys(key, batch, device=v.device)
     low, high = (
         torch.as_tensor(word) if isinstance(word, Tensor) else torch.full((), word, device=v.device) for word in keys
     )
@@ -153,10 +161,10 @@ def policy_loss(
     *,
     log_prob_old: PerSample,
     advantage: PerSample,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Scalar,
+    clip_high: Scalar,
     v_ref: Samples | None = None,
-    kl_coef: float = 0.0,
+    kl_coef: Scalar = 0.0,
     kl_weight: KLWeight = "rate",
     dt: Scalar | None = None,
     v_uncond: Samples | None = None,
@@ -167,9 +175,10 @@ def policy_loss(
 ) -> tuple[PerSample, PolicyInfo]:
     """Return the clipped policy loss of stored pairs, `[B]`, and diagnostics, as `core.step.policy_loss` does."""
     name, samples = "policy_loss", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
-    scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction, density=v_ref is not None)
-    check_number(name, "clip_low", clip_low, low=0, high=1)
-    check_number(name, "clip_high", clip_high, low=0)
+    scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
+    _check_density(name, transition, form, v_ref)
+    check_number(name, "clip_low", clip_low, low=0, high=1, batch=v.shape[0])
+    check_number(name, "clip_high", clip_high, low=0, batch=v.shape[0])
     pairs = {"log_prob_old": log_prob_old, "advantage": advantage}
     compute_dtype(name, **pairs)
     for which, tensor in pairs.items():
@@ -178,15 +187,16 @@ def policy_loss(
     kl_scale = step.kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     check_same_device(name, v=v, **pairs, **({"dt": kl_scale} if isinstance(kl_scale, Tensor) else {}))
     numbers = _tensors(*transition, log_prob_old, advantage, scale, kl_scale)
-    chosen = resolve(name, implementation, list(samples.values()), numbers)
+    constants = clip_low, clip_high, kl_coef
+    chosen = resolve(name, implementation, list(samples.values()), numbers, constants)
     if chosen == "triton":
         from fluvial.kernels.fused.policy_loss import function
 
         *coefficients, g, old, weight, factor = _float32(
             v, *transition, scale, log_prob_old, advantage, _number(kl_scale, v)
         )
-        bounds = clip_low, clip_high, kl_coef
-        loss, more = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, old, weight, factor, *bounds, form, reduction)
+        stored = old, weight, factor, *constants
+        loss, more = function(*coefficients, x, v, x_next, v_ref, v_uncond, g, *stored, form, reduction)
         return loss, PolicyInfo(*more.detach()[:5].unbind(0))
     options: dict[str, Any] = {
         **pairs,
@@ -210,22 +220,22 @@ def nft_loss(
     t: Scalar,
     reward_prob: PerSample,
     *,
-    beta: float,
-    adv_clip: float,
-    weight_min: float = 1e-5,
+    beta: Scalar,
+    adv_clip: Scalar,
+    weight_min: Scalar = 1e-5,
     implementation: Implementation = "auto",
 ) -> PerSample:
     """Return DiffusionNFT's loss, `[B]`, as `core.nft.nft_loss` does."""
     name, samples = "nft_loss", {"v": v, "v_old": v_old, "x0": x0, "xt": xt}
     options = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
-    nft.check_nft_numbers(**options)
     compute_dtype(name, **samples, reward_prob=reward_prob)
     check_same_shape(name, **samples)
+    nft.check_nft_numbers(**options, batch=v.shape[0])
     _check_event(name, v)
     level = _number(t, v)
     check_per_sample(name, v.shape[0], t=level, reward_prob=reward_prob)
     check_same_device(name, **samples, t=level, reward_prob=reward_prob)
-    chosen = resolve(name, implementation, list(samples.values()), [level, reward_prob])
+    chosen = resolve(name, implementation, list(samples.values()), [level, reward_prob], [*options.values()])
     if chosen == "triton":
         from fluvial.kernels.fused.nft_loss import function
 
@@ -256,13 +266,8 @@ def _check_step(
     guidance: Scalar | None,
     form: Form,
     reduction: Reduction,
-    *,
-    density: bool,
 ) -> Tensor | None:
-    """Check the arguments that the operations of a step share, and return the guidance as a tensor.
-
-    `density`: whether a result other than the log-prob needs std > 0, as the KL does.
-    """
+    """Check the arguments that the operations of a step share, and return the guidance as a tensor."""
     check_choice(function, "form", form, FORMS)
     check_choice(function, "reduction", reduction, REDUCTIONS)
     coefficients = transition._asdict()
@@ -275,18 +280,24 @@ def _check_step(
     numbers = _given(**coefficients, guidance=scale)
     check_per_sample(function, v.shape[0], **numbers)
     check_same_device(function, **samples, **numbers)
-    if density or form != "unscaled":
-        gaussian.check_stochastic(function, transition.std)
     return scale
 
 
-def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor]) -> str | None:
+def _check_density(function: str, transition: Transition, form: Form, v_ref: Tensor | None) -> None:
+    """Raise ValueError if the log-prob or the KL needs std > 0 and it is not."""
+    if form != "unscaled" or v_ref is not None:
+        gaussian.check_stochastic(function, transition.std)
+
+
+def _obstacle(samples: Sequence[Tensor], numbers: Sequence[Tensor], constants: Sequence[Scalar]) -> str | None:
     """Return why the fused kernels do not support these arguments, None if they do."""
     device = samples[0].device.type
     if not HAS_TRITON:
         return "triton is not installed"
     if device not in FUSED and not (device == "cpu" and INTERPRETED):
         return f"the tensors are on {device}, expected {' or '.join(ACCELERATORS)} (or TRITON_INTERPRET=1)"
+    if any(isinstance(value, Tensor) for value in constants):
+        return "a hyper-parameter is a tensor, and the kernels take Python numbers"
     if any(tensor.dtype == torch.float64 for tensor in (*samples, *numbers)):
         return "a tensor is float64, and the kernels compute in float32"
     if torch.is_grad_enabled() and any(_requires_grad(tensor) for tensor in numbers):
@@ -313,11 +324,9 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 
 def _run(function: Callable[..., Any], chosen: str, *args: Any, **options: Any) -> Any:
-    """Call the reference, compiled if that is chosen, without checking values a second time."""
-    if torch.compiler.is_compiling():  # the outer compilation includes the reference, which reads no values there
-        return function(*args, **options)
-    with trusted_values():
-        return (_compiled(function) if chosen == "compiled" else function)(*args, **options)
+    """Call the reference, compiled if that is chosen and nothing around it is compiled already."""
+    compiled = chosen == "compiled" and not torch.compiler.is_compiling()
+    return (_compiled(function) if compiled else function)(*args, **options)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
-from fluvial.core.host_values import joined, kept
 from fluvial.core.types import PerSample, Samples
+from fluvial.models.host_values import joined, kept
 from fluvial.models.protocol import Cond, DiffusionModel
 
 

@@ -31,11 +31,16 @@ from typing import Any, NamedTuple
 os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # before torch reads them
 sys.path[:0] = [str(Path(__file__).parent / "helpers")]
 
+# What a run imports on first use is imported here, once for all forks.
+import diffusers.optimization  # noqa: E402
+import peft  # noqa: E402, F401
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
 from digest_cases import Case, cases, prepare  # noqa: E402
 
 from fluvial.engines import TrainConfig, Trainer, init_world  # noqa: E402
 from fluvial.engines.run import train  # noqa: E402
+from fluvial.models.handwriting import BASE, Handwriting  # noqa: E402
 
 WAIT = 90.0  # seconds that a rank waits for another, and a run for a server
 TIMED = ("seconds", "speed", "memory", "time", "age")  # numbers of a record that are not the run's
@@ -150,8 +155,6 @@ def work(rank: int, ranks: int, port: int, folder: Path, address: str, names: Se
     torch.set_num_threads(1)  # makes the fork's pool of threads, which threads of rewards would each begin to make
     known, name = cases(folder), ""
     try:
-        import diffusers
-
         diffusers.logging.set_verbosity_error()  # of what is experimental in it
         alone = contextlib.nullcontext() if known[names[0]].way == "loop" else init_world(timeout=WAIT)
         with alone as world:
@@ -190,10 +193,10 @@ def make_together(ranks: int, folder: Path, address: str, names: Sequence[str]) 
         group[receiver] = context.Process(target=work, args=(rank, ranks, port, folder, address, names, sender))
         group[receiver].start()
         sender.close()
-    found: Result | str | None = None
+    found: Any = None
     try:
         while left and not isinstance(found, str):
-            pipe = wait([*group])[0]
+            pipe: Any = wait([*group])[0]
             try:
                 name, found, more = pipe.recv()
             except EOFError:
@@ -275,7 +278,8 @@ def main(arguments: Sequence[str]) -> int:
         table = cases(folder)
         if unknown := [name for name in asked.names if name not in table]:
             raise SystemExit(f"no run is named {', '.join(unknown)}: {' '.join(table)}")
-        prepare(folder)
+        Handwriting(BASE).build()  # whose classes are imported then
+        prepare(folder, {Path(table[name].config.model).name for name in asked.names or table})
         for ranks in asked.ranks:
             names = [name for name in asked.names or table if ranks in table[name].ranks]
             for name, found, more in results(ranks, folder, names):

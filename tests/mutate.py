@@ -2,7 +2,7 @@
 
     python -P tests/mutate.py            all of them, in some minutes
     python -P tests/mutate.py --only 3   one of them
-    python -P tests/mutate.py --list     the table of tests/README.md
+    python -P tests/mutate.py --list     the faults as a table
 
 A fault of faults.toml replaces one text in one file of a temporary copy, whose packages come first on PYTHONPATH. The tree
 itself is never changed. Without faults the copy must pass the same tests, or they would prove nothing.
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="numbers of the faults", choices=range(1, len(FAULTS) + 1)
     )
-    parser.add_argument("--list", action="store_true", help="print the table of tests/README.md")
+    parser.add_argument("--list", action="store_true", help="print the faults as a table")
     arguments = parser.parse_args()
     if arguments.list:
         print(table())

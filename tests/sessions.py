@@ -29,7 +29,7 @@ UNTYPED = {"FLUVIAL_NO_TYPECHECK": "1"}
 CHECKED = ("tests/core", "tests/kernels")
 OTHERS = ("tests/bench", "tests/engines", "tests/models", *(f"tests/{path.name}" for path in ROOT.glob("tests/test_*.py")))
 WITHOUT_CHECKS = (
-    "tests/core/test_compile.py",
+    "tests/core/test_composes.py",
     "tests/core/test_checks.py",
     "tests/kernels/test_dispatch.py",
     "tests/bench/test_kernels.py",

@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "kernels", "models", "engines", "bench")
 MOST_FILES, MOST_LINES = 20, 600
 RUNS = ("run", "Popen", "check_output")  # functions of subprocess with an argument text
-MORE_FILES = {"core": 22}  # one file per formula
+MORE_FILES = {"core": 21}  # one file per formula
+EXTENSIONS = sorted(path.name for path in (ROOT / "engines" / "extensions").iterdir() if (path / "__init__.py").is_file())
+SPINE_OF_ENGINES = ("engine", "sampling", "methods", "scoring", "data", "run", "export")
+SPINE = ("core", "kernels", "models", *(f"engines.{name}" for name in SPINE_OF_ENGINES))
 # Lowest first; a package imports from floors below its own. Any other module is on the last floor.
 FLOORS = (
     ("core",),
@@ -21,25 +24,34 @@ FLOORS = (
         "engines.plugins",
         "engines.choices",
         "engines.streams",
-        "engines.extensions.report",
         "engines.named_models",
+        "engines.run.log",
     ),
     ("engines.engine",),
-    ("engines.extensions.simulate",),
-    ("engines.run.checkpoint", "engines.data", "engines.extensions.wire", "engines.extensions.plan", "engines.sampling"),
-    ("engines.scoring", "engines.methods", "engines.run.evaluation", "engines.export"),
-    ("engines.extensions.remote",),
+    (
+        "engines.run.checkpoint",
+        "engines.data",
+        "engines.sampling",
+        "engines.run.passes.micro_batch",
+        "engines.run.passes.warm_up",
+    ),
+    ("engines.scoring", "engines.export"),
+    # What a method sees.
+    *((f"engines.run.{name}",) for name in ("settings", "networks", "jobs.base", "batch", "sampler", "run")),
+    ("engines.methods", "engines.run.evaluation"),
     ("engines.run.process",),
     ("engines.run",),
-    ("engines.extensions.servers", "engines.extensions.votes", "engines.extensions.verl", "engines.extensions.dryrun"),
-    ("engines.extensions.trial", "engines.cli", "engines", "engines.extensions"),
+    tuple(f"engines.extensions{name}" for name in ("", *(f".{name}" for name in EXTENSIONS))),
+    ("bench.pretrain", "bench.trial"),
+    ("engines.cli", "engines"),
     ("bench",),
 )
 # The modules that may import the configuration of a run for a type, from below it: an objective says which configurations it
 # refuses, and the rules of the configuration itself are in a file beside it.
 RUN = "engines.run.config"
 NAMES_RUN = {
-    f"engines.methods.{name}" for name in ("alignprop", "crd", "matching", "nft", "preferences", "protocol", "surrogates")
+    f"engines.methods.{name}"
+    for name in ("alignprop", "crd", "d3po", "dgpo", "distill", "dpo", "imitation", "protocol", "successors")
 } | {"engines.run.validate"}
 
 
@@ -122,6 +134,14 @@ def upward() -> list[str]:
 def test_no_import_points_up() -> None:
     """Not even inside a function."""
     assert upward() == []
+
+
+def test_the_spine_imports_no_extension() -> None:
+    """Neither inside a function nor for a type: `engines/plugins.py` looks extensions up."""
+    spine = [name for name in modules() if f"{name}.".startswith(tuple(f"{each}." for each in SPINE))]
+    assert len(spine) > 200
+    pairs = [(name, target) for name in spine for target in imports(modules()[name], name, lazy=True)]
+    assert [pair for pair in pairs if pair[1].startswith("engines.extensions")] == []
 
 
 def test_each_module_that_may_name_the_run_does() -> None:

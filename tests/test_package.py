@@ -46,7 +46,7 @@ def test_the_wheel_holds_the_namespace_alone(tmp_path: Path) -> None:
     modules = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     assert {name.removeprefix("fluvial/") for name in names if name.endswith(".py")} == modules
     assert {"fluvial/core/py.typed", "fluvial/models/handwriting/base/diffusion_pytorch_model.safetensors"} <= set(names)
-    assert "fluvial/engines/scoring/clients/templates/yes_no.txt" in names
+    assert "fluvial/engines/extensions/judges/templates/yes_no.txt" in names
     assert "fluvial/models/rewards/prompts/hpsv3.txt" in names
     assert "fluvial/engines/extensions/votes/page.html" in names
     assert not any("test" in name for name in names)

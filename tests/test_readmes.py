@@ -18,10 +18,10 @@ from pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 from fluvial.engines.cli import main as cli
 
 # Folders whose page tells how to use them.
-EXTENSIONS = ("plan", "remote", "report", "servers", "verl")
+EXTENSIONS = ("plan", "published", "remote", "report", "servers", "verl")
 TOPICS = (
     *("data", "scoring", "sampling", "methods", "engine", "export", "cli"),
-    *("run", "run/published", "run/evaluation", "run/checkpoint", "run/process"),
+    *("run", "run/evaluation", "run/checkpoint", "run/process"),
     *(f"extensions/{name}" for name in EXTENSIONS),
 )
 # Most lines of a page, and most words of a paragraph, of the pages that people open first.
@@ -39,7 +39,7 @@ def inline(name: str, start: str) -> list[str]:
 
 def every_flag() -> set[str]:
     """Return the flags of all commands and benchmarks."""
-    from fluvial.bench import aot, kernels, phases, serving, traffic
+    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic
     from fluvial.bench.objectives.cases import ObjectivesConfig
     from fluvial.bench.peers.config import PeersConfig
     from fluvial.bench.update.cases import UpdateConfig
@@ -49,7 +49,7 @@ def every_flag() -> set[str]:
     from fluvial.engines.extensions.dryrun.command import DryRunConfig
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.plan.simulate import AheadConfig
-    from fluvial.engines.run import pretrain, recipes
+    from fluvial.engines.run import recipes
 
     configs: list[Any] = [recipe() for recipe in recipes.RECIPES.values()]
     configs += [
@@ -152,15 +152,15 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path, monkeypatch: pyt
 def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace what takes long by a note that it was reached; a person's module `mine` is there."""
     from fluvial.bench import __main__ as bench
-    from fluvial.bench import aot, kernels, phases, serving, traffic
+    from fluvial.bench import aot, kernels, phases, pretrain, serving, traffic
     from fluvial.bench.objectives import report as objectives
+    from fluvial.bench.trial import pipelines as trial
     from fluvial.engines import run as training
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import preferences, processes, sample, serve, serve_rewards
     from fluvial.engines.extensions.dryrun import command as dry_runs
     from fluvial.engines.extensions.plan import check, fit, plan, simulate, trace
-    from fluvial.engines.extensions.trial import pipelines as trial
-    from fluvial.engines.run import exports, pretrain
+    from fluvial.engines.run import exports
 
     reached: list[str] = []
 

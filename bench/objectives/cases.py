@@ -9,8 +9,8 @@ from typing import cast
 
 from fluvial.bench import harness
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.matching import Distill
-from fluvial.engines.methods.preferences import Dpo
+from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.record import as_record

@@ -17,7 +17,7 @@ from fluvial.bench.peers.verl_omni import VerlOmni
 from fluvial.bench.peers.work import CPU, Halves, Work
 from fluvial.bench.update.cases import SIZES
 from fluvial.core.checks import check_choice, check_number
-from fluvial.engines.extensions.plan import micro_batch
+from fluvial.engines.run.passes import micro_batch
 
 TRANSFORMER = "transformer"  # the forward and backward passes alone, which both sides have to make
 WINDOW_START = 1  # first step of a window

@@ -20,7 +20,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.surrogates import Clipped
+from fluvial.engines.methods.grpo import Clipped
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig
@@ -159,8 +159,8 @@ class Ours:
         requests = Requests(prompts, ids, key(0))
         plan = RolloutPlan(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
         samples = make_batch(SampleBatch(prompts, self._encoded(), trajectory, None))
-        steps = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
-        return steps.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
+        items = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
+        return items.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
 
     def update(self, items: Items, *, pairs: int | None = None) -> UpdateInfo:
         """Take one optimizer step on a stored rollout.
@@ -189,7 +189,7 @@ class Ours:
     def _update(self, run: Run, items: Items) -> UpdateInfo:
         """Take the step that GRPO takes on items."""
         (part,) = run.minibatches(items, key(0))
-        return run.update(part, self.parts.method.loss, split_guidance=True)
+        return run.update(part, self.parts.config.objective.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

@@ -35,8 +35,8 @@ from fluvial.bench.update.cases import (
 )
 from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, EngineConfig
+from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.extensions.plan.memory import LiveStorages
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 

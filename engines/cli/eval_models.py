@@ -19,6 +19,7 @@ from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.extensions.published.runs import published_runs
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
@@ -30,7 +31,6 @@ from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated
 from fluvial.engines.run.jobs.media import media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
-from fluvial.engines.run.published.runs import published_runs
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import without_weight

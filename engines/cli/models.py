@@ -63,8 +63,8 @@ def run(args: list[str]) -> None:
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
+    from fluvial.bench.trial.pipelines import measure, measured_table
     from fluvial.engines.cli.main import run as command
-    from fluvial.engines.extensions.trial.pipelines import measure, measured_table
     from fluvial.models.tiny.pipelines import has_transformer, pipelines
 
     if unknown := [name for name in names if not has_transformer(name)]:

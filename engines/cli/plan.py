@@ -77,11 +77,11 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     """Print what a published run takes on the GPUs that are typed, by default as many as published, and its memory."""
     import torch
 
+    from fluvial.engines.extensions.plan.fit import plan_of
     from fluvial.engines.extensions.plan.plan import PlanConfig
-    from fluvial.engines.run.fit import plan_of
-    from fluvial.engines.run.published import takes
-    from fluvial.engines.run.published.resolve import resolve
-    from fluvial.engines.run.published.runs import find
+    from fluvial.engines.extensions.published import takes
+    from fluvial.engines.extensions.published.resolve import resolve
+    from fluvial.engines.extensions.published.runs import find
 
     published = find(name)
     config, count = resolve(published), parsed(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus

@@ -13,7 +13,7 @@ def run(args: list[str]) -> None:
     if asks(args):
         args = ["handwriting", "--help"]
     name = named("pretrain", args, tuple(MODELS), "a model")
-    from fluvial.engines.run.pretrain import pretrain
+    from fluvial.bench.pretrain import pretrain
 
     recipe = resolve_name(MODELS[name].pretraining)
     config = parsed(recipe(), f"fluvial pretrain {name}", args[1:], about=recipe.__doc__)

@@ -7,7 +7,6 @@ from pathlib import Path
 from fluvial.engines.cli.listing import paragraphs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.report import page
-from fluvial.engines.extensions.report.records import damage
 
 USAGE = """usage: fluvial report RUN
 
@@ -27,5 +26,5 @@ def run(args: Sequence[str]) -> None:
         raise UsageError("report takes the folder of one run, got '' (fluvial report --help)")
     out = Path(args[0])
     print(page.write(out))
-    for problem in damage(out):
+    for problem in page.damage(out):
         print(f"fluvial: {problem}", file=sys.stderr)

@@ -48,7 +48,7 @@ def run(args: list[str]) -> None:
         raise UsageError(
             f"{name} is not a reward model of fluvial: {ELSEWHERE[name]}; run it in a server, and give its address"
         )
-    from fluvial.engines.scoring.clients import table as clients
+    from fluvial.engines.extensions.judges import table as clients
 
     known = [*REWARD_MODELS, *clients.CLIENTS]
     if as_json and name in known:

@@ -6,8 +6,8 @@ from typing import Any
 
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrapped
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.published.runs import PublishedRun, Source, find, published_runs
-from fluvial.engines.run.published.takes import to_bring
+from fluvial.engines.extensions.published.runs import PublishedRun, Source, find, published_runs
+from fluvial.engines.extensions.published.takes import to_bring
 
 USAGE = """usage: fluvial runs [NAME] [--json]
 
@@ -65,7 +65,7 @@ def listed() -> str:
 
 def described(found: PublishedRun) -> str:
     """Return a run's sources, its settings side by side, those that are assumed, and what is unusual about it."""
-    from fluvial.engines.run.published.resolve import ASSUMED, side_by_side
+    from fluvial.engines.extensions.published.resolve import ASSUMED, side_by_side
 
     sources = {source: number for number, source in enumerate(found.sources, start=1)}
     lines = [
@@ -100,7 +100,7 @@ def described(found: PublishedRun) -> str:
 
 def record(found: PublishedRun) -> dict[str, Any]:
     """Return a run for programs: its facts, and its settings side by side."""
-    from fluvial.engines.run.published.resolve import side_by_side
+    from fluvial.engines.extensions.published.resolve import side_by_side
 
     facts = {name: getattr(found, name) for name in ("name", "algorithm", "model", "paper", "gpus", "needs", "unusual")}
     settings = [

@@ -152,9 +152,9 @@ def _notes(
 
 def _published_elsewhere(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
-    from fluvial.engines.run.published.resolve import resolve
-    from fluvial.engines.run.published.runs import published_runs
-    from fluvial.engines.run.published.takes import accumulated
+    from fluvial.engines.extensions.published.resolve import resolve
+    from fluvial.engines.extensions.published.runs import published_runs
+    from fluvial.engines.extensions.published.takes import accumulated
 
     run = published_runs().get(name)
     if run is None:
@@ -215,8 +215,8 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
 
 def _published(name: str) -> Callable[[], "TrainConfig"]:
     """Return the recipe of a published run."""
-    from fluvial.engines.run.published.resolve import resolve
-    from fluvial.engines.run.published.runs import find
+    from fluvial.engines.extensions.published.resolve import resolve
+    from fluvial.engines.extensions.published.runs import find
 
     run = find(name)
     config, deviations = resolve(run), run.deviations

@@ -27,8 +27,7 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
-from fluvial.core.host_values import known, remember
-from fluvial.core.types import to_device
+from fluvial.models.host_values import known, remember, to_device
 
 
 def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:

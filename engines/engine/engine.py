@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
-from fluvial.core.checks import trusted_values
 from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.engine.flops import FlopCounter
@@ -177,7 +176,7 @@ class Engine:
         self._begin(len(passes))
         start, last = 0, len(passes) - 1
         loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
-        with self.sharded.train(), trusted_values():
+        with self.sharded.train():
             for i, (size, (batch, factor)) in enumerate(zip(passes, batches, strict=True)):
                 rows, shapes = slice(start, start + size), (size, *of_row)
                 self.set_last(i == last)
@@ -210,7 +209,7 @@ class Engine:
         """
         self._check_onloaded()
         self._begin(len(losses))
-        with self.sharded.train(), trusted_values():
+        with self.sharded.train():
             for i, loss in enumerate(losses):
                 self.set_last(i == len(losses) - 1)
                 self.last_backward.begin(i == len(losses) - 1)

@@ -9,10 +9,9 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
-from fluvial.core.host_values import rows
-from fluvial.core.types import to_device
 from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.errors import UsageError
+from fluvial.models.host_values import rows, to_device
 
 
 def check_items(items: PyTree[Tensor], weight: Tensor | None, *, sizes: Sequence[int], pad_to: int | None) -> int:

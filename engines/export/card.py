@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fluvial.engines import plugins
 from fluvial.engines.engine.files import LORA
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
-from fluvial.engines.extensions.report import charts
-from fluvial.engines.extensions.report.records import read_json, read_records
+from fluvial.engines.run.log.records import flat, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or what does not change the weights.
@@ -91,9 +91,9 @@ def write_card(card: Card, out: Path, *, run: Path | None) -> None:
     """
     held = () if run is None else read_records(run / "metrics.jsonl")
     records = [record for record in held if record["update"] <= card.update]
-    curve = _curve(records)
-    if len(curve.lines[""]) > 1:
-        charts.curves(out / CURVE, [curve])
+    title, points, unit = _curve(records)
+    for draw in plugins.load_all("curves") if len(points) > 1 else ():
+        draw(out / CURVE, title, points, unit)
     summary = (None if run is None else read_json(run / "summary.json")) or {}
     final = bool(summary) and summary.get("updates") == card.update
     images = None if run is None else run / "samples" / ("before-after.png" if final else f"update-{card.update:04d}.png")
@@ -193,7 +193,7 @@ def _adapter(card: Card, folder: str) -> str:
 
 def _settings(card: Card) -> str:
     """Return the settings of the run that are not the defaults of its objective."""
-    ours, theirs = _flat(card.settings), _flat(card.defaults)
+    ours, theirs = flat(card.settings), flat(card.defaults)
     rows = [
         f"| `{name}` | `{json.dumps(value)}` |"
         for name, value in ours.items()
@@ -235,21 +235,12 @@ def _results(records: list[dict[str, Any]], summary: Mapping[str, Any], *, curve
     return "\n".join(["## Results", "", *lines]).rstrip() if lines else ""
 
 
-def _curve(records: list[dict[str, Any]]) -> charts.LineChart:
-    """Return the curve of the reward; of a run without rewards, of the loss."""
+def _curve(records: list[dict[str, Any]]) -> tuple[str, list[tuple[float, float]], str]:
+    """Return title, points and unit of the curve of the reward; of a run without rewards, of the loss."""
     found = [(r["update"], r["reward"]["mean"]) for r in records if (r.get("reward") or {}).get("mean") is not None]
     if found:
-        return charts.LineChart("Reward while training", {"": found}, "mean over the samples")
-    return charts.LineChart(
-        "Loss while training", {"": [(r["update"], r["loss"]) for r in records if r.get("loss") is not None]}
-    )
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
-    return found
+        return "Reward while training", found, "mean over the samples"
+    return "Loss while training", [(r["update"], r["loss"]) for r in records if r.get("loss") is not None], ""
 
 
 def _number(value: Any) -> str:

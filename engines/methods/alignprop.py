@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from fluvial.core import host_values
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.engine.engine import UpdateInfo
@@ -20,6 +19,7 @@ from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.backprop import final_samples, number_of_steps
 from fluvial.engines.sampling.items import LastSteps
 from fluvial.engines.sampling.window import AllSteps
+from fluvial.models import host_values
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig

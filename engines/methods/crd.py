@@ -13,7 +13,6 @@ from fluvial.core import crd
 from fluvial.core.checks import check_fields
 from fluvial.core.nft import reward_prob
 from fluvial.core.random import Key
-from fluvial.core.types import to_device
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig, add_ema_kl
@@ -22,6 +21,7 @@ from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.networks import Follower, Networks, ramp
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
+from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig

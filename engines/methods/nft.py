@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -20,15 +20,6 @@ from fluvial.engines.run.networks import Before, Follower, Networks, ramp
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.kernels import nft_loss
-
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
-
-
-def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
-    if config.followers and config.train == "full":
-        hint = "nft's old policy is a second LoRA adapter, unless `objective.old` is none"
-        yield UsageError("train", "full", "lora", hint)
 
 
 class NftInfo(NamedTuple):
@@ -102,12 +93,11 @@ class Nft(Method):
     adv_clip: float = 5.0
     old: OldPolicy = field(default_factory=LinearOld)
     weight_min: float = 1e-5
-    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True, refuses=_refuses)
+    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective")
+        check_fields(self, "objective", **dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf)))
         check_variant(self.old, OldPolicy, "objective.old")
-        nft.check_nft_numbers(beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
 
     def networks(self, kl: KLConfig) -> Networks:
         """Keep the old policy, which makes the samples, and the references of the KL terms."""
@@ -126,17 +116,9 @@ class Nft(Method):
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`."""
         v_old = items.predictions["old"]
+        fields, kernel = (items.x0, items.x, items.level, items.signal), config.implementation
         loss = nft_loss(
-            v,
-            v_old,
-            items.x0,
-            items.x,
-            items.level,
-            items.signal,
-            beta=self.beta,
-            adv_clip=self.adv_clip,
-            weight_min=self.weight_min,
-            implementation=config.implementation,
+            v, v_old, *fields, beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min, implementation=kernel
         )
         loss, kl = add_velocity_kl(loss, v, items, config)
         return loss, NftInfo(config.error(v.detach(), v_old), kl)

@@ -1,4 +1,4 @@
-"""What a method is: a frozen dataclass of hyper-parameters that collects a batch and learns from it."""
+"""Protocol of a method: a frozen dataclass of hyper-parameters that collects a batch and learns from it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -14,13 +14,18 @@ from torch import Tensor
 from fluvial.engines import plugins
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.methods.alignprop import AlignProp
+from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.crd import Crd
+from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dgpo import Dgpo
+from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.grpo import Clipped
+from fluvial.engines.methods.imitation import Raft, Sft
 from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.matching import Awm, Distill, Raft, Sft
 from fluvial.engines.methods.nft import Nft
-from fluvial.engines.methods.preferences import D3po, Dgpo, Dpo
 from fluvial.engines.methods.protocol import Method, Objective, ObjectiveTraits
-from fluvial.engines.methods.surrogates import Clipped, Dppo, Guard, TempFlow
+from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.run.run import Loss
 
 OBJECTIVES: dict[str, type] = {

@@ -15,7 +15,6 @@ from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
-from fluvial.core.types import to_device
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
@@ -28,6 +27,7 @@ from fluvial.engines.sampling.window import Trained
 from fluvial.engines.scoring.gather import Rewards, Scoring
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, Prediction
+from fluvial.models.host_values import to_device
 
 
 class Record(NamedTuple):

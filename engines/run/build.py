@@ -18,9 +18,6 @@ from fluvial.engines.engine.files import stored_digests
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.plan.micro_batch import Choice
-from fluvial.engines.extensions.remote.build import build_source
-from fluvial.engines.extensions.remote.requests import check_media
 from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.table import name_of, with_checked_loss
 from fluvial.engines.named_models import MODELS
@@ -30,21 +27,22 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import check_negatives, encoded_texts, evaluated
-from fluvial.engines.run.jobs.media import check_used
+from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
 from fluvial.engines.run.monitoring.gaming import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks, Start, Teacher
+from fluvial.engines.run.passes.micro_batch import Choice
+from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, fixed_pairs
 from fluvial.engines.run.prefetch import Ahead
-from fluvial.engines.run.probe_passes import choose_micro_batch, choose_pairs, fixed_pairs
 from fluvial.engines.run.run import Memory, Run
 from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.run.saving import runs_on
 from fluvial.engines.run.validate import check_model
+from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.sampler_copy import Copy
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.clients.votes import Votes
 from fluvial.engines.scoring.heard import heard
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_records, check_rewards, select
@@ -104,7 +102,7 @@ def build_parts(
         job.check_prompts()
         _check_order(config, job)
         if config.rollout.is_served:
-            check_media(job.prompts)
+            check_files(job.prompts)
         asked = evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
         check_records(asked.evaluators, asked.heldout, label="evaluator")
@@ -328,9 +326,9 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
             f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
             "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
         )
-    for reward, _ in rewards.values():
-        if isinstance(reward, Votes):
-            _check_votes(config, reward, world)
+    for name, (reward, _) in rewards.items():
+        if (wait := getattr(reward, "waits_for_people", None)) is not None:
+            _check_waits(config, name, wait, world)
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
     job = replace(job, evaluators=heard(job.evaluators, job.model))
@@ -340,14 +338,14 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
     return rewards, job
 
 
-def _check_votes(config: TrainConfig, votes: Votes, world: World) -> None:
-    """Raise UsageError for a run that cannot wait for people."""
+def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> None:
+    """Raise UsageError for a run that cannot wait for people as long as a reward does, in seconds."""
     ahead, timeout = config.asynchronous.ahead, config.collective_timeout
     if ahead:
-        raise UsageError("asynchronous.ahead", ahead, "0", "a checkpoint would wait for the votes on rollouts made ahead")
-    if world.size > 1 and timeout <= votes.wait:
-        hint = f"processes wait for each other's votes, and the reward votes waits for {votes.wait:g} s (its option wait)"
-        raise UsageError("collective_timeout", timeout, f"more than {votes.wait:g}", hint)
+        raise UsageError("asynchronous.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
+    if world.size > 1 and timeout <= wait:
+        hint = f"processes wait for each other's scores, and the reward {name} waits for people, {wait:g} s at most"
+        raise UsageError("collective_timeout", timeout, f"more than {wait:g}", hint)
 
 
 def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:

@@ -10,9 +10,9 @@ from fluvial.core.gaussian import Form
 from fluvial.engines.data.sizes import Size, parse_size
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.grpo import Clipped
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.protocol import Objective
-from fluvial.engines.methods.surrogates import Clipped
 from fluvial.engines.methods.table import check_objective
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.networks import Follower, Networks, find_followers

@@ -9,11 +9,11 @@ import optree
 import torch
 from torch import nn
 
-from fluvial.core.types import to_device
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
+from fluvial.models.host_values import to_device
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.padding import trimmed
 

@@ -42,7 +42,7 @@ ENDING = 30.0  # seconds that the end of a chunk is waited for when a run ends e
 
 
 class RunAhead(Run):
-    """A run as `collect` sees it for a batch ahead: samples are asked for with the weights of now, and made on a thread.
+    """A run as `collect` sees it for a batch ahead: samples are asked for with the current weights, and made on a thread.
 
     Args:
         run: the run.

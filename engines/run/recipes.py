@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fluvial.engines import plugins
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.methods import table as objectives
 from fluvial.engines.methods.losses import KLConfig
@@ -15,8 +16,6 @@ from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.published.resolve import resolve
-from fluvial.engines.run.published.runs import find
 from fluvial.engines.run.validate import fixed_micro_batch
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
@@ -47,7 +46,7 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
     """
     if model in MODELS:
         return of_built_in(model, **tuned)
-    config = resolve(find(run))
+    config: TrainConfig = plugins.load("published", "extensions")(run)
     return replace(
         config,
         out=OUT,

@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core import host_values
 from fluvial.core.random import Key, fold_in, uniform
 from fluvial.engines.data.preferences import Preference
 from fluvial.engines.data.records import Prompt, model_inputs
@@ -31,7 +30,7 @@ from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, decoded, is_recorded
+from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
 
@@ -133,7 +132,7 @@ class Run:
         return replace(batch, scoring=Scoring(self.runners))
 
     def pair(self, batch: Batch, win: Tensor, lose: Tensor) -> Batch:
-        """Return pairs of samples of a batch, dealt to the ranks anew.
+        """Return pairs of samples of a batch, spread over the ranks again.
 
         Args:
             win, lose: index in the batch of the preferred sample of each pair, and of the other, `[N]`.
@@ -255,8 +254,8 @@ class Run:
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self._before if name not in rows.predictions}
-                measured = function(v, _with(rows, before))
-                found.append(optree.tree_map(torch.clone, measured))  # a function may return one buffer each time
+                # Copied, because a function may return one buffer each time.
+                found.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *found)
 
     def gather(self, items: Items, values: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import unrecorded
-from fluvial.core.types import to_device
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copied, model_inputs
@@ -41,6 +40,7 @@ from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.streams import Stream
 from fluvial.models import decoded
+from fluvial.models.host_values import to_device
 
 FIRST_ROLLOUT = 0  # updates before the first rollout
 HANDSHAKE_SEED = 0  # seed of the samples by which servers are compared with the trainer

@@ -19,10 +19,10 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.metrics import PHASES, versions
 from fluvial.engines.run.monitoring.gaming import Point, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
-from fluvial.engines.run.published.runs import flat
 from fluvial.engines.run.record import Finder, as_record, with_absolute_paths
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings

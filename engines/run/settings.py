@@ -1,4 +1,4 @@
-"""What the files below the methods read of a run's configuration."""
+"""Settings of a run's configuration that the files below the methods read."""
 
 from collections.abc import Sequence
 from typing import Literal, Protocol

@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from fluvial.core import gaussian
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.transitions import Sampler
-from fluvial.core.types import to_device
 from fluvial.engines.sampling.items import LastSteps
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
+from fluvial.models.host_values import to_device
 
 
 def number_of_steps(key: Key, steps: int, *, last: int, spread: float) -> int:

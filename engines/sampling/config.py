@@ -11,6 +11,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.transitions import SAMPLERS, Sampler
+from fluvial.engines import plugins
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.sampling.generate import Guidance, on_device
@@ -152,8 +153,8 @@ class RolloutConfig:
 
     def _check_source(self) -> None:
         """Raise UsageError unless samples can come from the source, and be stored."""
-        replayed = self.source.startswith(REPLAYED) and self.source != REPLAYED
-        if self.source and not replayed and not self.is_served:
+        served = self.is_served or not self.scheme.startswith("http")
+        if self.source and not (served and self.scheme in plugins.names("sources") and self.source != f"{self.scheme}:"):
             expected = f"addresses of servers with commas between them (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"
             raise UsageError("rollout.source", self.source, expected, "nothing makes samples in the trainer's process")
         if self.servers != ServersConfig() and not self.is_served:
@@ -174,6 +175,11 @@ class RolloutConfig:
         if self.step_cache:
             hint = "with a cache, samples depend on others of their batch, which servers choose"
             raise UsageError("rollout.step_cache", self.step_cache, "0", hint)
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the first colon of the source: http, https, replayed, or one of an installed package."""
+        return self.source.partition(":")[0]
 
     @property
     def is_served(self) -> bool:

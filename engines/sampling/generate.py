@@ -16,14 +16,12 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core import host_values
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unrecorded, unroll
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
-from fluvial.core.types import to_device
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.world import World
@@ -35,9 +33,10 @@ from fluvial.engines.sampling.window import Steps
 from fluvial.engines.streams import Stream
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
-from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, is_recorded
+from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, host_values, is_recorded
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
+from fluvial.models.host_values import to_device
 from fluvial.models.padding import trimmed
 from fluvial.models.prompt_layers import PromptLayers
 from fluvial.models.step_cache import StepCache
@@ -408,6 +407,7 @@ def _unrolled(
             yield step
 
     trajectory = stack(table, taken(), x)
+    host_values.remember(trajectory.steps, torch.tensor(table.recorded, dtype=torch.int64).expand(len(x), -1))
     if last == end:
         return trajectory, None
     step, level = latest[0], float(sampling.schedule.levels[last - 1])

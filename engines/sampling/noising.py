@@ -10,11 +10,11 @@ from torch import Tensor
 from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.flow_matching import interpolate
 from fluvial.core.random import Key, fold_in, normal, uniform
-from fluvial.core.types import to_device
 from fluvial.engines.choices import check_variant
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction, Schedule
+from fluvial.models.host_values import to_device
 
 Drawn = tuple[Tensor, Tensor | None]
 

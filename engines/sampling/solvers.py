@@ -12,9 +12,10 @@ from fluvial.core.random import Key, fold_in, key, normal
 from fluvial.core.rollout import Velocity, scan
 from fluvial.core.table import plan
 from fluvial.core.transitions import Sampler
-from fluvial.core.types import Samples, to_device
+from fluvial.core.types import Samples
 from fluvial.engines.errors import UsageError
 from fluvial.models import Prediction, Schedule
+from fluvial.models.host_values import to_device
 
 Solver = Literal["euler", "dpmpp_2m", "unipc", "sa_solver"]
 SolverChoice = Literal["auto", "euler", "dpmpp_2m", "unipc", "sa_solver"]

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from fluvial.core.checks import check_fields
-from fluvial.core.types import to_device
 from fluvial.models import Schedule
+from fluvial.models.host_values import to_device
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class Reward(Protocol):
     samples are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
 
     A reward that waits for something slow, such as a person, returns a `concurrent.futures.Future` of its scores. It is
-    called with the next samples meanwhile, and its scores may take longer than the ten minutes that a call may.
+    called with the next samples meanwhile, and its scores may take longer than the ten minutes that a call may. One that
+    waits for people has an attribute `waits_for_people`, the most seconds of it: a run that cannot wait so long is refused.
 
     A reward runs on a thread of its own while the next chunk of samples is generated, on every rank, with that rank's
     samples. It may keep state, use the GPU or call a server. Unless it names `group`, its score of a sample must not depend

@@ -1,4 +1,4 @@
-"""Which rewards a run uses: those of the job, reward models, clients of servers, or `module:name`."""
+"""Which rewards a run uses: those of the job, reward models, those that extensions make, or `module:name`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ def select(
     Args:
         rewards: rewards of the job, by name; they come before others of the same name.
         names: `name`, with options after a colon and a weight after an equals sign, see `options`. A name is a key of
-            `rewards`, a reward model, a client, an entry point of `fluvial.rewards`, or `module:name`.
+            `rewards`, a reward model, a client of a server, an entry point of `fluvial.rewards`, or `module:name`.
         field: setting that names them, for messages.
 
     Raises:
@@ -52,15 +52,15 @@ def select(
 
 
 def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
-    """Return how each reward that comes with fluvial is made, `(label, options) -> reward`, by name.
+    """Return how each reward that is made of options is made, `(label, options) -> reward`, by name.
 
-    A reward model is imported when it is made.
+    A reward model is imported when it is made. Others are those of the tables that entry points of `fluvial.reward_makers`
+    name, such as the clients of servers.
     """
-    from fluvial.engines.scoring.clients import table as clients
     from fluvial.models.rewards.table import REWARD_MODELS
 
-    def client(name: str, label: str, options: Mapping[str, str]) -> Any:
-        return from_factory(label, clients.maker(name), options)
+    def other(make: Callable[..., Any], label: str, options: Mapping[str, str]) -> Any:
+        return from_factory(label, make, options)
 
     def model(name: str, label: str, options: Mapping[str, str]) -> Any:
         found = REWARD_MODELS[name]
@@ -72,7 +72,7 @@ def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
 
     return {
         **{name: partial(model, name) for name in REWARD_MODELS},
-        **{name: partial(client, name) for name in clients.CLIENTS},
+        **{name: partial(other, make) for table in plugins.load_all("reward_makers") for name, make in table.items()},
     }
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.types import to_device
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.records import Prompt, metadata_of, model_inputs, texts
 from fluvial.engines.errors import UsageError
+from fluvial.models.host_values import to_device
 from fluvial.models.replay.kinds import read_sound, read_video
 
 SAMPLES = ("images", "videos", "latents", "audios")  # a reward takes at least one of these

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import from_scheduler
-from fluvial.core.types import to_device
 from fluvial.models.device import default_device, has_values, is_accelerator
 from fluvial.models.digests import digest_file, encoding_code, join_digests
+from fluvial.models.host_values import to_device
 from fluvial.models.pipelines import unfilled
 from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights

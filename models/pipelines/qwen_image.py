@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
 from fluvial.core.random import Key
-from fluvial.core.types import to_device
+from fluvial.models.host_values import to_device
 from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import PATCH, Pipeline, pack, unpack
 from fluvial.models.replay.media import TextPrompt, text_of

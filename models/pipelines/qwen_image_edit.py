@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from fluvial.core.host_values import read
 from fluvial.models.device import has_values
+from fluvial.models.host_values import read
 from fluvial.models.pipelines.base import PATCH, pack
 from fluvial.models.pipelines.conditioned import Conditioned, images_of
 from fluvial.models.pipelines.qwen_image import QwenImage

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
-from fluvial.core.types import to_device
+from fluvial.models.host_values import to_device
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
-from fluvial.core.types import to_device
+from fluvial.models.host_values import to_device
 from fluvial.models.pipelines.conditioned import Conditioned, images_of
 from fluvial.models.pipelines.folder import read_index
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL

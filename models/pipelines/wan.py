@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.core.checks import per_sample
-from fluvial.core.host_values import read
 from fluvial.core.random import Key
-from fluvial.core.types import to_device
+from fluvial.models.host_values import read, to_device
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.conditioned import Conditioned, images_of
 from fluvial.models.pipelines.folder import read_index, read_settings

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fluvial.core.host_values import read
+from fluvial.models.host_values import read
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.replay.media import TextPrompt, text_of
 
@@ -23,7 +23,7 @@ class ZImage(Pipeline):
     The guidance scale g means v_uncond + g (v - v_uncond) as for all models; the pipeline's `guidance_scale` is g - 1.
 
     The network takes each prompt at its own length, which also sets the positions of the image's tokens. Therefore the
-    lengths are known to the host (`core.host_values`). The network pads to the longest prompt of the batch, so a sample's
+    lengths are known to the host (`models.host_values`). The network pads to the longest prompt of the batch, so a sample's
     velocity depends on the other samples up to rounding.
     """
 

@@ -24,14 +24,15 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.core import host_values
 from fluvial.core.checks import can_look, per_sample
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
 from fluvial.core.table import Record
 from fluvial.core.transitions import Sampler
-from fluvial.core.types import Ids, PerSample, Samples, to_device
+from fluvial.core.types import Ids, PerSample, Samples
+from fluvial.models import host_values
+from fluvial.models.host_values import to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture
 from fluvial.models.replay.checks import foreign, refusal

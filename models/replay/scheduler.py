@@ -21,7 +21,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
-from fluvial.core.checks import compute_dtype, trusted_values
+from fluvial.core.checks import compute_dtype
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step, Trajectory, stack
 from fluvial.core.sigmas import check_sigmas
@@ -89,15 +89,13 @@ class Recorder:
     def _take(self, scheduled: Scheduled, step: Step) -> None:
         """Keep a step if it is to be recorded, and call the observer."""
         self._scheduled, self._final, record = scheduled, step.x_next, self.record
-        if recorded := bool(scheduled.plan.recorded[step.t].any()):
+        if recorded := any(step.t in row for row in scheduled.plan.recorded):
             if any(step.t == known.t for known in self._steps):
                 raise ValueError(f"recording: step {step.t} is taken twice, expected one call of a pipeline per recording")
             # The sum over a sample rounds differently in another memory layout, and a replayed sample is contiguous.
             x, v, x_next = step.x.contiguous(), step.v.contiguous(), step.x_next.contiguous()
-            with trusted_values():  # `plan` has looked at every std
-                log_prob = gaussian.log_prob(
-                    scheduled.plan.transition(step.t), x, v, x_next, form=record.form, reduction=record.reduction
-                )
+            transition = scheduled.plan.transition(step.t)
+            log_prob = gaussian.log_prob(transition, x, v, x_next, form=record.form, reduction=record.reduction)
             # Copies, because the pipeline may go on to write to its samples.
             kept = v.clone() if record.velocity or record.debug else v
             self._steps.append(step._replace(x=x.clone(), v=kept, x_next=x_next.clone(), log_prob=log_prob))
@@ -276,7 +274,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             self._scheduled = _scheduled(self, recorder, x, dtype)
         scheduled = self._scheduled
         noise, x_next = None, euler
-        if scheduled.plan.stochastic[step].any() and scheduled.transition is not transitions.ode:
+        if any(step in row for row in scheduled.plan.stochastic) and scheduled.transition is not transitions.ode:
             key = None if recorder is None else recorder.key
             if recorder is not None and recorder.generator is not None:
                 generator = recorder.generator

@@ -14,12 +14,16 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from fluvial.core import (
     advantages,
     awm,
     checks,
     correction,
+    dgpo,
     distill,
     dpo,
     ema,
@@ -41,7 +45,7 @@ S = torch.full((3,), 0.5)
 STEP = Transition(S, S, S)
 GROUP = torch.zeros(3, dtype=torch.int64)
 surrogate = partial(policy.clipped_surrogate, clip_low=0.1, clip_high=0.1)
-walk = partial(rollout.rollout, lambda x, sigma, step: x, X, sigmas.linear(4), key=key(0))
+walk = partial(rollout.rollout, lambda x, sigma, step: x, X, sigmas=sigmas.linear(4), key=key(0))
 
 Case = tuple[Callable[[], object], type[Exception], str]
 
@@ -64,6 +68,12 @@ matching = partial(awm.awm_log_prob, weighting="ghuber")
 weigh = partial(correction.rollout_weights, mode="mask", threshold=2.0)
 
 
+SDES = (
+    ("flow_sde", partial(transitions.flow_sde, eta=0.5, sigma_max=0.9)),
+    ("dance_sde", partial(transitions.dance_sde, eta=0.5)),
+    ("wan_sde", partial(transitions.wan_sde, eta=0.5, sigma_max=0.9)),
+    ("cps", partial(transitions.cps, eta=0.5)),
+)
 CASES: dict[str, Case] = {
     # A shape that would broadcast silently is the reason these checks exist: [1, 4] against [3, 4].
     "mean broadcasts v": (
@@ -260,7 +270,82 @@ CASES: dict[str, Case] = {
             (float("inf"), ValueError, "inf, expected a finite number"),
             ("1", TypeError, "a str, expected a number"),
             (True, TypeError, "a bool, expected a number"),
-            (S, TypeError, "a Tensor, expected a number"),
+            (S - 1, ValueError, "-0.5, expected a finite number"),
+        )
+    },
+    **{
+        f"{name}: levels {level} to {level_next}": (
+            partial(sampler, torch.tensor([0.5, level]), torch.tensor([0.4 if level_next < level else 0.5, level_next])),
+            ValueError,
+            f"{name}: {message}",
+        )
+        for name, sampler in SDES
+        for level, level_next, message in (
+            (1000.0, 980.0, r"sigma is 1000 at index 1, expected a noise level in \[0, 1\]: .* divide it by 1000"),
+            (0.5, -0.1, r"sigma_next is -0.1 at index 1, expected a noise level in \[0, 1\]"),
+            (float("nan"), 0.1, r"sigma is nan at index 1, expected a noise level in \[0, 1\]"),
+            (0.5, 0.8, r"the noise level goes from 0.5 to 0.8 at index 1, expected falling levels, .*: flip the schedule"),
+            (0.0, 0.0, "the noise level goes from 0 to 0 at index 1, expected falling levels"),
+        )
+    },
+    **{
+        f"ddim: levels {level} to {level_next}": (
+            partial(transitions.ddim, torch.tensor(level), level_next, eta=0.5),
+            ValueError,
+            f"ddim: alpha_bar goes from {level:g} to {level_next:g}, expected rising signal powers",
+        )
+        for level, level_next in ((0.8, 0.5), (980.0, 1000.0), (1.0, 1.0), (0.0, 0.5))
+    },
+    "sigma_max of timesteps": (
+        lambda: transitions.wan_sde(S, S, eta=0.5, sigma_max=950.0),
+        ValueError,
+        "wan_sde: sigma_max is 950",
+    ),
+    "a schedule that rises": (
+        lambda: walk(sigmas=sigmas.linear(4).flip(0), transition=partial(transitions.cps, eta=0.5)),
+        ValueError,
+        r"cps: the noise level goes from 0 to 0.25 at index 0, expected falling levels",
+    ),
+    "learned eta of another batch": (
+        lambda: transitions.cps(S, S, eta=S[:2]),
+        ValueError,
+        r"cps: .* has shape \[[23]\], expected \[\] or \[[23]\]",
+    ),
+    "an eta of ode": (lambda: transitions.bind("ode", S[0], S), ValueError, "bind: eta is .*ode draws no noise"),
+    "clips of another batch": (
+        lambda: surrogate(S, S, S, clip_low=S[:2]),
+        ValueError,
+        r"clipped_surrogate: clip_low has shape \[2\], expected \[\] or \[3\]",
+    ),
+    "a clip below": (
+        lambda: surrogate(S, S, S, clip_low=torch.tensor([0.1, -0.1, 0.1])),
+        ValueError,
+        r"clip_low is -0.1.*, expected a finite number in \[0, 1\]",
+    ),
+    "an integer clip": (lambda: surrogate(S, S, S, clip_high=GROUP), TypeError, "clip_high is torch.int64"),
+    "an int as a key to fold": (
+        lambda: fold_in(0, GROUP),  # type: ignore[arg-type]
+        TypeError,
+        r"fold_in: key is an int, expected a Key: .*key\(seed\)",
+    ),
+    "an int as a key to draw": (lambda: random.normal(0, (3,)), TypeError, "key is an int"),  # type: ignore[arg-type]
+    "an int as a rollout's key": (
+        lambda: walk(transition=partial(transitions.cps, eta=0.5), key=0),  # type: ignore[arg-type]
+        TypeError,
+        "key is an int, expected a Key",
+    ),
+    "an int as a window's key": (lambda: sigmas.sde_window(0, 4, 1), TypeError, "key is an int, expected a Key"),  # type: ignore[arg-type]
+    **{
+        f"a list as the groups of {name}": (
+            partial(function, group=[0, 0, 1]),
+            TypeError,
+            rf"{name}: group is a list, expected a tensor of integers: use torch.tensor\(group\)",
+        )
+        for name, function in (
+            ("group_advantages", partial(advantages.group_advantages, S)),
+            ("multi_reward_advantages", partial(advantages.multi_reward_advantages, X, torch.ones(4))),
+            ("best_and_worst", partial(dpo.best_and_worst, S)),
+            ("group_weight", partial(dgpo.group_weight, X)),
         )
     },
     "cps's eta beyond all": (
@@ -415,19 +500,30 @@ def test_per_sample_views() -> None:
     assert checks.per_sample(S[0], X).shape == ()
 
 
-def test_values_are_looked_at_only_where_that_is_free() -> None:
-    assert checks.can_look(X, S)
-    assert not checks.can_look(torch.empty(3, device="meta"))
+def test_values_are_looked_at_where_they_are_known() -> None:
+    """On the CPU, under grad and jvp too; not mapped over, traced, or under a dispatch mode, which could count the read."""
     seen = []
 
     def spy(x: torch.Tensor) -> torch.Tensor:
-        seen.append(checks.can_look(S))
+        seen.append((checks.can_look(x), checks.can_look(S), checks.can_look(torch.ones(3))))
         return x.sum()
 
-    torch.func.vmap(spy)(X)
-    torch.func.grad(spy)(X)
-    assert seen == [False, False]
-    assert checks.can_look(S)
-    with checks.trusted_values():
-        assert not checks.can_look(S)
-    assert checks.can_look(S)
+    def counted(x: torch.Tensor) -> None:
+        with FlopCounterMode(display=False):
+            spy(x)
+
+    for run, known in (
+        (spy, (True, True, True)),
+        (torch.func.grad(spy), (True, True, True)),
+        (lambda x: torch.func.jvp(spy, (x,), (x,)), (True, True, True)),
+        (torch.func.vmap(spy), (False, True, True)),
+        (torch.func.vmap(torch.func.grad(spy)), (False, True, True)),
+        (make_fx(spy), (False, False, False)),
+        (counted, (False, False, False)),
+    ):
+        run(X)
+        assert seen.pop() == known
+    assert not checks.can_look(torch.empty(3, device="meta"))
+    with FakeTensorMode() as mode:
+        assert not checks.can_look(torch.ones(3))
+    assert not checks.can_look(mode.from_tensor(S))

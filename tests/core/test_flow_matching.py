@@ -64,7 +64,6 @@ def test_the_gradient_of_the_error() -> None:
     weight = normals(1, 3)
     (gradient,) = torch.autograd.grad(velocity_error(v, target), v, weight)
     assert_close(gradient, weight[:, None] * 2 * (v - target).detach() / 7, rtol=1e-13, atol=0)
-    assert torch.autograd.gradcheck(velocity_error, (v, target))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

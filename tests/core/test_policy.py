@@ -141,18 +141,6 @@ def test_gradients_reach_the_current_policy_alone() -> None:
     assert_close(gradient, weight * unit, rtol=1e-15, atol=0)
 
 
-def test_vmap_and_gradcheck() -> None:
-    log_prob, old, advantage = normals(0, 3, 6)
-
-    def loss(log_prob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-        return clipped_surrogate(log_prob, old, advantage, clip_low=0.2, clip_high=0.2)[0]
-
-    batch = loss(log_prob, old, advantage)
-    one = torch.func.vmap(lambda *t: loss(*(s[None] for s in t))[0])(log_prob, old, advantage)
-    assert_close(one, batch, rtol=1e-15, atol=0)
-    assert torch.autograd.gradcheck(lambda p: loss(p, old, advantage), (log_prob.requires_grad_(),))
-
-
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 def test_an_overflowing_ratio_is_held_without_nan(advantage: float) -> None:
     # exp(200) is beyond float32. A sample clipped that far, or without advantage, has a gradient of 0, not 0 * inf.

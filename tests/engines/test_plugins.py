@@ -1,14 +1,21 @@
-"""Names of user-defined objects: each is found, and each fault is one line that says what to mend."""
+"""Names of user-defined objects: each is found, and each fault is one line that says what to mend. Extensions are found."""
 
+import ast
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_jobs as tiny
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
+from fluvial.engines.run import train
+from fluvial.engines.run.log.records import read_records
+
+ROOT = Path(__file__).parents[2]
 
 SOURCE = """
 import dataclasses
@@ -118,3 +125,34 @@ def test_where_an_object_comes_from() -> None:
     for thing in (local, main, lambda: None):
         with pytest.raises(UsageError, match=r"thing '.*' is defined in.*: move it to the top of a module"):
             plugins.load(plugins.spec_of(thing), "things")
+
+
+def find_lookups() -> set[tuple[Any, ...]]:
+    """Return the groups that the spine asks `plugins` for, each with the name if that is written out."""
+    found = set[tuple[Any, ...]]()
+    paths = [path for path in (ROOT / "engines").rglob("*.py") if "extensions" not in path.parts]
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("plugins.load", "plugins.load_all"):
+            *names, group = (each.value if isinstance(each, ast.Constant) else None for each in node.args[:2])
+            found.add((group, *names) if names else (group, None))
+    return found
+
+
+def test_every_extension_is_there_and_asked_for() -> None:
+    """Each entry of the table can be imported; the spine asks for each group, and for no name that is not in the table."""
+    found = find_lookups()
+    for group, extensions in plugins.EXTENSIONS.items():
+        assert all(plugins.load(name, group) for name in extensions), group
+        assert group in {name for name, _ in found}
+    assert {(group, name) for group, name in found if group == "extensions"} == {
+        ("extensions", name) for name in plugins.EXTENSIONS["extensions"]
+    }
+
+
+def test_a_run_needs_no_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains to its end and writes its metrics, without a report, curves or a tracker."""
+    monkeypatch.setattr(plugins, "EXTENSIONS", {})
+    config = tiny.config(tmp_path / "run", updates=2, tracker="none")
+    assert train(config, tiny.job())["updates"] == 2
+    assert {record["update"] for record in read_records(config.out / "metrics.jsonl")} == {0, 1, 2}
+    assert not {"report.html", "curves.png", "tensorboard"} & {path.name for path in config.out.iterdir()}

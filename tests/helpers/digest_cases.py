@@ -1,6 +1,6 @@
 """The runs that `digests.py` trains: name -> configuration, job, and the way that the run is made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -101,8 +101,8 @@ def captioned_job() -> Job:
     return job(prompts=tuple(Prompt(code, image=Path(f"{code}-{n}")) for code in CODES for n in range(3)))
 
 
-def prepare(folder: Path) -> None:
-    """Write what the cases read: preferences, images with captions, prompts and tiny pipelines."""
+def prepare(folder: Path, models: Collection[str]) -> None:
+    """Write what the cases read: preferences, images with captions, prompts, and the tiny pipelines of these names."""
     model = Handwriting(BASE)
     better, worse = (model.decode(write(key(seed), list(CODES))) for seed in (1, 2))
     write_preferences(folder / "pairs", [(c, a, b.flip(-1)) for c, a, b in zip(CODES, better, worse, strict=True)])
@@ -114,10 +114,12 @@ def prepare(folder: Path) -> None:
         (folder / "foxes" / f"{number}.txt").write_text(caption, encoding="utf-8")
     (folder / "prompts.txt").write_text("\n".join(FOXES), encoding="utf-8")
     (folder / "heldout.txt").write_text("a cow", encoding="utf-8")
-    for name in ("sd3", "flux", "sd1", "wan"):
-        tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
-    with quietly():
-        tiny_replayed.load("sana", folder / "sana")
+    for name in models:
+        if name in tiny_pipelines.ROWS:
+            tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name)
+        elif name in tiny_replayed.ROWS:
+            with quietly():
+                tiny_replayed.load(name, folder / name)
 
 
 SDE = RolloutConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
@@ -218,7 +220,7 @@ def sampling_cases() -> dict[str, TrainConfig]:
         "sampler-cps": replace(SDE, sampler=Stochastic("cps", 0.7), reduction="sum"),
         "sampler-dance": replace(SDE, sampler=Stochastic("dance_sde", 0.3)),
     }
-    levels = {
+    levels: dict[str, Any] = {
         "stratified": StratifiedLevels(),
         "continuous": ContinuousLevels(),
         "logit-normal": LogitNormalLevels(mean=0.5),
@@ -269,7 +271,7 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
 
 def machine_cases() -> dict[str, TrainConfig]:
     """Return runs whose adapters, precision, optimizer and sharding are others."""
-    engines = {
+    engines: dict[str, Any] = {
         "offload-phases": {"offload": "phases"},
         "offload-always": {"offload": "always"},
         "comm-reshard": {"comm": "reshard", "replicas": 1},
@@ -286,7 +288,7 @@ def machine_cases() -> dict[str, TrainConfig]:
         "dora": Dora(),
         "lokr": Lokr(),
     }
-    optimizers = {
+    optimizers: dict[str, Any] = {
         "optimizer-sgd": {"name": "sgd"},
         "optimizer-adafactor": {"name": "adafactor"},
         "optimizer-cosine": {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1, "max_grad_norm": 1e-3},
@@ -315,26 +317,44 @@ def machine_cases() -> dict[str, TrainConfig]:
 # What no rank does otherwise than another, and what one rank has no part in.
 ON_ONE_RANK = (
     *("grpo-kl-mse", "grpo-guided-half", "grpo-pairs", "grpo-orders", "grpo-gdpo", "distill-mse", "nft-noold-1"),
-    *("sampler-cps", "sampler-dance", "levels-stratified", "levels-logit-normal", "levels-auto", "solver-unipc"),
+    *(
+        "sampler-cps",
+        "sampler-dance",
+        "levels-stratified",
+        "levels-logit-normal",
+        "levels-auto",
+        "solver-unipc",
+        "levels-continuous",
+    ),
     *("lora-factors", "lora-merged", "kept-blocks", "kept-selective", "kept-host", "base-bfloat16", "base-int8"),
-    *("optimizer-adafactor", "optimizer-cosine", "optimizer-average", "alignprop-spread", "unet-sft"),
+    *(
+        "optimizer-adafactor",
+        "optimizer-cosine",
+        "optimizer-average",
+        "alignprop-spread",
+        "unet-sft",
+        "lokr",
+        "d3po",
+        "nft-kl",
+    ),
     *("sd3-full-bfloat16", "flux-grpo", "sd1-grpo", "wan-nft", "loop-grpo", "sft-step", "resumed-floors"),
+    *("dpo-online", "grpo-autocast", "grpo-history", "crd"),
 )
 ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "sft-step-copies", "context-parallel")
 
 
 def cases(folder: Path) -> dict[str, Case]:
     """Return all runs; they read what `prepare` wrote to the folder."""
-    ahead = {"rollouts": 4, "asynchronous": AsyncConfig(1)}
-    late = {"rollouts": 4, "asynchronous": AsyncConfig(2), "correction": TRUNCATED, "max_log_ratio": 1e9}
+    ahead: dict[str, Any] = {"rollouts": 4, "asynchronous": AsyncConfig(1)}
+    late: dict[str, Any] = {"rollouts": 4, "asynchronous": AsyncConfig(2), "correction": TRUNCATED, "max_log_ratio": 1e9}
     there = ServersConfig(weights_folder=folder / "served", patience=20)
     evaluated = EvaluationConfig(average=True)
-    small = {"eval_samples": 4, "final_samples": 4, "checkpoint_every": 2, "eval_every": 2}
+    small: dict[str, Any] = {"eval_samples": 4, "final_samples": 4, "checkpoint_every": 2, "eval_every": 2}
     guided = replace(SDE, guidance=Guidance(3.0), window=RandomWindow(1, high=2))
     split = replace(SDE, guidance=Guidance(2.0))
     configs = {**clipped_cases(), **sampling_cases(), **noised_cases(folder), **machine_cases()}
     step = configs["sft-step"]
-    sizes = {"sizes": ("16x16", "16x24"), "kind": "sizes"}
+    sizes: dict[str, Any] = {"sizes": ("16x16", "16x24"), "kind": "sizes"}
     table = {
         **{name: Case(config) for name, config in configs.items()},
         "sft-step-copies": Case(replace(step, engine=replace(step.engine, replicas=2))),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "engines").rglob("README.md"))
-READMES = ["README.md", *(f"{folder}/README.md" for folder in FOLDERS if folder != "engines"), *PAGES, "bench/NOTEBOOK.md"]
+PAGES = sorted(str(path.relative_to(ROOT)) for name in ("engines", "models") for path in (ROOT / name).rglob("README.md"))
+READMES = ["README.md", *(f"{name}/README.md" for name in ("bench", "core", "kernels", "tests"))]
+READMES += [*PAGES, "bench/NOTEBOOK.md"]
 # Examples that make up `mine.py`: page, and how the source of each begins.
 MINE = (
     ("engines/scoring/README.md", ("def score(",)),

@@ -8,8 +8,8 @@ from typing import Any
 import tiny_jobs as tiny
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.extensions.plan import micro_batch
 from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 

@@ -11,9 +11,9 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.dryrun.report import draw
 from fluvial.engines.extensions.dryrun.run import dry_run
+from fluvial.engines.extensions.plan.fit import fitted
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.fit import fitted
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from fluvial.engines.extensions.dryrun.passes import MICRO_BATCHES as TRACED
-from fluvial.engines.extensions.report.progress import table
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
 from fluvial.engines.extensions.simulate.simulation import Simulation
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.log.progress import table
 
 # Phases in which the samples of a rollout are held.
 HOLDING = ("rollout", "decode", "rewards", "update")

@@ -1,11 +1,34 @@
-"""Settings that fit into a GPU's memory: which are turned, and what each of them saves."""
+"""Settings that fit into a GPU's memory: which are turned, what each saves, and `engine.fit`, which turns them for a run."""
 
-from rich.console import Console
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console, Group
 from rich.table import Table
 
-from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.plan.plan import KNOBS, Knobs, Plan, PlanConfig, plan, turns_to_fit, unit_of
-from fluvial.engines.extensions.report.progress import table
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.plan.plan import (
+    ENGINE_KNOBS,
+    GIB,
+    KNOBS,
+    Knobs,
+    Plan,
+    PlanConfig,
+    known,
+    plan,
+    turns_to_fit,
+    unit_of,
+)
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.weights import base_model
+from fluvial.engines.run.log.progress import table
+from fluvial.models.shapes import FRAMES, text_encoder_bytes
+
+TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the most exact first
+SIDE = 16  # pixels that a plan's resolution is a multiple of
 
 
 def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, Plan]]:
@@ -50,3 +73,101 @@ def saved_by(name: str, steps: list[tuple[str, Plan]]) -> Table:
         rows[flags] = (unit.of(found.update.total), unit.of(found.rollout.total), saved)
         before = found.need
     return table(f"{name}: {unit.name} on each GPU", ("update", "rollout", "saves"), rows)
+
+
+def fitted(config: TrainConfig, *, ranks: int, device: torch.device) -> tuple[TrainConfig, Any]:
+    """Return a run with the settings that fit into `engine.fit`, and a table of what each saves; None without `fit`.
+
+    Text encoders run once and go, into a cache in the run's folder, unless a cache is named; they are quantised if they do
+    not fit beside the network otherwise. Settings of the engine and the
+    micro-batch are turned as `fluvial plan --fit` turns them, with its reserve for the VAE, rewards and the CUDA context.
+
+    Args:
+        config: run.
+        ranks: number of GPUs.
+        device: device of the computation, which decides compute="auto".
+
+    Raises:
+        UsageError: the network's inputs are not known.
+        RunError: nothing fits.
+    """
+    if config.engine.fit is None:
+        return config, None
+    name = base_model(config.model)
+    asked = plan_of(config, name, ranks, device)
+    steps = steps_to_fit(name, asked, ENGINE_KNOBS)
+    found = steps[-1][1].config
+    micro_batch = config.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
+    pipeline, said = config.pipeline, list[Table | str]([saved_by(name, steps)])
+    if name not in MODELS:
+        if pipeline.text_cache is None:
+            pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")
+        pipeline = replace(pipeline, text_base=_text_base(config, name, steps[-1][1], half=_is_half(config, device)))
+        said.append(
+            f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
+            f"{pipeline.text_base}."
+        )
+    changes: dict[str, Any] = {"micro_batch": micro_batch, "pipeline": pipeline}
+    if found.micro_batch != asked.micro_batch:
+        changes["update_micro_batch"] = "rollout"
+    engine = replace(found.engine, compute=config.engine.compute)
+    return replace(config, engine=engine, **changes), Group(*said)
+
+
+def _text_base(config: TrainConfig, name: str, found: Plan, *, half: bool) -> Any:
+    """Return the format of the text encoders that takes most memory and fits beside the network's weights and moments.
+
+    Raises:
+        RunError: none does.
+    """
+    dtype = torch.bfloat16 if half or config.pipeline.frozen == "bfloat16" else torch.float32
+    held = found.rollout.parameters + found.rollout.buffers + found.rollout.moments
+    asked = config.pipeline.text_base
+    for base in (asked,) if asked != "auto" else TEXT_BASES:
+        size = text_encoder_bytes(name, None if base == "auto" else base, dtype)
+        if held + size <= found.config.room:
+            return base
+    raise RunError(
+        f"the text encoders of {name} do not fit into {found.config.room_in_words} beside the network: they take "
+        f"{size / GIB:.2f} GiB with --pipeline.text-base {base}"
+    )
+
+
+def _is_half(config: TrainConfig, device: torch.device) -> bool:
+    return config.engine.compute_dtype(device) == torch.bfloat16
+
+
+def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) -> PlanConfig:
+    """Return the plan of a run, whose micro-batch is one sample where the run finds it by trial.
+
+    Args:
+        config: run.
+        name: model, or that of the run it starts from.
+        ranks: number of GPUs.
+        device: device of the computation, which decides compute="auto".
+
+    Raises:
+        UsageError: the network's inputs are not known, or videos have more frames than a plan takes.
+    """
+    if config.pipeline.frames > FRAMES:
+        raise UsageError(
+            f"`pipeline.frames` is {config.pipeline.frames}, and memory is planned for {FRAMES} at most: remove engine.fit"
+        )
+    size = config.pipeline.size
+    side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE
+    numbers = [size for size in (config.micro_batch, config.update_micro_batch) if isinstance(size, int)]
+    return PlanConfig(
+        gpus=ranks,
+        train=config.train,
+        resolution=None if known(name).resolution is None else side,
+        micro_batch=max(numbers, default=1),
+        micro_batches=2,
+        reference=config.train == "full" and config.kl.is_on,
+        guidance=config.is_guided,
+        samples=math.ceil(config.rollout.batch / ranks),
+        steps=max(1, config.rollout.window.count(config.rollout.steps)),
+        fit=config.engine.fit,
+        lora=replace(config.lora, weights=None),
+        optimizer=config.optimizer,
+        engine=replace(config.engine, fit=None, compute="bfloat16" if _is_half(config, device) else "float32"),
+    )

@@ -1,22 +1,19 @@
-"""Memory of a training phase in bytes: measured from live storages, and computed from shapes alone."""
+"""Memory of a training phase in bytes, computed from shapes alone."""
 
 import copy
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.engine.parallelize import cast_samples, checkpoint_blocks, is_whole, quantise_base, replicas
+from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.whole import largest_bucket
 from fluvial.engines.extensions.simulate.attention import attention
 from fluvial.models.lora import is_adapter
@@ -24,61 +21,6 @@ from fluvial.models.quantised import FORMATS, frozen_linear
 
 Phase = Literal["update", "rollout"]
 Forward = Callable[[nn.Module], Tensor]  # a forward pass of one micro-batch, to a tensor that the loss is made of
-
-
-class LiveStorages(TorchDispatchMode):
-    """Track the bytes of every storage that an operation reads or writes while the mode is on, and their largest sum.
-
-    A storage counts once, however many tensors view it, from the first operation that touches it until it is freed. It
-    counts with its size after each operation, because FSDP frees and fills storages by resizing them. The mode works on any
-    device and in the backward pass. It does not see memory that an operation allocates and frees internally (workspaces),
-    nor memory that an allocator holds beyond the requested sizes.
-
-    Args:
-        exclude: tensors whose storages are not counted, e.g. those that existed before.
-        meta: whether only storages on the meta device are counted, as stand-ins for those of a real device. Otherwise they
-            are ignored, because PyTorch makes some to compute shapes.
-    """
-
-    def __init__(self, exclude: Iterable[Tensor] = (), *, meta: bool = False) -> None:
-        super().__init__()
-        # Kept alive, so that no new storage gets the id of an excluded one.
-        self._excluded = {id(storage): storage for storage in map(_storage, exclude)}
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._meta, self._sum = meta, 0
-        self.peak = 0
-
-    @property
-    def now(self) -> int:
-        """Bytes of the storages that are alive."""
-        live = (reference() for reference, _ in list(self._live.values()))
-        return sum(storage.nbytes() for storage in live if storage is not None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it returns here as operations on local tensors
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_iter((args, kwargs, out)):
-            if isinstance(leaf, Tensor):
-                self._track(_storage(leaf))
-        # Storages on the meta device are never resized, and summing thousands after each operation takes long.
-        self.peak = max(self.peak, self._sum if self._meta else self.now)
-        return out
-
-    def _track(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key not in self._excluded and key not in self._live and (storage.device.type == "meta") == self._meta:
-            self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
-            self._sum += size
-
-    def _forget(self, key: int) -> None:
-        self._sum -= self._live.pop(key)[1]
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of a tensor, or of this rank's part if it is sharded."""
-    with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 class Stretch(NamedTuple):

@@ -17,7 +17,7 @@ from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.extensions.plan import memory
 from fluvial.engines.extensions.plan.memory import Accounting, Phase, Stretch
-from fluvial.engines.extensions.report.progress import table
+from fluvial.engines.run.log.progress import table
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.pipelines.base import DECODED
 from fluvial.models.shapes import CONDITIONING, MODELS, ModelShape, blocks, model_shape

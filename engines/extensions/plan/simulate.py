@@ -22,7 +22,7 @@ from rich.console import Console
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.report.progress import table
+from fluvial.engines.run.log.progress import table
 
 ROLLOUTS = 200  # length of a simulated run
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan, unit_of
-from fluvial.engines.extensions.report.progress import table
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
+from fluvial.engines.run.log.progress import table
 from fluvial.models import add_lora
 from fluvial.models.shapes import MODELS, ModelShape, blocks
 

@@ -27,8 +27,10 @@ from fluvial.engines.extensions.wire.threads import in_threads
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake, compare
+from fluvial.engines.sampling.sampler_copy import Copy
 from fluvial.engines.sampling.source import Behaviour, Holder, RolloutSource
 from fluvial.models import DiffusionModel
+from fluvial.models.lora_layer import Product
 from fluvial.models.replay.media import arguments_of
 
 GENERATE, INFO = "/rollout/generate", "/v1/model_info"
@@ -248,3 +250,35 @@ class Remote(RolloutSource):
                     return None
                 return f"{server.address} has other weights than those of update {self.version}, which rank 0 gives it"
             return self.sync.repeat(server.control)
+
+
+def open_remote(
+    rollout: RolloutConfig,
+    model: DiffusionModel,
+    behaviour: Behaviour,
+    world: World,
+    *,
+    adapter: Callable[[int], str],
+    product: Product,
+    sizes: Mapping[tuple[int, ...], tuple[Size, int]],
+    copy: Copy | None,
+) -> Remote:
+    """Open the servers that `rollout.source` names, see `sampling.build.build_source`.
+
+    Raises:
+        UsageError: they cannot make such samples, or one is no rollout server.
+        RunError: none answers.
+    """
+    asked = rollout.servers
+    sync = WeightSync(
+        world if copy is None else copy.world,
+        folder=asked.weights_folder,
+        method=asked.weights,
+        verify=asked.weights_verify,
+        product=product,
+    )
+    try:
+        return Remote(rollout, model, behaviour=behaviour, adapter=adapter, world=world, sizes=sizes, sync=sync)
+    except BaseException:
+        sync.close()
+        raise

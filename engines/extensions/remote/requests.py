@@ -4,15 +4,12 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from fluvial.core.random import Key, bits, fold_in
-from fluvial.core.table import Mask, Record, plan
-from fluvial.engines.data.records import Prompt, negatives
+from fluvial.core.table import Record, Rows, plan
+from fluvial.engines.data.records import negatives
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
@@ -104,9 +101,8 @@ class Asking:
         record = Record(steps=None if len(window) and stochastic.record else (), form=stochastic.form)
         table = plan(levels, stochastic.transition, batch=len(ids), window=window, deterministic=still, record=record)
 
-        def steps_of(mask: Mask) -> list[tuple[int, ...]]:
-            rows = [tuple(np.flatnonzero(column).tolist()) for column in mask.T]
-            return rows if len(rows) == len(ids) else rows * len(ids)
+        def steps_of(rows: Rows) -> list[tuple[int, ...]]:
+            return [*rows] if len(rows) == len(ids) else [*rows] * len(ids)
 
         return steps_of(table.stochastic), steps_of(table.recorded)
 
@@ -168,17 +164,6 @@ class Asking:
             suppress_logs=True,
             extra_sampling_params=extra,
         )
-
-
-def check_media(prompts: Sequence[Prompt]) -> None:
-    """Raise UsageError if a prompt has a folder of frames: a request has files."""
-    for prompt in prompts:
-        for argument, source in prompt.media.items():
-            if isinstance(source, Path) and source.is_dir():
-                raise UsageError(
-                    f"prompt {prompt.text[:40]!r} has {source}, a folder of frames, in {argument}, which no server is sent: "
-                    "use one file, or make rollouts in the run itself"
-                )
 
 
 def _data_url(file: File) -> str:

@@ -27,6 +27,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.engine.files import save_tensors, sync
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.sampling.config import REPLAYED, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake
 from fluvial.engines.sampling.source import Holder, RolloutSource
@@ -199,6 +200,15 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         for path in (file, index):
             Path(f"{path}{partial}").unlink(missing_ok=True)
         raise RunError(f"rollout.store: {folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def open_replayed(rollout: RolloutConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
+    """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`.
+
+    Raises:
+        UsageError: it holds none.
+    """
+    return Replayed(Path(rollout.source.removeprefix(REPLAYED)), model)
 
 
 class StoredChunk(Struct, frozen=True):

@@ -70,6 +70,11 @@ def bar_chart(title: str, bars: Mapping[str, Mapping[str, float]], *, xlabel: st
     return as_svg(figure, title, "share of the samples", [*bars])
 
 
+def curve(path: Path, title: str, points: Points, unit: str = "") -> None:
+    """Draw one line over updates as a PNG; a card's is drawn so (`fluvial.curves`)."""
+    curves(path, [LineChart(title, {"": points}, unit)])
+
+
 def curves(path: Path, charts: Sequence[LineChart]) -> None:
     """Write a PNG of line charts, two per row, about 1,000 pixels wide, so that it is readable within a page of text.
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.report import panels
+from fluvial.engines.extensions.report import charts, panels
 from fluvial.engines.extensions.report.concerns import concerns
-from fluvial.engines.extensions.report.records import read_json, read_records
+from fluvial.engines.run.log.records import read_json, read_records
 
 FILE = "report.html"
 EVALUATION = "evaluation"  # of a summary: the rows of the last evaluation
@@ -80,6 +80,28 @@ def write(out: Path) -> Path:
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+def finish(out: Path) -> Path:
+    """Write curves.png and report.html to the folder of a run that has ended, and return the path of the page.
+
+    Raises:
+        UsageError: the folder holds no run.
+        RunError: the report cannot be written.
+    """
+    charts.curves(out / "curves.png", panels.overview(list(read_records(out / "metrics.jsonl"))))
+    return write(out)
+
+
+def damage(out: Path) -> list[str]:
+    """Return what a report of a run folder leaves out, because it cannot be read: one line per file."""
+    metrics, summary = out / "metrics.jsonl", out / "summary.json"
+    found = []
+    lines = len(metrics.read_text(encoding="utf-8", errors="replace").splitlines()) if metrics.is_file() else 0
+    if left_out := lines - sum(1 for _ in read_records(metrics)):
+        found.append(f"{metrics}, line {lines - left_out + 1} is damaged: the report leaves out it and all after it")
+    files = [file for file in (summary, *sorted((out / "samples").glob("*.json"))) if file.is_file()]
+    return [*found, *(f"{file} is damaged: the report leaves it out" for file in files if read_json(file) is None)]
 
 
 def page(out: Path) -> str:

@@ -5,7 +5,7 @@ POST /next             {"voter"} -> {"pair": {"group", "pair", "prompt"} or null
 POST /image            {"group", "number"} -> PNG
 POST /vote             {"voter", "group", "pair", "score"} -> as /next
 POST /undo             {"voter"} -> as /next
-POST /groups, /votes   of training runs, see `fluvial.engines.scoring.clients.votes`
+POST /groups, /votes   of training runs, see `fluvial.engines.extensions.judges.votes`
 """
 
 import asyncio

@@ -15,10 +15,10 @@ from torch import Tensor
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.report.images import sheet_of
-from fluvial.engines.extensions.report.sounds import write_wave
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import Row, as_records, write_rows, write_scores
+from fluvial.engines.run.log.images import sheet_of
+from fluvial.engines.run.log.sounds import write_wave
 from fluvial.models.images import as_image
 
 TABLE, IMAGES, BASE = "table.json", "images", "base"

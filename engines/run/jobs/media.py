@@ -1,6 +1,7 @@
 """Columns of images, videos and sounds that a pipeline is called with, and refusals of those that nothing would use."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fluvial.engines.data.records import FILES, Prompt
@@ -133,3 +134,14 @@ def check_used(prompts: Sequence[Prompt], users: Mapping[str, Any]) -> None:
             f"prompt {given.text[:40]!r} has a column {column}, which nothing uses: the model does not take it, and no "
             f"reward or evaluator takes {name} or metadata; remove the column"
         )
+
+
+def check_files(prompts: Sequence[Prompt]) -> None:
+    """Raise UsageError if a prompt has a folder of frames, which cannot be sent to servers."""
+    for prompt in prompts:
+        for argument, source in prompt.media.items():
+            if isinstance(source, Path) and source.is_dir():
+                raise UsageError(
+                    f"prompt {prompt.text[:40]!r} has {source}, a folder of frames, in {argument}, which no server is sent: "
+                    "use one file, or make rollouts in the run itself"
+                )

@@ -1,7 +1,9 @@
 """The run folder: everything that a run writes, by rank 0.
 
-config.json  metrics.jsonl  summary.json  report.html  curves.png  warnings.txt  tracker.json  probe.safetensors
-samples/*.{png,json,csv,wav}  tensorboard/  checkpoints/  weights/
+config.json  metrics.jsonl  summary.json  warnings.txt  tracker.json  probe.safetensors
+samples/*.{png,json,csv,wav}  checkpoints/  weights/
+
+By extensions: report.html  curves.png  tensorboard/
 """
 
 import contextlib
@@ -18,13 +20,14 @@ import optree
 from PIL import Image
 from torch import Tensor
 
+from fluvial.engines import plugins
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.report import charts, images, page, panels, trackers
-from fluvial.engines.extensions.report.records import read_json, read_records
-from fluvial.engines.extensions.report.sounds import write_wave
-from fluvial.engines.extensions.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.evaluation.table import read_scores, same_samples, write_scores
+from fluvial.engines.run.log import images, trackers
+from fluvial.engines.run.log.records import read_json, read_records
+from fluvial.engines.run.log.sounds import write_wave
+from fluvial.engines.run.log.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run.process import restart
 from fluvial.engines.run.process.lock import FolderLock
 from fluvial.models.images import as_image
@@ -84,7 +87,7 @@ class RunFolder:
         config: Mapping[str, Any],
         *,
         update: int = 0,
-        tracker: str = "tensorboard",
+        tracker: str = trackers.DEFAULT,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.out, self.say = out, say
@@ -95,7 +98,7 @@ class RunFolder:
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
         self.tracker: SafeTracker | None = None
         if (maker := trackers.find(tracker)) is not None:
-            run = TrackedRun(out, finite(config), self._tracker_id(kept=maker is not trackers.TensorBoard), update)
+            run = TrackedRun(out, finite(config), self._tracker_id(kept=tracker != trackers.DEFAULT), update)
             self.tracker = SafeTracker(tracker, maker, run, self.warn)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -176,12 +179,6 @@ class RunFolder:
         scores = [row["score"] for row in rows]
         return scores if [row["prompt"] for row in rows] == prompts and None not in scores else None
 
-    def curves(self) -> Path:
-        """Draw the charts that say how the run goes (`panels.overview`), and return the path."""
-        path = self.out / "curves.png"
-        charts.curves(path, panels.overview(self.records))
-        return path
-
     def warn(self, line: str) -> None:
         """Keep a warning for the report, and print it."""
         self._keep(line)
@@ -204,9 +201,12 @@ class RunFolder:
         finally:
             warnings.showwarning = shown
 
-    def report(self) -> Path:
-        """Write report.html, and return its path."""
-        return page.write(self.out)
+    def report(self) -> list[Path]:
+        """Have the reports of the run written, such as report.html and curves.png, and return their paths.
+
+        They are entry points of `fluvial.reports`; without any, the files here hold the same numbers.
+        """
+        return [write(self.out) for write in plugins.load_all("reports")]
 
     def close(self) -> None:
         """Flush the buffered records, and end the tracker."""

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.types import to_device
 from fluvial.engines.sampling.noising import NoisingConfig, draw_levels, noised_at
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction, Schedule
+from fluvial.models.host_values import to_device
 
 TENTHS = 10
 

@@ -7,11 +7,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.core.host_values import joined, known, remember, rows
-from fluvial.core.types import to_device
 from fluvial.engines.engine.world import World
 from fluvial.models import Cond
 from fluvial.models.device import is_accelerator
+from fluvial.models.host_values import joined, known, remember, rows, to_device
 
 Kind = TypeVar("Kind", bound=Any)  # a kind of items, a NamedTuple of tensors `[P, ...]`
 

@@ -6,14 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core import host_values
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
-from fluvial.core.types import to_device
 from fluvial.engines.sampling.items.share import Share
 from fluvial.engines.streams import Stream
-from fluvial.models import Schedule
+from fluvial.models import Schedule, host_values
+from fluvial.models.host_values import to_device
 
 
 class RecordedSteps(NamedTuple):

@@ -13,18 +13,18 @@ from typing import Any
 import docstring_parser
 import pytest
 
+from fluvial.bench.pretrain import (
+    edit_words_pretraining,
+    handwriting_pretraining,
+    handwriting_unet_pretraining,
+    words_pretraining,
+)
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.preferences import PreferencesConfig
 from fluvial.engines.cli.sample import SampleConfig
 from fluvial.engines.extensions.plan.plan import PlanConfig
-from fluvial.engines.run.pretrain import (
-    edit_words_pretraining,
-    handwriting_pretraining,
-    handwriting_unet_pretraining,
-    words_pretraining,
-)
 from fluvial.engines.run.recipes import RECIPES
 
 CONFIGS: dict[str, Any] = {

@@ -237,7 +237,7 @@ class Traits(NoLearn):
         (object(), "object is not a frozen dataclass: decorate it"),
         (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
         (NoTraits(), "NoTraits has no traits: add `traits = ObjectiveTraits"),
-        (NoMethod(), "NoMethod is not a method: let it inherit from `fluvial.engines.methods.Method`"),
+        (NoMethod(), "NoMethod is not a method: let it inherit from fluvial.engines.methods.Method"),
         (NoLearn(), r"NoLearn has no method learn\(self, run, batch, key\)"),
         (FewArguments(), r"FewArguments has learn\(self, run: .*, expected learn\(self, run, batch, key\): too many"),
         (Traits(), "Traits has traits of type str, expected ObjectiveTraits"),

@@ -12,7 +12,7 @@ from PIL import Image
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.matching import Sft
+from fluvial.engines.methods.imitation import Sft
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.job import Job

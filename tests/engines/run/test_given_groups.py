@@ -17,7 +17,7 @@ from fluvial.engines.data.order import Captions
 from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.matching import Raft
+from fluvial.engines.methods.imitation import Raft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 

@@ -18,15 +18,15 @@ from rich.console import Console
 from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.extensions.plan import micro_batch
-from fluvial.engines.extensions.plan.warm_up import WarmUp
+from fluvial.engines.extensions.published.resolve import resolve
+from fluvial.engines.extensions.published.runs import find
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import AlignProp, Dpo
-from fluvial.engines.run import build, probe_passes, recipes, train
+from fluvial.engines.run import build, recipes, train
 from fluvial.engines.run.config import NoisingConfig, RolloutConfig, TrainConfig
 from fluvial.engines.run.evaluation.evaluate import chunk_size
-from fluvial.engines.run.published.resolve import resolve
-from fluvial.engines.run.published.runs import find
+from fluvial.engines.run.passes import micro_batch, probe
+from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.record import as_record, recorded
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.generate import Guidance, slots
@@ -52,7 +52,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     config: Any = SimpleNamespace(rollout=SimpleNamespace(batch=batch), samples_per_pass=size, makes_samples=True)
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
-    said = list(probe_passes.notes(config, engine))
+    said = list(probe.notes(config, engine))
     sizes = {s: ranks * len(slots(batch, micro_batch=s, world=world).ids) for s in range(1, size + 1)}  # type: ignore[arg-type]
     least = min(sizes.values())
     if sizes[size] == least:
@@ -64,7 +64,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
         f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
     ]
     config.samples_per_pass = better
-    assert list(probe_passes.notes(config, engine)) == []
+    assert list(probe.notes(config, engine)) == []
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_blocks_compile_for_the_passes_of_an_update(
         warmed.append((size, each[0].rollout is not None))
         return WarmUp(2, 0.5)
 
-    monkeypatch.setattr(probe_passes, "warm_up", warm_up)
+    monkeypatch.setattr(probe, "warm_up", warm_up)
     config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=pairs)
     with Trainer(config, tiny.job()) as run:
-        found = probe_passes.compile_blocks(config, run.job, run.engine, run.schedule)
+        found = probe.compile_blocks(config, run.job, run.engine, run.schedule)
     assert warmed == [(size, size == 4) for size in sizes]
     assert found == WarmUp(2 * len(sizes), 0.5 * len(sizes))
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
-from fluvial.engines.extensions.plan import micro_batch
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
-from fluvial.engines.run.probe_passes import RunPasses, fixed_pairs
+from fluvial.engines.run.passes import micro_batch
+from fluvial.engines.run.passes.probe import RunPasses, fixed_pairs
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.run.build import _rewards
 from fluvial.engines.run.config import AsyncConfig
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.correction import CorrectionConfig
-from fluvial.engines.scoring.clients.votes import Votes
 
 
 def promised(images: Tensor, prompts: Sequence[str]) -> "Future[Tensor]":

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.extensions.published.resolve import resolve
+from fluvial.engines.extensions.published.runs import PublishedRun, find, published_runs
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run.config import PipelineConfig, RolloutConfig, TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.published.resolve import resolve
-from fluvial.engines.run.published.runs import PublishedRun, find, published_runs
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.window import Branches
 from fluvial.models import LoraConfig

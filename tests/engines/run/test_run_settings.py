@@ -41,13 +41,13 @@ def one() -> Iterator[World]:
 
 def noted(trainer: Trainer) -> list[Any]:
     """Return a list that each rollout's samples will be added to."""
-    learn, seen = trainer.learn, list[Any]()
+    learn, seen = trainer.loop.learn, list[Any]()
 
     def learnt(batch: Batch, root: Any) -> Any:
         seen.append(batch.made.result())
         return learn(batch, root)
 
-    trainer.learn = learnt  # type: ignore[method-assign]
+    trainer.loop.learn = learnt  # type: ignore[method-assign]
     return seen
 
 

@@ -13,6 +13,14 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from fluvial.bench.pretrain import (
+    ErrorInfo,
+    Noised,
+    handwriting_pretraining,
+    handwriting_unet_pretraining,
+    levels,
+    pretrain,
+)
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.core.rollout import rollout
@@ -22,14 +30,6 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.pretrain import (
-    ErrorInfo,
-    Noised,
-    handwriting_pretraining,
-    handwriting_unet_pretraining,
-    levels,
-    pretrain,
-)
 from fluvial.engines.sampling.noising import noised_at
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.handwriting import (
@@ -234,7 +234,7 @@ def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch:
         evaluated.append(type(job.model))
         return evaluate(job, module, **{**options, "samples": 4})
 
-    monkeypatch.setattr("fluvial.engines.run.pretrain.evaluate", few)
+    monkeypatch.setattr("fluvial.bench.pretrain.evaluate", few)
     record = pretrain(replace(recipe, updates=2, batch=4, micro_batch=2))
     assert record == json.loads((tmp_path / "made" / "made-by.json").read_text())
     assert record["command"] == f"fluvial pretrain {kind}"

@@ -18,13 +18,13 @@ from tiny_pipelines import TEXT
 from tiny_unet_edits import ROWS, SIZE, make, save
 from torch import Tensor
 
+from fluvial.bench.trial import pipelines
+from fluvial.bench.trial.forked import Forked, wait
 from fluvial.core.random import fold_in, key, normal
 from fluvial.core.transitions import ddim
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import init_world
-from fluvial.engines.extensions.trial import pipelines
-from fluvial.engines.extensions.trial.forked import Forked, wait
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.jobs.evaluated import encoded_texts

@@ -11,7 +11,7 @@ from fluvial.core import gaussian
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step
-from fluvial.core.table import Plan, plan
+from fluvial.core.table import Plan, mask, plan
 from fluvial.core.transitions import Sampler
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.servers.asgi import RequestError
@@ -190,7 +190,7 @@ def _chosen(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tens
 
 def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dict[str, Tensor]:
     """Return what each step was computed from, `[B, T, ...]`; the noise is drawn again from the key of each sample."""
-    noise_keys, stochastic = fold_in(keys, Stream.STEPS), torch.from_numpy(table.stochastic)
+    noise_keys, stochastic = fold_in(keys, Stream.STEPS), mask(table.stochastic, len(table.levels) - 1, torch.device("cpu"))
 
     def noise(step: int) -> Tensor:
         x, holds = steps.x[step], stochastic[step].to(steps.x[step].device)

@@ -194,7 +194,7 @@ def test_timesteps_that_are_drawn_on_the_device_are_read_once_per_update(tmp_pat
     assert report.error is None, report.error
     assert report.micro_batches > 1
     reads = {wait.line.split(":")[0]: wait.times for wait in report.phase("update").waits if wait.kind == "read"}
-    assert reads == {"core/host_values.py": 1, "engines/engine/engine.py": 1}
+    assert reads == {"models/host_values.py": 1, "engines/engine/engine.py": 1}
 
 
 def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

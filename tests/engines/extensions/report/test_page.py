@@ -15,7 +15,7 @@ import torch
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.report import page
-from fluvial.engines.extensions.report.sounds import write_wave
+from fluvial.engines.run.log.sounds import write_wave
 from fluvial.engines.run.process.run_folder import RunFolder, claim, write_json
 
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">&'\""

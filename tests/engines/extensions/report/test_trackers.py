@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.report import trackers
-from fluvial.engines.extensions.report.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run import train
+from fluvial.engines.run.log import trackers
+from fluvial.engines.run.log.trackers import SafeTracker, Samples, TrackedRun
 from fluvial.engines.run.process.run_folder import RunFolder, claim
 
 FAKE = '''
@@ -247,7 +247,7 @@ def test_a_tracker_that_there_is_not_ends_the_command(tmp_path: Path, capsys: py
     assert cli.run(["train", "grpo", "--tracker", "tensorbord", "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "tracker is 'tensorbord', expected one of tensorboard, wandb, trackio, swanlab, none, or module:name" in said
+    assert "tracker is 'tensorbord', expected one of none, tensorboard, wandb, trackio, swanlab, or module:name" in said
     assert "did you mean 'tensorboard'?" in said
     assert not out.exists()
     with pytest.raises(UsageError, match="is of type str, expected a function or a class of a TrackedRun"):

@@ -12,11 +12,11 @@ from fake_servers import FakeClock
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.judges.formats import FlowFactory, UniRL
 from fluvial.engines.extensions.servers.asgi import KEY_ENV, key_of
 from fluvial.engines.extensions.servers.formats import Limits
 from fluvial.engines.extensions.servers.rewards import RewardService, application
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.scoring.clients.formats import FlowFactory, UniRL
 
 IMAGES = torch.arange(5 * 3 * 2 * 4).view(5, 3, 2, 4) / 255
 PROMPTS = ("a", "bb", "ccc", "bad", "e")

@@ -18,9 +18,9 @@ from torch import Tensor
 from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.judges.formats import FlowFactory
 from fluvial.engines.extensions.servers.asgi import serve
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.scoring.clients.formats import FlowFactory
 
 REWARD = "fake_servers:lightness"
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.extensions.plan.memory import LiveStorages
 from fluvial.engines.extensions.simulate.simulation import simulate
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.shapes import MODELS, blocks

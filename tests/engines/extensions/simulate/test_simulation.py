@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fluvial.core.types import to_device
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
@@ -17,6 +16,7 @@ from fluvial.engines.extensions.simulate.mode import LARGE, Wait
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
 from fluvial.engines.scoring.runner import RewardRunner
 from fluvial.models.device import default_device
+from fluvial.models.host_values import to_device
 
 pytestmark = pytest.mark.simulated
 

@@ -18,9 +18,9 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.export import gathered
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import LossConfig
-from fluvial.engines.methods.matching import Distill
+from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.nft import Nft
-from fluvial.engines.methods.preferences import Dpo
 from fluvial.engines.methods.table import Clipped
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora

@@ -16,8 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.wire.client import HttpClient
-from fluvial.engines.scoring.clients.votes import Votes
 
 pytestmark = pytest.mark.skipif(chromium.binary() is None, reason="needs Chromium: apt-get install chromium")
 KEY, SHOWN = "a-key", "document.body.dataset.shown"

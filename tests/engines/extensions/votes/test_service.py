@@ -10,9 +10,9 @@ import asgi
 import pytest
 import torch
 
+from fluvial.engines.extensions.judges.images import as_text, png
 from fluvial.engines.extensions.votes.records import VoteFolder
 from fluvial.engines.extensions.votes.service import PAGE, POLICY, VoteService, application, comparisons
-from fluvial.engines.scoring.clients.images import as_text, png
 
 KEY = "a-key"
 BEARER = {"authorization": f"Bearer {KEY}"}

@@ -9,8 +9,9 @@ import handwriting_jobs
 import launch
 import pytest
 
+from fluvial.bench import pretrain
 from fluvial.engines.cli import eval as evaluating
-from fluvial.engines.run import loop, pretrain, train
+from fluvial.engines.run import loop, train
 from fluvial.engines.run.process import heap
 
 

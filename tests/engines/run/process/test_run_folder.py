@@ -83,12 +83,15 @@ def test_samples_and_curves_are_images(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", {})
     path = folder.samples("after 20 updates", torch.zeros(2, 1, 8, 32), ["0427", "1999"], torch.ones(2), title="after")
     assert path == tmp_path / "run" / "samples" / "after-20-updates.png"
-    empty = folder.curves().read_bytes()
-    for record in (UPDATE, EVALUATION, {"update": 2, "grad_norm": None}):  # a skipped update has no norm
+    curves = tmp_path / "run" / "curves.png"
+    assert folder.report() == [tmp_path / "run" / "report.html"]
+    empty = curves.read_bytes()
+    scored = {**EVALUATION, "score": {"heldout": 0.5}}
+    for record in (UPDATE, scored, {"update": 2, "grad_norm": None}):  # a skipped update has no norm
         folder.log(dict(record))
-    drawn = folder.curves()
-    assert drawn.read_bytes() != empty
-    for image in (path, drawn):
+    folder.report()
+    assert curves.read_bytes() != empty
+    for image in (path, curves):
         with Image.open(image) as opened:
             opened.load()
             assert opened.format == "PNG"

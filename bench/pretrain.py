@@ -1,0 +1,223 @@
+"""Pre-training of the built-in models on random handwriting, or on drawn words: flow matching, or denoising."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.flow_matching import velocity_error
+from fluvial.core.random import Key, fold_in, key, normal, uniform
+from fluvial.engines.data.records import model_inputs, texts
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.export import export
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.errors import UsageError
+from fluvial.engines.named_models import MODELS
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.evaluation.evaluate import evaluate
+from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.process.heap import keep_freed_memory
+from fluvial.engines.run.process.run_folder import write_json
+from fluvial.engines.sampling.generate import on_device, slots
+from fluvial.engines.sampling.noising import noised_at
+from fluvial.engines.streams import Stream
+from fluvial.models import Cond, DiffusionModel, Prediction
+
+RECORD = "made-by.json"
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """The supervised training of a built-in model's base weights.
+
+    Args:
+        out: Folder for the weights.
+        model: Model to train: handwriting, words or edit-words (transformers, by flow matching; the last starts from the
+            weights of words) or handwriting-unet (a UNet, by denoising).
+        seed: Seed of everything random.
+        updates: Number of optimizer updates. Few on purpose, so that there is something left to learn.
+        batch: Number of images per update.
+        micro_batch: Number of images per forward pass.
+        errors: Probability that a character of an image is a random one in place of its caption's, as images of the web
+            do not always show what their captions say. The model then misspells, which is left to learn.
+        eval_samples: Number of samples of the evaluation at the end.
+        dtype: Dtype of the weights that are written.
+        optimizer: Optimizer and its schedule.
+    """
+
+    out: Path
+    model: Literal["handwriting", "handwriting-unet", "words", "edit-words"] = "handwriting"
+    seed: int = 0
+    updates: int = 400
+    batch: int = 64
+    micro_batch: int = 64
+    errors: float = 0.0
+    eval_samples: int = 1000
+    dtype: Literal["float32", "float16"] = "float32"
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, ema_decay=0.9))
+
+    def __post_init__(self) -> None:
+        count = (1, 2**31)
+        bounds = {"updates": count, "batch": count, "micro_batch": count, "eval_samples": count}
+        check_fields(self, "", errors=(0, 1), seed=(0, 2**63 - 1), **bounds)
+
+
+def handwriting_pretraining(out: Path = Path("runs/handwriting-base")) -> PretrainConfig:
+    """Train the transformer by flow matching on images of random training codes, as its shipped weights were."""
+    return PretrainConfig(out=out)
+
+
+def handwriting_unet_pretraining(out: Path = Path("runs/handwriting-unet-base")) -> PretrainConfig:
+    """Train the UNet by denoising images of random training codes, as its shipped weights were."""
+    return PretrainConfig(out=out, model="handwriting-unet", updates=450)
+
+
+def words_pretraining(out: Path = Path("runs/words-base")) -> PretrainConfig:
+    """Train the transformer by flow matching on drawn training words, as its shipped weights were."""
+    optimizer = OptimizerConfig(lr=4e-3, schedule="cosine", warmup=50, min_lr_ratio=0.05, ema_decay=0.99)
+    return PretrainConfig(
+        out=out, model="words", updates=2200, errors=0.12, eval_samples=350, dtype="float16", optimizer=optimizer
+    )
+
+
+def edit_words_pretraining(out: Path = Path("runs/edit-words-base")) -> PretrainConfig:
+    """Train the words transformer to correct a wrong letter of an image, from its weights, as the shipped weights were."""
+    config = words_pretraining(out)
+    return replace(config, model="edit-words", updates=1000, optimizer=replace(config.optimizer, lr=2e-3))
+
+
+class Noised(NamedTuple):
+    """Clean images, their noise and conditioning, each field `[P, ...]`."""
+
+    x0: Tensor
+    noise: Tensor
+    level: Tensor  # sigma, or alpha_bar for an epsilon-prediction model
+    cond: Cond
+
+
+class ErrorInfo(NamedTuple):
+    """Diagnostics per image."""
+
+    error: Tensor
+
+
+def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Train a built-in model without weights of its own and write it to a folder, with a record of how it was made.
+
+    The loss is mean |v - target|^2, as in supervised fine-tuning, at the levels that `levels` draws.
+
+    Raises:
+        UsageError: the folder already holds a model, or a package that the evaluation needs is not installed.
+    """
+    keep_freed_memory()
+    job = jobs.named(config.model)
+    assert job.data is not None, "built-in models have data"
+    model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # as it is before training
+    prompts, write, root = job.prompts, job.data, key(config.seed)
+    letters = sorted(set("".join(texts(prompts))))
+    with init_world() as world:
+        with world.agreed():
+            if (config.out / "config.json").exists():
+                raise UsageError(f"{config.out} already holds a model: set `out` to another folder")
+            try:
+                config.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"`out` is {config.out}, which cannot be made: {error.strerror}") from error
+        console = console if world.is_main else None
+        module = model.build()
+        engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
+
+        def loss(batch: Noised) -> tuple[Tensor, ErrorInfo]:
+            x, target = noised_at(batch.x0, batch.noise, batch.level, prediction=model.prediction)
+            error = velocity_error(model.predict(module, x, batch.level, batch.cond), target)
+            return error, ErrorInfo(error)
+
+        with RunProgress(console, total=config.updates, every=50) as progress:
+            for update in range(config.updates):
+                start = time.perf_counter()
+                keys = fold_in(root, update)
+                places = (uniform(fold_in(keys, Stream.PRETRAIN_PROMPTS), (config.batch,)) * len(prompts)).long().tolist()
+                chosen = [prompts[place] for place in places]
+                drawn = misspelt(fold_in(keys, Stream.PRETRAIN_ERRORS), texts(chosen), config.errors, letters)
+                shown = [replace(prompt, text=text) for prompt, text in zip(chosen, drawn, strict=True)]
+                x0 = write(fold_in(keys, Stream.PRETRAIN_IMAGES), shown)
+                u = uniform(fold_in(keys, Stream.PRETRAIN_LEVELS), (config.batch,))
+                samples = fold_in(fold_in(keys, Stream.PRETRAIN_NOISE), torch.arange(config.batch))
+                cond = model.encode(model_inputs(chosen))
+                items = Noised(x0, normal(samples, x0.shape), levels(u, model.prediction), cond)
+                ids, real = slots(config.batch, micro_batch=config.micro_batch, world=world)
+                mine = torch.tensor(ids)
+                info = engine.update(
+                    optree.tree_map(lambda tensor, mine=mine: tensor[mine].to(world.device), items),
+                    loss,
+                    torch.tensor(real, dtype=torch.float32, device=world.device),
+                    count=config.batch,
+                    micro_batch=config.micro_batch,
+                    pad_to=len(ids),
+                )
+                progress.advance({"error": info.mean["error"]}, {"update": time.perf_counter() - start})
+        with engine.inference(average=True) as sampled:
+            result = evaluate(
+                job,
+                sampled,
+                schedule=on_device(model.schedule(10, job.shape), world.device),
+                samples=config.eval_samples,
+                micro_batch=config.micro_batch,
+                world=world,
+            )
+        export(engine.module, config.out, average=engine.averaged(), dtype=getattr(torch, config.dtype), world=world)
+        record = {
+            "command": f"fluvial pretrain {config.model}",
+            "updates": config.updates,
+            "heldout_exact": result.exact,
+            "heldout_score": result.score,
+            "eval_samples": result.samples,
+        }
+        if world.is_main:
+            write_json(config.out / RECORD, record)
+        progress.say(f"held-out prompts exactly right: {json.dumps(result.exact)}; weights are in {config.out}")
+        return record
+
+
+def misspelt(key: Key, prompts: Sequence[str], rate: float, letters: Sequence[str]) -> list[str]:
+    """Return prompts of which each character is replaced with a probability, independently, by a random letter.
+
+    Args:
+        key: key of the draws; a prompt's depend on its number alone.
+        rate: probability that a character is replaced, in [0, 1], possibly by itself.
+        letters: letters to draw from, each equally likely.
+    """
+    longest = max(map(len, prompts), default=0)
+    draws = uniform(fold_in(key, torch.arange(len(prompts))), (len(prompts), longest, 2)).tolist()
+    return [
+        "".join(
+            letters[int(which * len(letters))] if whether < rate else letter
+            for letter, (whether, which) in zip(prompt, numbers, strict=False)
+        )
+        for prompt, numbers in zip(prompts, draws, strict=True)
+    ]
+
+
+def levels(u: Tensor, prediction: Prediction) -> Tensor:
+    """Return noise levels `[B]` for uniform numbers u `[B]` in [0, 1).
+
+    A flow's are sigma, shifted like the sampling schedule. An epsilon-prediction model's are alpha_bar of a timestep,
+    drawn uniformly.
+    """
+    from fluvial.models.handwriting.unet import alphas_cumprod
+    from fluvial.models.pixel_model import SHIFT
+
+    if prediction == "velocity":
+        return SHIFT * u / (1 + (SHIFT - 1) * u)
+    powers = alphas_cumprod(u.device)
+    return powers[(u * len(powers)).long()]

@@ -1,0 +1,235 @@
+"""Clients of reward servers in the formats of Flow-Factory, UniRL and flow_grpo."""
+
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.judges import images as wire
+from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score, scores
+from fluvial.engines.extensions.judges.unpickle import ForbiddenPickleError, loads
+from fluvial.engines.extensions.wire.client import HttpClient, shown
+
+METRICS: dict[str, Callable[[list[float]], float]] = {
+    "first": lambda values: values[0],
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+}
+# Field of a reply of flow_grpo's servers that holds the scores.
+FORMS = {"verl": "scores", "unified": "outputs", "deqa": "outputs", "geneval": "scores"}
+
+
+class FlowFactory:
+    """Scores of a Flow-Factory reward server, POST /compute; images travel as PNG files, videos as lists of them.
+
+    The image of each prompt's record is sent, too, if all have one.
+
+    Source of the format: Flow-Factory, `reward_server/example_server.py`.
+
+    Args:
+        batch: largest number of samples per request.
+    """
+
+    def __init__(self, server: HttpClient, *, batch: int = 16) -> None:
+        check_positive("batch", batch)
+        self.server, self.batch = server, batch
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the server's score of each sample, `[B]`; NaN for one that it has none of.
+
+        Raises:
+            RunError: no request succeeded.
+        """
+
+        def scored(samples: Tensor, part: slice) -> list[float]:
+            conditions = None if condition_images is None else condition_images[part]
+            answer = self.server.post("/compute", self._payload(samples, [*map(str, prompts[part])], conditions))
+            return scores(answer, "rewards", len(samples), where=f"{self.server.address}/compute")
+
+        return in_batches(images, prompts, scored, server=self.server, batch=self.batch)
+
+    def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        files = [[wire.as_text(wire.png(frame)) for frame in wire.frames(sample)] for sample in samples]
+        videos = samples.ndim == 5
+        return {
+            "prompt": prompts,
+            "image": None if videos else [file for (file,) in files],
+            "video": files if videos else None,
+            "condition_images": None if conditions is None else [[wire.as_text(wire.png(image))] for image in conditions],
+            "condition_videos": None,
+        }
+
+
+class UniRL:
+    """Scores of a UniRL reward service, POST /score; images travel as JPEG files, with their prompt and its metadata.
+
+    A reward answers with several numbers per sample. `metric` says which is the score. A sample that any of the rewards has
+    no score of has none.
+
+    Source of the format: UniRL, `unirl-reward-service/reward_service/schemas.py`.
+
+    Args:
+        rewards: names of rewards that the server has; their scores are added.
+        metric: how the numbers of one reward become one: the first, their mean or the largest.
+        batch: largest number of samples per request.
+        quality: quality of the JPEG files.
+    """
+
+    def __init__(
+        self,
+        server: HttpClient,
+        *,
+        rewards: tuple[str, ...],
+        metric: Literal["first", "mean", "max"] = "first",
+        batch: int = 16,
+        quality: int = wire.QUALITY,
+    ) -> None:
+        if not rewards or len(set(rewards)) < len(rewards) or not all(rewards):
+            raise UsageError("rewards", list(rewards), "names that the server has, each once")
+        if metric not in METRICS:
+            raise UsageError("metric", metric, f"one of {', '.join(METRICS)}")
+        if not 1 <= quality <= 100:
+            raise UsageError("quality", quality, "1 to 100")
+        check_positive("batch", batch)
+        self.server, self.rewards, self.metric, self.batch, self.quality = server, rewards, metric, batch, quality
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the score of each sample, `[B]`; NaN for one that the server has no score of.
+
+        Of several rewards it is a mapping: their sum as `score`, and each under its name.
+
+        Raises:
+            RunError: the samples are videos, or no request succeeded.
+        """
+        _check_images(images)
+
+        def scored(samples: Tensor, part: slice) -> list[list[float]]:
+            requests = [
+                {
+                    "history": [{"text": str(prompt), "image_b64": wire.as_text(wire.jpeg(sample, quality=self.quality))}],
+                    "required_rewards": list(self.rewards),
+                    "metadata": {name: value for name, value in record.items() if _is_json(value)},
+                }
+                for sample, prompt, record in zip(samples, prompts[part], metadata[part], strict=True)
+            ]
+            return self._read(self.server.post("/score", {"requests": requests}), len(requests))
+
+        found = in_batches(images, prompts, scored, server=self.server, batch=self.batch)
+        if len(self.rewards) == 1:
+            return found[:, 0]
+        return {"score": found.sum(1), **dict(zip(self.rewards, found.unbind(1), strict=True))}
+
+    def _read(self, answer: Any, count: int) -> list[list[float]]:
+        """Return the score of each reward for each sample of a reply, NaN for one that is missing."""
+        where = f"{self.server.address}/score"
+        results = [_mapping(result) for result in field(answer, "results", list[Any], where=where)]
+        errors: list[Any] = field({"errors": answer.get("errors") or []}, "errors", list[Any], where=where)
+        problems = [_mapping(problem) for problem in errors]
+        if len(results) != count:
+            raise RunError(f"{where}: results has {len(results)} values, expected {count}, one per sample")
+        found = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
+        said = [f"{name}: {shown(str(problem[name]))}" for problem in problems for name in self.rewards if problem.get(name)]
+        missing = any(name not in result for result in results for name in self.rewards)
+        if missing and all(any(map(math.isnan, values)) for values in found):
+            raise RunError(f"{where} has no score of any sample: {said[0] if said else 'rewards are missing'}")
+        return found
+
+    def _value(self, metrics: Mapping[str, Any]) -> float:
+        """Return the score among the numbers of one reward, NaN if there are none."""
+        values = [score(value) for value in metrics.values()] or [math.nan]
+        # What max() makes of NaN depends on the order.
+        return math.nan if any(map(math.isnan, values)) else METRICS[self.metric](values)
+
+
+class FlowGrpo:
+    """Scores of a server of flow_grpo or verl-omni, POST /, whose requests and replies are pickles; images travel as JPEG.
+
+    A reply is read by an interpreter that knows numbers, texts, lists and dicts alone, and calls nothing (`unpickle`). The
+    server itself unpickles what it receives, so its port must be closed to others.
+
+    Source of the formats: verl-omni's HTTP scorer, and flow_grpo's `rewards.py`.
+
+    Args:
+        trust_pickle: must be True, as a sign that the format is known to be one of pickles.
+        form: fields of a request: verl (images, prompts, metadata), unified (images, prompts), deqa (images), or geneval
+            (images, meta_datas, only_strict).
+        field: field of the reply that holds the scores; by default that of the form. A GenEval server also has
+            strict_rewards.
+        batch: largest number of samples per request.
+    """
+
+    def __init__(
+        self,
+        server: HttpClient,
+        *,
+        trust_pickle: bool = False,
+        form: Literal["verl", "unified", "deqa", "geneval"] = "verl",
+        field: str = "",
+        batch: int = 64,
+    ) -> None:
+        if not trust_pickle:
+            raise UsageError(
+                f"trust_pickle is False, and {server.address} speaks in pickles: set trust_pickle to True if the server is "
+                "your own. Its replies are read as plain data, without running any code that they name"
+            )
+        if form not in FORMS:
+            raise UsageError("form", form, f"one of {', '.join(FORMS)}")
+        check_positive("batch", batch)
+        self.server, self.form, self.field, self.batch = server, form, field or FORMS[form], batch
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return the server's score of each sample, `[B]`; NaN for one that it has none of.
+
+        Raises:
+            RunError: the samples are videos, or no request succeeded.
+        """
+        _check_images(images)
+        where = self.server.address
+
+        def scored(samples: Tensor, part: slice) -> list[float]:
+            request = self._request(samples, [*map(str, prompts[part])], metadata[part])
+            body = pickle.dumps(request, protocol=4)
+            answer = self.server.post_bytes("", body, content_type="application/octet-stream")
+            try:
+                value = loads(answer)
+            except ForbiddenPickleError as error:
+                raise RunError(f"{where} answered with what is no pickle of numbers ({error}): {shown(answer)}") from error
+            return scores(value, self.field, len(samples), where=where)
+
+        return in_batches(images, prompts, scored, server=self.server, batch=self.batch)
+
+    def _request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        files = [wire.jpeg(sample) for sample in samples]
+        if self.form == "deqa":
+            return {"images": files}
+        if self.form == "unified":
+            return {"images": files, "prompts": prompts}
+        if self.form == "geneval":
+            # The server asks for the prompt and its kind in each record.
+            records = [{"prompt": prompt, "tag": "", **record} for prompt, record in zip(prompts, metadata, strict=True)]
+            return {"images": files, "meta_datas": records, "only_strict": False}
+        return {"images": files, "prompts": prompts, "metadata": {}}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a JSON object; an empty one for anything else, which has no score of a sample."""
+    return value if isinstance(value, dict) else {}
+
+
+def _check_images(samples: Tensor) -> None:
+    if samples.ndim != 4:
+        raise RunError(f"the server scores images, got samples of shape {list(samples.shape[1:])}")
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON holds a value of a prompt's metadata; it holds no bytes of an image, for example."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_json(inner) for name, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    return value is None or isinstance(value, str | int | float | bool)

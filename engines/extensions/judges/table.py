@@ -1,0 +1,52 @@
+"""The clients by name, and what makes one from the options of its server and its own."""
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
+from fluvial.engines.extensions.judges.vlm import Questions, Rating, UnifiedReward, UnifiedReward2, YesNo
+from fluvial.engines.extensions.judges.votes import Votes
+from fluvial.engines.extensions.judges.win_rate import WinRate
+from fluvial.engines.extensions.wire.client import HttpClient
+
+CLIENTS: dict[str, type] = {
+    "flow_factory": FlowFactory,
+    "unirl": UniRL,
+    "flow_grpo": FlowGrpo,
+    "vlm_yes_no": YesNo,
+    "vlm_rating": Rating,
+    "vlm_questions": Questions,
+    "unified_reward": UnifiedReward,
+    "unified_reward_2": UnifiedReward2,
+    "win_rate": WinRate,
+    "votes": Votes,
+}
+HIDDEN = ("self", "server", "transport", "clock")  # arguments that no option sets
+
+
+def maker(name: str) -> Callable[..., Any]:
+    """Return the function that makes a client, whose arguments are those of `HttpClient` and of the client's class."""
+    kind = CLIENTS[name]
+    server, own = _parameters(HttpClient), _parameters(kind)
+
+    def make(**values: Any) -> Any:
+        of_server = {key: value for key, value in values.items() if key in server}
+        return kind(HttpClient(**of_server), **{key: value for key, value in values.items() if key in own})
+
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in {**server, **own}.values()]
+    make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    make.__annotations__ = {key: hint for of in (HttpClient, kind) for key, hint in _hints(of).items() if key not in HIDDEN}
+    return make
+
+
+def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+    return {name: found for name, found in inspect.signature(kind).parameters.items() if name not in HIDDEN}
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind.__init__)  # type: ignore[misc]
+
+
+MAKERS = {name: maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`

@@ -1,0 +1,433 @@
+"""Rewards by a VLM judge behind an OpenAI-compatible chat server (vLLM, sglang, or a hosted one).
+
+A yes-or-no question, a rating, UnifiedReward of either kind, and lists of questions.
+"""
+
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.judges import images as wire
+from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score
+from fluvial.engines.extensions.wire.client import HttpClient, shown
+from fluvial.engines.extensions.wire.decode import WireError, convert
+
+TEMPLATES = Path(__file__).parent / "templates"
+TOP = 20  # tokens whose log-probabilities are asked for, the most that servers give
+PLACE = "{prompt}"  # what a template holds in place of the prompt
+FRAMES = 8  # frames of a video that a model is shown
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+AXES = ("alignment", "coherence", "style")
+AXIS_SCORE = re.compile(r"(\w+) Score \(1-5\):\s*([0-5](?:\.\d+)?)")
+FINAL_SCORE = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
+
+
+class TopToken(Struct, frozen=True):
+    """A likely token."""
+
+    token: str
+    logprob: float
+
+
+class TokenLogprobs(Struct, frozen=True):
+    """The likely tokens at one place of a reply."""
+
+    top_logprobs: list[TopToken]
+
+
+class Logprobs(Struct, frozen=True):
+    """The likely tokens of a reply; servers without them send null."""
+
+    content: list[TokenLogprobs] | None = None
+
+
+class Message(Struct, frozen=True):
+    """A message of a model."""
+
+    content: str | None
+
+
+class Choice(Struct, frozen=True):
+    """A reply of a model."""
+
+    message: Message
+    logprobs: Logprobs | None = None
+
+
+class ListedModel(Struct, frozen=True):
+    """A model of a server."""
+
+    id: str
+
+
+class Rated(Struct, frozen=True):
+    """A rating, as a model is told to write it."""
+
+    score: float
+
+
+class Answer(NamedTuple):
+    """Reply of the model.
+
+    Args:
+        first: log-probability of each likely first token; empty if the server gives none.
+    """
+
+    text: str
+    first: Mapping[str, float]
+
+
+class Chat:
+    """Requests to a model of a chat server.
+
+    Args:
+        server: the server; its address ends with /v1, which is added where it has no path.
+        model: name of the model. Empty takes the server's only one.
+    """
+
+    def __init__(self, server: HttpClient, *, model: str = "") -> None:
+        self.server, self.model = server, model
+        self.path = "" if server.url.path.strip("/") else "/v1"
+        self._lock = threading.Lock()
+
+    def ask(
+        self,
+        images: Sequence[bytes],
+        text: str,
+        *,
+        max_tokens: int,
+        logprobs: bool = False,
+        schema: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Return the model's reply to images and a text, drawn at temperature 0.
+
+        Args:
+            images: PNG files.
+            logprobs: whether to ask for the log-probabilities of the first token.
+
+        Raises:
+            RunError: there is no reply, or it has another form.
+        """
+        urls = [f"data:image/png;base64,{wire.as_text(file)}" for file in images]
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        request: dict[str, Any] = {
+            "model": self._model(),
+            "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
+        if logprobs:
+            request |= {"logprobs": True, "top_logprobs": TOP}
+        if schema is not None:
+            shape = {"name": "reply", "strict": True, "schema": schema}
+            request["response_format"] = {"type": "json_schema", "json_schema": shape}
+        answer = self.server.post(f"{self.path}/chat/completions", request)
+        where = f"{self.server.address}{self.path}/chat/completions"
+        choices: list[Choice] = field(answer, "choices", Annotated[list[Choice], Meta(min_length=1)], where=where)  # type: ignore[arg-type]
+        first = choices[0].logprobs
+        tokens = first.content[0].top_logprobs if first is not None and first.content else []
+        # Rounding may lift a certain token above 0. A NaN counts as impossible.
+        known = {top.token: min(top.logprob, 0.0) if top.logprob == top.logprob else -math.inf for top in tokens}
+        return Answer(choices[0].message.content or "", known)
+
+    def probability(self, images: Sequence[bytes], text: str, *answers: Sequence[str]) -> list[float]:
+        """Return the probability that the reply begins with one of the words of each answer, in any case and with blanks.
+
+        Raises:
+            RunError: the server gave no log-probabilities.
+        """
+        first = self.ask(images, text, max_tokens=1, logprobs=True).first
+        if not first:
+            raise RunError(
+                f"{self.server.address} gives no log-probabilities: use vlm_rating, which reads a number, or a server that "
+                "gives them (vLLM and sglang do)"
+            )
+        return [
+            math.fsum(math.exp(value) for token, value in first.items() if token.strip().lower() in words)
+            for words in answers
+        ]
+
+    def _model(self) -> str:
+        """Return the name of the model, which is asked for once."""
+        with self._lock:
+            if not self.model:
+                where = f"{self.server.address}{self.path}/models"
+                listed: list[ListedModel] = field(
+                    self.server.get(f"{self.path}/models"), "data", list[ListedModel], where=where
+                )
+                if len(listed) != 1:
+                    has = shown(", ".join(model.id for model in listed)) if listed else "none"
+                    raise RunError(f"{where} lists {len(listed)} models ({has}): set `model` to the name of one")
+                self.model = listed[0].id
+            return self.model
+
+
+class YesNo:
+    """Probability of yes: P(yes) / (P(yes) + P(no)) over the first token of the reply, all spellings added.
+
+    Source: VQAScore, arXiv 2404.01291, whose question is the built-in template.
+
+    Args:
+        model: name of the model. Empty takes the server's only one.
+        template: file of the question, in which {prompt} stands for the prompt.
+    """
+
+    def __init__(self, server: HttpClient, *, model: str = "", template: Path | None = None) -> None:
+        self.chat, self.question = Chat(server, model=model), question_of(template, "yes_no")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the probability for each sample, `[B]`; NaN where neither yes nor no is likely.
+
+        Raises:
+            RunError: no request succeeded, or the server gives no log-probabilities.
+        """
+
+        def asked(files: list[bytes], number: int) -> float:
+            yes, no = self.chat.probability(files, self.question.replace(PLACE, str(prompts[number])), ["yes"], ["no"])
+            return yes / (yes + no) if yes + no > 0 else math.nan
+
+        return _each_sample(images, prompts, self.chat, asked)
+
+
+class Rating:
+    """Number that a model gives in JSON, from 0 at `low` to 1 at `high`.
+
+    The reply must be {"score": number}, which servers with guided decoding (vLLM, sglang, OpenAI) hold to. A reply in
+    prose, or a number out of the range, is no score.
+
+    Args:
+        server, model, template: as of `YesNo`.
+    """
+
+    def __init__(
+        self,
+        server: HttpClient,
+        *,
+        model: str = "",
+        template: Path | None = None,
+        low: float = 1.0,
+        high: float = 10.0,
+        max_tokens: int = 64,
+    ) -> None:
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise UsageError(f"low is {low:g} and high is {high:g}, expected numbers, the first below the second")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "rating")
+        check_positive("max_tokens", max_tokens)
+        self.low, self.high, self.max_tokens = low, high, max_tokens
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the rating of each sample in [0, 1], `[B]`; NaN where the reply is no rating.
+
+        Raises:
+            RunError: no request succeeded.
+        """
+        number_type = {"type": "number", "minimum": self.low, "maximum": self.high}
+        schema = {
+            "type": "object",
+            "properties": {"score": number_type},
+            "required": ["score"],
+            "additionalProperties": False,
+        }
+        question = self.question.replace("{low}", f"{self.low:g}").replace("{high}", f"{self.high:g}")
+
+        def asked(files: list[bytes], number: int) -> float:
+            text = question.replace(PLACE, str(prompts[number]))
+            rating = _rating(self.chat.ask(files, text, max_tokens=self.max_tokens, schema=schema).text)
+            return (rating - self.low) / (self.high - self.low) if self.low <= rating <= self.high else math.nan
+
+        return _each_sample(images, prompts, self.chat, asked)
+
+
+class UnifiedReward:
+    """UnifiedReward's score: the number after "Final Score:", from 1 to 5, divided by 5.
+
+    Source: arXiv 2503.05236; question, image size and pattern as flow_grpo uses them. A reply without a score is NaN here,
+    where flow_grpo takes it for 0.
+
+    Args:
+        server, model, template: as of `YesNo`; the model is UnifiedReward.
+        size: width and height that images are resized to; 0 leaves them as they are.
+    """
+
+    def __init__(
+        self, server: HttpClient, *, model: str = "", template: Path | None = None, size: int = 512, max_tokens: int = 1024
+    ) -> None:
+        if size < 0:
+            raise UsageError("size", size, "pixels, or 0 for images as they are")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward")
+        check_positive("max_tokens", max_tokens)
+        self.size, self.max_tokens = size, max_tokens
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Return the score of each sample in [0.2, 1], `[B]`; NaN where the reply has none.
+
+        Raises:
+            RunError: no request succeeded.
+        """
+
+        def asked(files: list[bytes], number: int) -> float:
+            text = self.question.replace(PLACE, str(prompts[number]))
+            found = FINAL_SCORE.search(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
+            rating = float(found[1]) if found else math.nan
+            return rating / 5 if rating <= 5 else math.nan
+
+        return _each_sample(images, prompts, self.chat, asked, size=self.size)
+
+
+class UnifiedReward2:
+    """UnifiedReward 2's scores of an image: alignment, coherence and style, from 1 to 5, divided by 5, and their mean.
+
+    Source: UnifiedReward's prompt and pattern as in Pref-GRPO's `fastvideo/rewards` (`get_unifiedreward_image_template`,
+    `unifiedreward.py`), which does not divide. A score that the reply lacks is NaN here, where that takes the batch's mean.
+
+    Args:
+        server, model, template: as of `YesNo`; the model is UnifiedReward-2.0.
+        score: "mean", or the one that is learnt from.
+    """
+
+    def __init__(
+        self,
+        server: HttpClient,
+        *,
+        model: str = "",
+        template: Path | None = None,
+        score: Literal["mean", "alignment", "coherence", "style"] = "mean",
+        max_tokens: int = 1024,
+    ) -> None:
+        if score not in ("mean", *AXES):
+            raise UsageError("score", score, f"one of mean, {', '.join(AXES)}")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "unified_reward_2")
+        check_positive("max_tokens", max_tokens)
+        self.score, self.max_tokens = score, max_tokens
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Return `score`, and the three of each sample in [0, 1], `[B]` each; NaN where the reply has none.
+
+        Raises:
+            RunError: no request succeeded.
+        """
+
+        def scored(samples: Tensor, part: slice) -> list[list[float]]:
+            files = [wire.png(frame) for frame in wire.spread(samples[0], FRAMES)]
+            text = self.question.replace(PLACE, str(prompts[part.start]))
+            said = {
+                name.lower(): float(number)
+                for name, number in AXIS_SCORE.findall(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
+            }
+            return [[said.get(axis, math.nan) / 5 for axis in AXES]]
+
+        found = in_batches(images, prompts, scored, server=self.chat.server, batch=1)
+        columns = {axis: found[..., i] for i, axis in enumerate(AXES)}
+        return {"score": columns.get(self.score, found.mean(-1)), **columns}
+
+
+class Questions:
+    """Soft-TIFA: the mean probability of the expected answers to a prompt's own list of questions.
+
+    Each prompt's metadata has a column of pairs such as ["How many cows are in the image?", "three"]. The probability of an
+    answer is that of the first token of the reply; a count may be a word or a digit.
+
+    Source: GenEval 2, arXiv 2512.16853. It reads the probabilities of all tokens; a server gives the 20 largest, and an
+    answer that is not among them has probability 0.
+
+    Args:
+        server, model, template: as of `YesNo`; {prompt} stands for one of the questions.
+        column: column of the prompts' file that holds the questions, as in GenEval 2's.
+        mean: arithmetic mean, or geometric, which is 0 where one answer is.
+    """
+
+    def __init__(
+        self,
+        server: HttpClient,
+        *,
+        model: str = "",
+        template: Path | None = None,
+        column: str = "vqa_list",
+        mean: Literal["arithmetic", "geometric"] = "arithmetic",
+    ) -> None:
+        if mean not in ("arithmetic", "geometric"):
+            raise UsageError("mean", mean, "arithmetic or geometric")
+        self.chat, self.question = Chat(server, model=model), question_of(template, "question")
+        self.column, self.mean = column, mean
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return the mean probability for each sample, `[B]`.
+
+        Raises:
+            RunError: a prompt has no questions, no request succeeded, or the server gives no log-probabilities.
+        """
+        lists = [
+            _pairs(record.get(self.column), self.column, prompt) for record, prompt in zip(metadata, prompts, strict=True)
+        ]
+
+        def asked(files: list[bytes], number: int) -> float:
+            values = []
+            for question, expected in lists[number]:
+                (found,) = self.chat.probability(files, self.question.replace(PLACE, question), spellings(expected))
+                values.append(min(found, 1.0))
+            if self.mean == "arithmetic":
+                return math.fsum(values) / len(values)
+            return math.prod(value ** (1 / len(values)) for value in values)
+
+        return _each_sample(images, prompts, self.chat, asked)
+
+
+def spellings(answer: str) -> list[str]:
+    """Return an answer and, if it is a number up to ten in words, its digits."""
+    word = answer.strip().lower()
+    return [word, str(NUMBERS.index(word))] if word in NUMBERS else [word]
+
+
+def question_of(path: Path | None, name: str) -> str:
+    """Return the text of a question: that of the user's file, or the built-in one of a name.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
+    path = path or TEMPLATES / f"{name}.txt"
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"template is {path}, which cannot be read as text: {error}") from error
+    if not text:
+        raise UsageError(f"template is {path}, which is empty: write the question, with {PLACE} in place of the prompt")
+    return text
+
+
+def _each_sample(
+    images: Tensor, prompts: Sequence[str], chat: Chat, asked: Callable[[list[bytes], int], float], *, size: int = 0
+) -> Tensor:
+    """Return `asked(PNG files of a sample, its number)` for each sample, `[B]`."""
+
+    def scored(samples: Tensor, part: slice) -> list[float]:
+        files = [wire.png(frame, size=size) for frame in wire.spread(samples[0], FRAMES)]
+        return [score(asked(files, part.start))]
+
+    return in_batches(images, prompts, scored, server=chat.server, batch=1)
+
+
+def _rating(text: str) -> float:
+    """Return the number in {"score": number}, NaN for any other text."""
+    inner = re.sub(r"^```(?:json)?|```$", "", text.strip()).strip()
+    try:
+        return score(msgspec.json.decode(inner, type=Rated).score)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return math.nan
+
+
+def _pairs(value: Any, column: str, prompt: str) -> list[tuple[str, str]]:
+    """Return the questions of a prompt with their answers; RunError if there are none."""
+    try:
+        return convert(value, Annotated[list[tuple[str, str]], Meta(min_length=1)], name=column)  # type: ignore[arg-type]
+    except WireError as error:
+        raise RunError(
+            f"prompt {prompt!r} has no questions in its metadata, expected pairs of a question and an answer: {error}"
+        ) from None

@@ -1,0 +1,156 @@
+"""The reward that people give: groups of images are sent to `fluvial rewards vote`, whose votes become their scores.
+
+POST /groups   {"prompt", "images": [PNG as base64]}   ->  state of the group
+POST /votes    {"groups": [id]}                        ->  {"groups": {id: state, or null if unknown}}
+
+A state is {"group": id, "done", "wanted", "wins": [[number]]}: comparisons so far, those that are asked for, and how often
+each image was preferred to each other.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.extensions.judges.batches import field
+from fluvial.engines.extensions.judges.images import as_text, png
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.scoring.bradley_terry import bradley_terry
+
+EVERY = 1.0  # seconds between two questions for votes
+LINE_AFTER, LINE_EVERY = 2.0, 60.0  # seconds until the first line about the progress, and between two
+
+
+class Asked(NamedTuple):
+    """A group that waits for votes."""
+
+    body: dict[str, Any]
+    scores: Future[list[float]]
+
+
+class Votes:
+    """The Bradley-Terry log-strengths of the images of a group, by the votes of people.
+
+    A group is known by its prompt and its images. Votes that it has got before count, so that a run that is resumed, and
+    makes the same images again, asks for none of them twice. Images that are all equal have the score 0 without votes.
+
+    Args:
+        server: server of `fluvial rewards vote`.
+        wait: seconds without a vote for any waiting group, after which those groups have no score and are left out of the
+            update. Votes they have got by then stay, and count if the same images are made again.
+        prior: strength of the prior that draws scores to 0, see `bradley_terry`.
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+
+    def __init__(self, server: HttpClient, *, wait: float = 3600.0, prior: float = 0.5, clock: Any = time) -> None:
+        if not wait > 0:
+            raise UsageError(f"wait is {wait:g}, expected seconds above 0")
+        if not 1e-3 <= prior < float("inf"):
+            raise UsageError(f"prior is {prior:g}, expected a number of at least 0.001")
+        self.server, self.waits_for_people, self.prior, self.clock = server, wait, prior, clock
+        self._waiting: dict[str, Asked] = {}  # by the id of the group
+        self._lock = threading.Lock()
+        self._asking = False  # whether a thread asks for votes
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], group: int) -> "Future[list[float]]":
+        """Send a group, and return its scores to come.
+
+        Raises:
+            RunError: the server cannot be reached, or refuses the group.
+            UsageError: the samples are videos.
+        """
+        if images.ndim != 4:
+            raise UsageError(f"it takes images, and these are videos {list(images.shape[1:])}")
+        body = {
+            "prompt": prompts[0],
+            "images": [as_text(png(image, colour=False)) for image in images.detach().cpu().float()],
+        }
+        state, asked = self.server.post("/groups", body), Asked(body, Future())
+        found = field(state, "group", str, where=self._where)
+        if not self._settled(state, asked):
+            with self._lock:
+                self._waiting[found] = asked
+                if not self._asking:
+                    self._asking = True
+                    threading.Thread(target=self._ask, name="votes", daemon=True).start()
+        return asked.scores
+
+    @property
+    def _where(self) -> str:
+        return f"the server of votes {self.server.address}"
+
+    def _counts(self, state: Any) -> tuple[int, int]:
+        """Return how many comparisons of a group there are, and how many are wanted."""
+        return field(state, "done", int, where=self._where), field(state, "wanted", int, where=self._where)
+
+    def _settled(self, state: Any, asked: Asked) -> bool:
+        """Set the scores of a group if it has all its votes, and return whether it has."""
+        done, wanted = self._counts(state)
+        if done < wanted:
+            return False
+        count = len(asked.body["images"])
+        wins = torch.tensor(field(state, "wins", list[list[float]], where=self._where), dtype=torch.float64)
+        if wins.shape != (count, count):
+            raise RunError(f"{self._where}: wins has the shape {list(wins.shape)}, expected [{count}, {count}]")
+        asked.scores.set_result(bradley_terry(wins, prior=self.prior).tolist())
+        return True
+
+    def _ask(self) -> None:
+        """Ask for votes until no group waits."""
+        known, since = -1, self.clock.monotonic()
+        printed = since + LINE_AFTER - LINE_EVERY
+        while True:
+            with self._lock:
+                waiting = dict(self._waiting)
+                if not waiting:
+                    self._asking = False
+                    return
+            try:
+                done, wanted, settled = self._votes(waiting)
+            except Exception as error:  # whatever the server answers: the groups are told
+                self._end(waiting, error if isinstance(error, FluvialError) else RunError(f"{self._where}: {error}"))
+                continue
+            now = self.clock.monotonic()
+            if settled or done != known:
+                known, since = -1 if settled else done, now
+            if now - since > self.waits_for_people:
+                self._end(waiting, RunError(f"{self._where}: no vote within `wait` {self.waits_for_people:g} s"))
+                continue
+            if now - printed > LINE_EVERY and os.environ.get("RANK", "0") == "0" and not settled:
+                printed = now
+                line = f"waiting for votes: {done} of {wanted} comparisons of {len(waiting)} groups; {self.server.address}"
+                print(line, file=sys.stderr, flush=True)
+            self.clock.sleep(EVERY)
+
+    def _votes(self, waiting: dict[str, Asked]) -> tuple[int, int, int]:
+        """Ask for the votes of groups, and return how many there are and are wanted, and how many groups have all."""
+        states = field(self.server.post("/votes", {"groups": [*waiting]}), "groups", dict[str, Any], where=self._where)
+        done = wanted = settled = 0
+        for name, asked in waiting.items():
+            state = states.get(name)
+            if state is None:  # a server that was started again has the votes, and not what is asked
+                state = self.server.post("/groups", asked.body)
+            there, asks = self._counts(state)
+            done, wanted = done + there, wanted + asks
+            if self._settled(state, asked):
+                settled += 1
+                with self._lock:
+                    del self._waiting[name]
+        return done, wanted, settled
+
+    def _end(self, waiting: dict[str, Asked], error: Exception) -> None:
+        """Give groups no score."""
+        for name, asked in waiting.items():
+            with self._lock:
+                self._waiting.pop(name, None)
+            if not asked.scores.done():
+                asked.scores.set_exception(error)

@@ -1,0 +1,84 @@
+"""Published runs as configurations of fluvial, side by side with what was published."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.published.runs import PublishedRun, Source, always, find
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.log.records import flat
+from fluvial.engines.run.record import as_record, recorded
+
+ASSUMED = "assumed"  # of a setting that no source states
+
+
+class Row(NamedTuple):
+    """A setting as published and as fluvial runs it."""
+
+    setting: str
+    published: str
+    ours: str
+    why: str  # empty where the two are the same
+    source: Source | None
+
+
+def resolve(run: PublishedRun) -> TrainConfig:
+    """Return the configuration of a published run; `run.deviations` says in what it differs from what was published.
+
+    Raises:
+        UsageError: fluvial has no objective for the run's algorithm.
+    """
+    if run.needs:
+        raise UsageError(
+            f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective, which needs {run.needs}: its "
+            f"settings are listed by fluvial runs {run.name}"
+        )
+    return recorded({"out": f"runs/{run.name}", **run.overlay()})
+
+
+def configure(name: str) -> TrainConfig:
+    """Return the configuration of the published run of a name, see `find` and `resolve`; recipes begin with it."""
+    return resolve(find(name))
+
+
+def side_by_side(run: PublishedRun) -> Iterator[Row]:
+    """Yield each setting of the configuration, and what a source states besides, in the order of a config.json.
+
+    A setting that no source states is assumed, whatever its value.
+    """
+    ours = {} if run.needs else flat(as_record(resolve(run)))
+    stated = {name for name, found in run.settings.items() if found.source is not None}
+    stated |= {*run.published, *run.deviations}
+    for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
+        value = next((shown(values[name]) for values in (ours, always()) if name in values), "")  # none of a table
+        if name in stated:
+            yield _stated(run, name, value)
+        elif name in ours:
+            yield Row(name, "not stated", value, ASSUMED, None)
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is printed."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(shown, value)) or "none"
+    return value if isinstance(value, str) and value.strip() else json.dumps(value)
+
+
+def _stated(run: PublishedRun, name: str, ours: str) -> Row:
+    """Return the row of a setting that a source states, or that differs."""
+    found, deviation = run.settings.get(name), run.deviations.get(name)
+    source = None if found is None else found.source
+    published = run.published.get(name, "not stated" if source is None or found is None else found.value)
+    if deviation is None:
+        return Row(name, shown(published), ours, "", source)
+    published = published if deviation.published is None else deviation.published
+    ours = ours if deviation.ours is None else shown(deviation.ours)
+    return Row(name, shown(published), ours, f"[{deviation.kind}] {deviation.why}", source)
+
+
+def _with_tables(names: Iterable[str]) -> Iterator[str]:
+    """Yield dotted names, each with the tables that it stands in before it."""
+    for name in names:
+        yield from accumulate(name.split("."), "{}.{}".format)

@@ -1,0 +1,166 @@
+"""Published runs as data: overlays on a run's configuration, with the sources, deviations and notes of each."""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.log.records import flat
+
+COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
+
+# hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
+# come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
+Kind = Literal["hardware", "precision", "reward", "model", "method"]
+
+
+class Source(NamedTuple):
+    """Where settings were read."""
+
+    repo: str
+    path: str
+    commit: str
+    note: str = ""
+
+
+class Deviation(NamedTuple):
+    """A setting that fluvial does not run as published, described by hand."""
+
+    kind: Kind
+    why: str
+    published: Any = None  # None: see `PublishedRun.published`
+    ours: Any = None  # None: the value in the configuration
+
+
+class Setting(NamedTuple):
+    """A value of the configuration."""
+
+    value: Any
+    source: Source | None  # None: no source states it, the value is assumed
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A published run, as an overlay on a run's configuration. Mappings have dotted names, e.g. `optimizer.lr`."""
+
+    name: str  # project/model/task
+    algorithm: str = ""  # as its authors write it
+    paper: str = ""  # arXiv id; empty if there is no paper
+    gpus: int = 0  # of the launcher; 0 if not stated
+    needs: str = ""  # what the method needs that fluvial does not have; empty if it can be trained
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # values of the configuration
+    published: Mapping[str, Any] = field(default_factory=dict)  # what the source states in its own words or unit
+    deviations: Mapping[str, Deviation] = field(default_factory=dict)  # settings that fluvial does not run as published
+    unusual: tuple[str, ...] = ()  # behaviour of the source that no setting shows
+    headline: Mapping[str, Any] = field(default_factory=dict)  # published result, hours, and where they are stated
+
+    @property
+    def model(self) -> str:
+        """Id of the base model on the Hub."""
+        return str(self.settings["model"].value)
+
+    @property
+    def sources(self) -> list[Source]:
+        """Where the settings were read."""
+        return list(dict.fromkeys(found.source for found in self.settings.values() if found.source is not None))
+
+    def overlay(self) -> dict[str, Any]:
+        """Return the settings nested as in a run's config.json."""
+        record: dict[str, Any] = {}
+        for name, setting in self.settings.items():
+            *parents, last = name.split(".")
+            table = record
+            for parent in parents:
+                table = table.setdefault(parent, {})
+            table[last] = setting.value
+        return record
+
+
+@cache
+def published_runs() -> Mapping[str, PublishedRun]:
+    """Return all published runs by name, source by source."""
+    shared = _read(COMMON)["block"]
+    names = sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+    return {run.name: run for name in names for run in _runs(_read(name.removesuffix(".toml")), shared)}
+
+
+@cache
+def always() -> Mapping[str, Any]:
+    """Return what every run of fluvial has, whatever its configuration, by the names under which runs state it."""
+    found: dict[str, Any] = _read(COMMON)["always"]
+    return found
+
+
+def find(name: str) -> PublishedRun:
+    """Return a published run by its name.
+
+    Raises:
+        UsageError: no run has this name; the message gives the nearest one.
+    """
+    runs = published_runs()
+    if name in runs:
+        return runs[name]
+    near = difflib.get_close_matches(name, runs, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UsageError(f"there is no published run {name!r}{hint} (fluvial runs lists all {len(runs)})")
+
+
+def _folder() -> Any:
+    return files("fluvial.engines.extensions.published") / "data"
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads((_folder() / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[PublishedRun]:
+    """Yield the runs of a file; each extends blocks of the file, and `shared` ones."""
+    blocks = {**shared, **table.get("block", {})}
+    for name, entry in table.get("run", {}).items():
+        run, source = PublishedRun(name), None
+        for part in _chain(entry, blocks):
+            source = _source(part.get("source", {}), source)
+            run = _extended(run, part, source)
+        yield run
+
+
+def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the blocks that an entry extends, the furthest first, and the entry."""
+    for name in entry.get("extends", ()):
+        yield from _chain(blocks[name], blocks)
+    yield entry
+
+
+def _source(stated: Mapping[str, str], inherited: Source | None) -> Source | None:
+    """Return the source of a block; one that names no repository has the inherited one with other parts."""
+    if "repo" in stated:
+        return Source(**stated)
+    return None if inherited is None else inherited._replace(**stated)
+
+
+def _extended(run: PublishedRun, part: Mapping[str, Any], source: Source | None) -> PublishedRun:
+    """Return a run with the values of a block in place of its own."""
+    settings = dict(run.settings)
+    for table, origin in (("assumed", None), ("settings", source)):
+        for path, value in flat(part.get(table, {})).items():
+            if origin is None and path in settings and settings[path].source is not None:
+                continue  # what a source states is not assumed
+            union, _, last = path.rpartition(".")
+            if last in ("kind", "name") and path in settings and settings[path].value != value:
+                # Another variant of a union has other fields.
+                settings = {other: found for other, found in settings.items() if not other.startswith(f"{union}.")}
+            settings[path] = Setting(value, origin)
+    deviations = {path: Deviation(**found) for path, found in part.get("deviations", {}).items()}
+    return replace(
+        run,
+        settings=settings,
+        published={**run.published, **part.get("published", {})},
+        deviations={**run.deviations, **deviations},
+        unusual=(*run.unusual, *part.get("unusual", ())),
+        headline={**run.headline, **part.get("headline", {})},
+        **{name: part[name] for name in ("algorithm", "paper", "gpus", "needs") if name in part},
+    )

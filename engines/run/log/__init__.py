@@ -1,0 +1,1 @@
+"""Records, images, sounds, progress and trackers of a run."""

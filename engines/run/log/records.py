@@ -1,0 +1,34 @@
+"""Reading of the files of a run folder, which may still be written to."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds, None if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, up to a line that a crash cut short; none if there is no such file."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            return
+        if not isinstance(record, dict) or not isinstance(record.get("update"), int):
+            return
+        yield record
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found

@@ -1,0 +1,131 @@
+"""Trackers: where the numbers and images of a run go besides its folder. One that fails never stops training."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from PIL import Image
+
+from fluvial.engines import plugins
+from fluvial.engines.errors import UsageError
+
+DEFAULT = "tensorboard"
+MOST_FAILURES = 3  # in a row
+
+
+class TrackedRun(NamedTuple):
+    """Facts of a run that a tracker gets at its start."""
+
+    folder: Path
+    config: Mapping[str, Any]  # as config.json holds it
+    id: str  # the same after a resumption: 21 digits and lower-case letters
+    update: int  # update that the run starts after; above 0 for a run that is resumed
+
+
+class Samples(NamedTuple):
+    """Images of an evaluation."""
+
+    name: str  # e.g. "before"
+    images: list[Image.Image]  # each alone
+    captions: list[str]  # prompt, and score if there is one, of each
+    sheet: Image.Image  # all of them side by side, with their captions
+
+
+class Tracker(Protocol):
+    """Receives what a run logs; it is made by a function, or a class, of a `TrackedRun`."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Log the numbers of an update, by names such as "reward/mean"."""
+        ...
+
+    def images(self, samples: Samples, step: int) -> None:
+        """Log the images of an evaluation."""
+        ...
+
+    def finish(self) -> None:
+        """Write what is buffered, and end."""
+        ...
+
+
+Maker = Callable[[TrackedRun], Tracker]
+
+
+EXTRAS = ("wandb", "trackio", "swanlab")  # packages, each with an extra of its name
+
+
+def find(name: str) -> Maker | None:
+    """Return the maker of the tracker that a name stands for, None for "none".
+
+    Args:
+        name: none, an entry point of `fluvial.trackers`, or `module:name`.
+
+    Raises:
+        UsageError: there is none, or its package is not installed.
+    """
+    if name in EXTRAS:
+        spec = find_spec(name)
+        # A folder of the package's name in the working folder, which wandb makes, is found as a package without a file.
+        if spec is None or spec.origin is None:
+            raise UsageError("tracker", name, hint=f"{name} is not installed; pip install 'fluvial[{name}]'")
+    found: Maker | None = plugins.load(name, "trackers", _makes, table={"none": None})
+    return found
+
+
+class SafeTracker:
+    """A tracker whose failures end in one line. After three in a row it is left alone.
+
+    Args:
+        name: name for the line.
+        maker: function that makes the tracker.
+        run: the run.
+        warn: where the line goes.
+    """
+
+    def __init__(self, name: str, maker: Maker, run: TrackedRun, warn: Callable[[str], None]) -> None:
+        self.name, self.warn, self.failures, self.warned = name, warn, 0, False
+        self.tracker: Tracker | None = None
+        with self._guarded():
+            self.tracker = maker(run)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Log the numbers of an update."""
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.log(numbers, step)
+
+    def images(self, samples: Samples, step: int) -> None:
+        """Log the images of an evaluation."""
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.images(samples, step)
+
+    def finish(self) -> None:
+        """End the tracker."""
+        with self._guarded():
+            if self.tracker is not None:
+                self.tracker.finish()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+            self.failures = 0
+        except (Exception, SystemExit) as error:  # whatever a tracker raises, training goes on
+            self.failures += 1
+            if self.failures == MOST_FAILURES:
+                self.tracker = None
+            if not self.warned:
+                self.warned = True
+                reason = " ".join(str(error).split())
+                self.warn(
+                    f"tracker {self.name} failed ({type(error).__name__}: {reason}); training goes on, and metrics.jsonl "
+                    "holds every number"
+                )
+
+
+def _makes(found: Any) -> str | None:
+    if found is None or callable(found):
+        return None
+    return f"is of type {type(found).__name__}, expected a function or a class of a TrackedRun"

@@ -1,0 +1,232 @@
+"""Passes of a run's network on noise, before training: they choose the micro-batch, and let blocks compile."""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from fluvial.core.random import fold_in, key, normal
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.passes import micro_batch
+from fluvial.engines.run.passes.micro_batch import Choice, Passes
+from fluvial.engines.run.passes.warm_up import WarmUp, warm_up
+from fluvial.engines.sampling.generate import samples_per_rank
+from fluvial.models import Schedule
+from fluvial.models.guidance import Guided, guided_velocity
+from fluvial.models.padding import MULTIPLE, trimmed, trims_padding
+from fluvial.models.prompt_layers import PromptLayers
+
+
+class RunPasses:
+    """Forward passes like those of a run, on noise and the run's first prompt; no stream of randomness is drawn from.
+
+    Args:
+        schedule: schedule with its timesteps on the device.
+    """
+
+    def __init__(self, config: TrainConfig, job: Job, engine: Engine, schedule: Schedule) -> None:
+        self.config, self.job, self.engine, self.schedule = config, job, engine, schedule
+        self.shapes = list(dict.fromkeys(job.sizes.values())) or [job.shape]
+        self.largest = max(self.shapes, key=math.prod)
+        device = engine.world.device
+        with torch.no_grad():
+            cond = config.rollout.guidance.encode(job.model, list(job.prompts[:1]))
+        self.row = optree.tree_map(lambda tensor: tensor.to(device), cond)
+
+    def of(self, shape: tuple[int, ...], *, tokens: int | None = None, guided: bool = True) -> Passes:
+        """Return the passes of samples of a shape.
+
+        Args:
+            shape: shape of a sample.
+            tokens: length that the prompt is cut to; None is the model's own.
+            guided: whether a rollout's pass has guidance, if the run has any.
+        """
+        model = self.job.model
+
+        def rollout(module: nn.Module, size: int) -> Tensor:
+            # Results of prompt layers are kept for a whole rollout, so that they count for the memory.
+            known = PromptLayers(model, module, in_blocks=not self.engine.compiles)
+            with known.prediction() if self.config.rollout.reuse_prompt else nullcontext():
+                return self._predicted(module, size, shape, tokens, guided=guided)
+
+        def update(module: nn.Module, size: int) -> Tensor:
+            return self._predicted(module, size, shape, tokens, guided=self._updates_guided)
+
+        return Passes(update, *((rollout, model.decode) if self.config.makes_samples else ()))
+
+    def same_bits(self, size: int, rows: int) -> bool:
+        """Return whether an update's pass gives each row the bits of a rollout's pass; every rank must take part.
+
+        Rows of a pass of the rollout are at one level, those of the update's at the levels of as many steps as it takes
+        passes of the rollout. Means over a row's values are compared as well, which log-probabilities are.
+
+        Args:
+            size: rows of the update's pass.
+            rows: rows of a rollout's pass, of which `size` is a multiple.
+        """
+        engine, same = self.engine, True
+        for shape in self.shapes:
+            predict = partial(self._predicted, shape=shape, tokens=None, guided=self._updates_guided, chunk=rows)
+            with engine.inference() as module:
+                alone = [_rows(predict(module, rows, first=first)) for first in range(0, size, rows)]
+            engine.set_last(False)
+            with engine.sharded.train():
+                found = predict(engine.module, size)
+                found.float().square().mean().backward()  # a forward pass alone would leave parameters gathered
+            expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+            same = same and all(map(torch.equal, _rows(found.detach()), expected))
+        return same
+
+    @property
+    def _updates_guided(self) -> bool:
+        return self.config.rollout.guidance.update == "guided"
+
+    def variants(self) -> Iterator[Passes]:
+        """Yield passes in each form that a run may take: sizes of samples, lengths of prompts, evaluations."""
+        for shape in self.shapes:
+            yield self.of(shape)
+        if trims_padding(self.job.model):
+            yield self.of(self.largest, tokens=MULTIPLE)
+        # Guidance doubles the batch of a pass. Evaluations may be the only ones without it.
+        plain = [guidance.scale == 1 for guidance in (self.config.rollout.guidance, self.config.evaluation_guidance)]
+        if self.config.makes_samples and plain == [False, True]:
+            yield self.of(self.largest, guided=False)
+
+    def _predicted(
+        self,
+        module: nn.Module,
+        size: int,
+        shape: tuple[int, ...],
+        tokens: int | None,
+        *,
+        guided: bool,
+        first: int = 0,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Return the prediction of `size` rows of noise from row `first` on; each `chunk` of them is at a step's level."""
+        gradient, device = self.config.rollout.guidance.gradient, self.engine.world.device
+        cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), trimmed(self.job.model, self.row, tokens))
+        cond = cond.cond if isinstance(cond, Guided) and not guided else cond
+        rows = torch.arange(first, first + size)
+        step = rows // (chunk or size) % len(self.schedule.timesteps)
+        level, timestep = self.schedule.levels[step].to(device), self.schedule.timesteps[step.to(device)]
+        x = normal(fold_in(key(0), rows.to(device)), (size, *shape))
+        forwards = self.config.update_forwards(size)
+        return guided_velocity(
+            self.job.model, module, x, level, cond, timestep=timestep, forwards=forwards, gradient=gradient
+        )
+
+
+def _rows(found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of a prediction, and the mean square of each."""
+    return found, found.float().flatten(1).square().mean(1)
+
+
+def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: Schedule) -> Choice:
+    """Return a micro-batch for a run, from the memory and the speed of passes of its own network on noise.
+
+    Every rank must take part, and gets the same. Neither the network nor any stream of randomness is changed.
+
+    Raises:
+        UsageError: the passes of a single sample do not fit into the memory.
+    """
+    passes = RunPasses(config, job, engine, schedule)
+    batch = config.rollout.batch if config.makes_samples or job.data is not None else 2 * config.rollout.prompts
+    samples = -(-batch // engine.world.data_size)
+    with micro_batch.trials(engine, passes.of(passes.largest)) as measure:
+        budget = _budget(config, passes, samples)
+        return micro_batch.choose(micro_batch.sizes(samples), measure, budget=budget)
+
+
+def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedule) -> Choice:
+    """Return the number of (sample, step) pairs per pass of an update, from the memory and the speed of passes on noise.
+
+    Tried are multiples of the rollout's rows, of which the next one counts only if each of its rows has the bits that a pass
+    of the rollout gives it: then first ratios stay exactly 1. Adapters that are still 0 are filled for that. Every rank must
+    take part, and gets the same. Neither the network nor any stream of randomness is changed.
+    """
+    passes, rows = RunPasses(config, job, engine, schedule), config.samples_per_pass
+    samples, pairs = _pairs(config, ranks=engine.world.data_size)
+    tried = passes.of(passes.largest)
+    own = Passes(tried.update, same=lambda size: passes.same_bits(size, rows))
+    with micro_batch.trials(engine, own) as measure:
+        sizes, budget = (
+            [rows * times for times in micro_batch.sizes(max(pairs // rows, 1))],
+            _budget(config, passes, samples),
+        )
+        return micro_batch.fastest(sizes, measure, budget=budget, name="update_micro_batch")
+
+
+def fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
+    """Return why an update takes as many pairs per pass as a rollout has rows; None where the number can be chosen.
+
+    Compiled blocks are another program for each number, and a reward's gradient takes memory that no pass of the network
+    shows.
+    """
+    if engine.compiles:
+        return "blocks are compiled"
+    return "a reward's gradient is followed" if config.objective.traits.rewards == "gradients" else None
+
+
+def _pairs(config: TrainConfig, *, ranks: int) -> tuple[int, int]:
+    """Return the number of samples of a rank, and of the pairs of an update of its own."""
+    traits, batch = config.objective.traits, config.rollout.batch
+    each = config.noising.each
+    if traits.trains_on == "preferences":
+        batch = 2 * config.rollout.prompts
+    if traits.trains_on == "steps":
+        each = config.rollout.trained.count(config.rollout.window.count(config.rollout.steps))
+    samples = -(-batch // ranks)
+    return samples, samples * each // config.minibatches
+
+
+def _budget(config: TrainConfig, passes: RunPasses, samples: int) -> int:
+    """Return the bytes that a pass may take, beside a trajectory, and the copy of it that an update makes."""
+    world, steps = passes.engine.world, 0
+    if config.objective.traits.trains_on == "steps":
+        latents = 3 if config.objective.record.velocity else 2
+        steps = config.rollout.window.count(config.rollout.steps) * latents
+    row_bytes = sum(tensor.nbytes for tensor in optree.tree_leaves(passes.row))
+    stored = samples * (row_bytes + 2 * (1 + steps) * 4 * math.prod(passes.largest))
+    free = min(world.gather_items(micro_batch.free_memory(world.device)))
+    return max(int(micro_batch.USABLE * free) - stored, 0)
+
+
+def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
+    """Yield what a person should know of how a run is spread over several ranks."""
+    world, batch, size = engine.world, config.rollout.batch, config.samples_per_pass
+    if world.size > 1 and engine.sharded.is_whole:
+        yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
+    ranks = world.data_size
+    computed = {other: ranks * samples_per_rank(batch, micro_batch=other, ranks=ranks) for other in range(1, size + 1)}
+    better = min(computed, key=lambda other: (computed[other], -other))
+    repeats, fewer = computed[size] - batch, computed[better] - batch
+    if config.makes_samples and fewer < repeats:
+        yield (
+            f"{repeats} of the {computed[size]} samples that {ranks} ranks compute per rollout are repeats, because "
+            f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
+        )
+
+
+def compile_blocks(
+    config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, *, progress: RunProgress | None = None
+) -> WarmUp:
+    """Compile the blocks of a run before its first rollout, for each form of its passes; every rank must take part.
+
+    Raises:
+        UsageError: they cannot be compiled, and engine.compile is True.
+    """
+    passes = list(RunPasses(config, job, engine, schedule).variants())
+    found = warm_up(engine, passes, config.samples_per_pass, progress=progress)
+    pairs = config.update_micro_batch
+    if isinstance(pairs, str) or pairs == config.samples_per_pass or found.failure is not None:
+        return found
+    more = warm_up(engine, [Passes(each.update) for each in passes], pairs, progress=progress)
+    return more._replace(programs=found.programs + more.programs, seconds=found.seconds + more.seconds)

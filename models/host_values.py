@@ -1,0 +1,83 @@
+"""Values of small tensors of a device that the host knows, so that nothing waits for the device to read them.
+
+A copy from the host is known (`to_device`), and what `kept` computes from known tensors. A tensor that was written to
+since is not known any more.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fluvial.core import types
+
+MOST = 1 << 14  # elements of a tensor whose values are kept
+
+
+class _Kept(NamedTuple):
+    host: Tensor
+    versions: tuple[int, int]  # of the tensor on the device and of `host`, when their values were the same
+
+
+_kept = WeakTensorKeyDictionary()
+
+
+def remember(tensor: Tensor, host: Tensor) -> Tensor:
+    """Return `tensor`, whose values are those of `host`, a tensor of the same shape on the CPU."""
+    versioned = not (tensor.is_inference() or host.is_inference())
+    if not (_on_host(tensor) or tensor.is_meta) and host.numel() <= MOST and versioned:
+        _kept[tensor] = _Kept(host, (tensor._version, host._version))
+    return tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, as `core.types.to_device` does; the host knows the values of a small copy."""
+    moved = types.to_device(tensor, device)
+    return remember(moved, tensor.detach()) if _on_host(tensor) else moved
+
+
+def known(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor on the CPU, without waiting for its device; None where they are not known."""
+    if _on_host(tensor):
+        return tensor
+    kept: _Kept | None = _kept.get(tensor)
+    return kept.host if kept is not None and kept.versions == (tensor._version, kept.host._version) else None
+
+
+def read(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor on the CPU; they are read from its device if they are not known, and known then."""
+    found = known(tensor)
+    if found is None:
+        found = tensor.cpu()
+        remember(tensor, found)
+    return found
+
+
+def kept(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return function(*tensors), known if all of the tensors are.
+
+    On an accelerator the function is called twice, for the device and for the host; it only moves, joins and repeats values.
+    """
+    out = function(*tensors)
+    if _on_host(out) or out.is_meta or out.numel() > MOST:
+        return out
+    hosts = [host for tensor in tensors if (host := known(tensor)) is not None]
+    return remember(out, function(*hosts)) if len(hosts) == len(tensors) else out
+
+
+def rows(tensor: Tensor, index: Tensor | slice) -> Tensor:
+    """Return tensor[index], known if both are."""
+    if isinstance(index, slice):
+        return kept(lambda values: values[index], tensor)
+    return kept(lambda values, places: values[places], tensor, index)
+
+
+def joined(*tensors: Tensor) -> Tensor:
+    """Return torch.cat(tensors), known if all are."""
+    return kept(lambda *values: torch.cat(values), *tensors)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -1,0 +1,240 @@
+"""The command that tries every pipeline of diffusers: its rows, what it counts, and a class that a new diffusers brings."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import wheels
+
+from fluvial.bench.trial.pipelines import COLUMNS, Row, _reason, measured_table
+from fluvial.engines.cli import main as cli
+from fluvial.models.tiny import pipelines as tiny
+
+TRAINS = Row(
+    "APipeline",
+    "recorded",
+    ("image",),
+    error=2e-7,
+    ratio=1.0,
+    opens="yes",
+    ranks="yes",
+    served="yes",
+    layers=3,
+    parameters=99,
+)
+
+
+def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
+    rows = [
+        Row("CPipeline", flow=False, reason="its scheduler is not a flow's (DDPMScheduler)"),
+        Row("BPipeline", reason="it does this | or that"),
+        TRAINS,
+        TRAINS._replace(pipeline="DPipeline", ratio=1.5),
+    ]
+    lines = measured_table(rows).splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:6]] == [
+        "APipeline",
+        "BPipeline",
+        "DPipeline",
+        "CPipeline",
+    ]
+    assert all(line.count(" | ") == len(COLUMNS) - 1 for line in lines[:6])
+    assert lines[2].endswith("| image | 2e-07 | 1 | yes | yes | yes | trains |")
+    assert lines[3].endswith("refused because it does this or or that |")
+    assert lines[4].endswith("is off policy |")
+    assert TRAINS._replace(guided=False).cells()[-1] == "trains without guidance"
+    assert lines[-1] == "1 of 3 flow pipelines train; 1 others are not flows."
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("model FOLDER/model: APipeline cannot be trained without an adapter: it mixes samples", "it mixes samples"),
+        ("prompts file FOLDER/prompts.jsonl, line 1: APipeline has no tokenizer", "has no tokenizer"),
+        (
+            "model FOLDER/model: APipeline cannot be called with height=16, text='a: b': ValueError: other: words",
+            "cannot be called: ValueError: other: words",
+        ),
+        ("FOLDER/model/model_index.json names no vae", "model_index.json names no vae"),
+        (
+            "model FOLDER/model: APipeline cannot be called with width=8: NameError: name 'transforms' is not defined",
+            "cannot be called: a package with `transforms` is not installed",
+        ),
+        (
+            "ValueError: RecordingScheduler: the config is of OwnScheduler, expected FlowMatchEulerDiscreteScheduler's",
+            "its scheduler is a OwnScheduler, whose steps are not Euler's of a flow",
+        ),
+    ],
+)
+def test_a_reason_names_neither_pipeline_nor_folder(said: str, reason: str, tmp_path: Path) -> None:
+    assert _reason(said.replace("FOLDER", str(tmp_path)), "APipeline", tmp_path) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [
+        ("FluxPipeline", ""),
+        ("WanPipeline", ""),
+        ("SanaPipeline", ""),
+        ("DiTPipeline", "KarrasDiffusionSchedulers"),
+        ("PixArtAlphaPipeline", "DPMSolverMultistepScheduler of epsilon"),
+        ("SanaSprintPipeline", "SCMScheduler"),
+        ("CogVideoXPipeline", "CogVideoXDDIMScheduler or CogVideoXDPMScheduler"),
+        ("HunyuanDiTPipeline", "DDPMScheduler"),
+        ("StableAudioPipeline", "EDMDPMSolverMultistepScheduler"),
+    ],
+)
+def test_a_pipeline_whose_scheduler_is_not_a_flows_is_told_by_its_type(name: str, scheduler: str) -> None:
+    assert tiny.scheduler_of_no_flow(name) == scheduler
+
+
+def test_pipelines_that_edit_images_are_given_some() -> None:
+    assert tiny.asked_of("FluxKontextPipeline").media == ("image",)
+    assert tiny.asked_of("FluxFillPipeline").media == ("image", "mask_image")
+    assert tiny.asked_of("FluxPipeline").media == ()
+    assert tiny.asked_of("Flux2KleinKVPipeline").media == ()
+
+
+@pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux2KleinPipeline"])
+def test_flux_2_is_given_the_image_that_it_can_do_without(name: str) -> None:
+    asked = tiny.asked_of(name)
+    assert asked.media == ("image",)
+    assert asked.size == 64  # it refuses smaller ones
+
+
+def test_a_pipeline_without_a_transformer_is_none_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny.has_transformer("FluxPipeline")
+    assert not any(map(tiny.has_transformer, ("StableDiffusionPipeline", "NoSuchPipeline", "FluxTransformer2DModel")))
+    assert cli.run(["models", "--measured", "NoSuchPipeline"]) == 2
+    assert "the installed diffusers has no NoSuchPipeline" in capsys.readouterr().err
+
+
+def test_one_that_is_no_flow_is_a_row_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["models", "--measured", "VQDiffusionPipeline"]) == 0
+    told = capsys.readouterr()
+    assert "| VQDiffusionPipeline |" in told.out
+    assert "refused because its scheduler is not a flow's (VQDiffusionScheduler)" in told.out
+    assert told.out.endswith("0 of 0 flow pipelines train; 1 others are not flows.\n")
+    assert told.err.startswith("VQDiffusionPipeline |")
+
+
+def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
+    from torch import nn
+
+    class Wide(nn.Module):
+        def __init__(self, width: int = 2**20) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+    with pytest.raises(tiny.UnknownPart, match=r"Wide has 1099513 million parameters"):
+        tiny._sized(Wide, {})
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of diffusers' own parts
+def test_most_flow_pipelines_of_diffusers_are_built() -> None:
+    unknown = {}
+    for name in tiny.pipelines():
+        if not tiny.scheduler_of_no_flow(name):
+            try:
+                with tiny.surroundings(name, 16):
+                    tiny.build(name)
+            except Exception as error:
+                unknown[name] = str(error)
+    assert len(unknown) <= 4, unknown
+
+
+MADE_UP = """
+import diffusers
+from fluvial.engines.cli import main
+
+class MadeUpImg2ImgPipeline(diffusers.FluxImg2ImgPipeline):
+    "A pipeline that a new diffusers brings."
+
+class MadeUpInpaintPipeline(diffusers.FluxInpaintPipeline):
+    "One that changes the samples between its steps."
+
+for kind in (MadeUpImg2ImgPipeline, MadeUpInpaintPipeline):
+    kind.__module__ = kind.__mro__[1].__module__
+    setattr(diffusers, kind.__name__, kind)
+raise SystemExit(main.run(["models", "--measured", "MadeUpImg2ImgPipeline", "MadeUpInpaintPipeline", "--json"]))
+"""
+
+
+@pytest.mark.long
+def test_a_class_that_a_new_diffusers_brings_is_tried_by_the_same_command(tmp_path: Path) -> None:
+    made_up, inpaint = measured((), tmp_path, MADE_UP)
+    assert made_up["trains"], made_up
+    assert made_up["how"] == "recorded"
+    assert made_up["conditions"] == ["image"]
+    assert made_up["error"] <= 1e-5
+    assert (made_up["ratio"], made_up["opens"], made_up["ranks"], made_up["served"]) == (1.0, "yes", "yes", "yes")
+    assert (made_up["layers"], made_up["parameters"]) == adapted_by_hand()
+    assert not inpaint["trains"]
+    assert "the pipeline changes samples between steps" in inpaint["reason"]
+
+
+def adapted_by_hand() -> tuple[int, int]:
+    """Return the layers and parameters that a LoRA of rank 32 adapts in the tiny FLUX, counted without PEFT."""
+    from torch import nn
+
+    from fluvial.models.replay.any_pipeline import TARGETS
+
+    network = tiny.build("FluxImg2ImgPipeline").transformer
+    layers = [
+        layer
+        for name, layer in network.named_modules()
+        if isinstance(layer, nn.Linear) and any(name.endswith(f".{target}") for target in TARGETS)
+    ]
+    return len(layers), sum(32 * (layer.in_features + layer.out_features) for layer in layers)
+
+
+ROOT = Path(__file__).parents[3]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+OLDEST = re.search(r'"diffusers>=([\d.]+)', PROJECT)[1] + ".0"  # type: ignore[index]
+NEEDS = (("httpx", "0.28.1"), ("httpcore", "1.0.9"))  # of that version, and not of the newest
+ADAPTED = ("StableDiffusion3Pipeline", "FluxPipeline", "QwenImagePipeline", "WanPipeline", "ZImagePipeline")
+REPLAYED = ("SanaPipeline", "FluxKontextPipeline")
+
+
+ALONE = """
+import sys
+from fluvial.engines.cli import main
+from fluvial.bench.trial import pipelines
+
+pipelines._two_ranks = pipelines._served = lambda *args, **named: ""  # which no version of diffusers takes part in
+raise SystemExit(main.run(["models", "--measured", *sys.argv[1:], "--json"]))
+"""
+
+
+@pytest.mark.long
+def test_the_oldest_diffusers_that_is_allowed_trains_the_same_pipelines(tmp_path: Path) -> None:
+    own = [wheels.install(name, version) for name, version in (("diffusers", OLDEST), *NEEDS)]
+    rows = measured([*ADAPTED, *REPLAYED], tmp_path, ALONE, PYTHONPATH=os.pathsep.join(map(str, own)))
+    assert [row["pipeline"] for row in rows if not row["trains"]] == []
+    assert {row["opens"] for row in rows} == {"yes"}
+    assert all(row["error"] < 1e-5 for row in rows if row["how"] == "recorded")
+    assert [row["how"] for row in rows] == ["adapter"] * len(ADAPTED) + ["recorded"] * len(REPLAYED)
+
+
+def measured(names: Sequence[str], folder: Path, program: str, **variables: str) -> list[dict[str, Any]]:
+    """Return the rows that a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *names],
+        env={**os.environ, **launch.environment(), "OMP_NUM_THREADS": "1", **variables},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=590,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows

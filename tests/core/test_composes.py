@@ -1,0 +1,230 @@
+"""Every public function of core under every transform, against what it returns eagerly in float64: one table.
+
+It runs without run-time type checks (see tests/sessions.py), which no graph can hold.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
+    pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
+
+import torch
+from core_functions import BATCH, ROWS, Row, public
+from tables import DTYPES
+from tolerances import COMPUTE_DTYPE
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves, tree_map
+
+# torch's table of forward-mode decompositions, imported at the first jvp, still scripts them.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+Arguments = dict[str, Tensor]
+
+
+def rows(accept: Callable[[Row], object]) -> pytest.MarkDecorator:
+    """Return the rows that are accepted as the tests of a function."""
+    return pytest.mark.parametrize("row", [row for row in ROWS if accept(row)], ids=lambda row: row.name)
+
+
+# Functions whose results have the dtype of what they are given, and those of one number per sample that depends on it alone.
+KEEP = ("checks", "ema", "sigmas", "step.kl", "table", "types")
+MATHEMATICS = (
+    "awm",
+    "correction",
+    "crd",
+    "dgpo",
+    "distill",
+    "dpo",
+    "flow_m",
+    "gaussian",
+    "guidance",
+    "nft",
+    "policy",
+    "step",
+    "trans",
+)
+TOGETHER = (
+    "dgpo.group_weight",
+    "dpo.best_and_worst",
+    "nft.check",
+    "transitions.check",
+    "transitions.sampler_name",
+    "step.check",
+)
+
+
+def tensors(result: Any) -> list[Tensor]:
+    """Return the tensors of a result."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def weights(place: int, tensor: Tensor) -> Tensor:
+    """Return numbers of the shape of a tensor that differ, without a random draw, which vmap would refuse."""
+    return torch.cos(torch.arange(tensor.numel(), dtype=torch.float64) * 1.7 + place).reshape(tensor.shape)
+
+
+def weigh(row: Row, arguments: Arguments) -> Tensor:
+    """Return a number of a result that each of its elements changes by another amount."""
+    floating = [leaf.double() for leaf in tensors(row.call(**arguments)) if leaf.is_floating_point()]
+    weighed = [(leaf * weights(place, leaf)).sum() for place, leaf in enumerate(floating)]
+    return torch.stack(weighed).sum() if weighed else torch.zeros(())
+
+
+def split(row: Row, seed: int = 0) -> tuple[Arguments, Callable[[Arguments], Tensor]]:
+    """Return the arguments with a gradient, and the weighed result as a function of them."""
+    arguments, names = row.arguments(seed), row.learned()
+    return {name: arguments[name] for name in names}, lambda learned: weigh(row, arguments | learned)
+
+
+def equal(found: Any, expected: Any) -> None:
+    """Assert that two results are equal to rounding, in float64."""
+    left, right = tensors(found), tensors(expected)
+    assert len(left) == len(right) > 0
+    for one, other in zip(left, right, strict=True):
+        assert_close(one, other, rtol=1e-11, atol=1e-13)
+
+
+def test_every_public_function_is_in_the_table() -> None:
+    """And nothing else."""
+    assert {row.name.split()[0] for row in ROWS} == set(public())
+
+
+@rows(lambda row: not row.name.startswith(KEEP))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_computed_in_float32_or_float64(row: Row, dtype: torch.dtype) -> None:
+    """Whatever the dtype of the arguments, and equals the float64 result of the same numbers."""
+    rounded = {name: t.to(dtype) if t.is_floating_point() else t for name, t in row.arguments().items()}
+    found = tensors(row.call(**rounded))
+    expected = tensors(row.call(**{name: t.double() if t.is_floating_point() else t for name, t in rounded.items()}))
+    limit = 1000 * torch.finfo(COMPUTE_DTYPE[dtype]).eps
+    for one, other in zip(found, expected, strict=True):
+        if one.is_floating_point():
+            assert one.dtype in (torch.float32, torch.float64)
+        assert_close(one.double(), other.double(), rtol=limit, atol=limit)
+
+
+@rows(lambda row: row.numbers)
+def test_a_number_is_a_float_or_a_tensor(row: Row) -> None:
+    """0-d, or one per sample."""
+    arguments = row.arguments()
+    equal(
+        row.call(**arguments | row.numbers),
+        row.call(**arguments | tree_map(lambda n: torch.full((BATCH,), n, dtype=torch.float64), row.numbers)),
+    )
+    equal(
+        row.call(**arguments | row.numbers),
+        row.call(**arguments | tree_map(lambda n: torch.tensor(n, dtype=torch.float64), row.numbers)),
+    )
+
+
+@rows(lambda row: row.name.startswith(MATHEMATICS) and not row.name.startswith(TOGETHER))
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_sample_does_not_depend_on_the_others(row: Row, batch: int) -> None:
+    """The first of a batch alone, or none."""
+    arguments = row.arguments()
+    part = tensors(row.call(**{name: tensor[:batch] for name, tensor in arguments.items()}))
+    for one, whole in zip(part, tensors(row.call(**arguments)), strict=True):
+        if whole.ndim > 0:
+            assert_close(one, whole[:batch], rtol=1e-13, atol=1e-15)
+
+
+@rows(bool)
+def test_grad(row: Row) -> None:
+    """Of the arguments that should have one; it is autograd's, and that of differences where nothing is held."""
+    learned, function = split(row)
+    leaves = {name: t.requires_grad_() if t.is_floating_point() else t for name, t in row.arguments().items()}
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    result = weigh(row, leaves)
+    assert result.requires_grad == bool(learned)
+    if not learned:
+        return
+    gradients = torch.autograd.grad(result, [*floating.values()], materialize_grads=True)
+    moved = {name: gradient for name, gradient in zip(floating, gradients, strict=True) if gradient.any()}
+    assert set(moved) == set(learned)
+    equal(torch.func.grad(function)(learned), moved)
+    if not row.held:
+        values = tuple(tensor.requires_grad_() for tensor in learned.values())
+        assert torch.autograd.gradcheck(lambda *values: function(dict(zip(learned, values, strict=True))), values)
+
+
+@rows(Row.learned)
+def test_jvp(row: Row) -> None:
+    """The derivative along a direction is the gradient's product with it."""
+    learned, function = split(row)
+    direction = {name: weights(place, tensor) for place, (name, tensor) in enumerate(learned.items())}
+    _, derivative = torch.func.jvp(function, (learned,), (direction,))  # type: ignore[misc]
+    gradients = torch.func.grad(function)(learned)
+    expected = torch.stack([(gradients[name] * direction[name]).sum() for name in learned]).sum()
+    assert_close(derivative, expected, rtol=1e-8, atol=1e-12)
+
+
+@rows(bool)
+def test_vmap(row: Row) -> None:
+    """Over all arguments at once; the result of each is that of it alone."""
+    each = [row.arguments(seed) for seed in range(3)]
+    stacked = {name: torch.stack([arguments[name] for arguments in each]) for name in each[0]}
+    found = torch.func.vmap(lambda arguments: tensors(row.call(**arguments)))(stacked)
+    for place, arguments in enumerate(each):
+        equal([tensor[place] for tensor in found], row.call(**arguments))
+
+
+@rows(Row.learned)
+def test_vmap_of_grad(row: Row) -> None:
+    """A gradient per batch."""
+    each = [split(row, seed) for seed in range(2)]
+    whole = [row.arguments(seed) for seed in range(2)]
+    stacked = {name: torch.stack([arguments[name] for arguments in whole]) for name in whole[0]}
+
+    names = row.learned()
+
+    def gradient(arguments: Arguments) -> Arguments:
+        return torch.func.grad(lambda learned: weigh(row, arguments | learned))({name: arguments[name] for name in names})
+
+    found = torch.func.vmap(gradient)(stacked)
+    for place, (learned, function) in enumerate(each):
+        equal({name: tensor[place] for name, tensor in found.items()}, torch.func.grad(function)(learned))
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    """Compile a function whole; aot_eager traces forward and backward, and runs the same kernels, with no C++ compiler."""
+    torch._dynamo.reset()
+    yield lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+@rows(lambda row: not row.not_compiled)
+def test_compile(row: Row, compiled: Callable[..., Any]) -> None:
+    """With its gradients."""
+    results = []
+    for function in (row.call, compiled(row.call)):
+        arguments = row.arguments()
+        learned = [arguments[name].requires_grad_() for name in row.learned()]
+        found = tensors(function(**arguments))
+        loss = sum((t * weights(i, t)).sum() for i, t in enumerate(found) if t.requires_grad)
+        gradients = torch.autograd.grad(loss, learned) if isinstance(loss, Tensor) else ()
+        results.append([*(tensor.detach() for tensor in found), *gradients])
+    equal(*results)
+
+
+@rows(bool)
+def test_fake(row: Row) -> None:
+    """The shapes and dtypes are found without a value."""
+    expected = tensors(row.call(**row.arguments()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        found = tensors(row.call(**{name: mode.from_tensor(tensor) for name, tensor in row.arguments().items()}))
+    assert [(tensor.shape, tensor.dtype) for tensor in found] == [(tensor.shape, tensor.dtype) for tensor in expected]
+
+
+@rows(bool)
+def test_make_fx(row: Row) -> None:
+    """A graph that was traced with some numbers gives the results of others."""
+    names = [*row.arguments()]
+    graph = make_fx(lambda *values: tensors(row.call(**dict(zip(names, values, strict=True)))))
+    equal(graph(*row.arguments(0).values())(*row.arguments(1).values()), row.call(**row.arguments(1)))

@@ -1,0 +1,317 @@
+"""Every number that was published equals the configuration of its run, or is a named deviation.
+
+`helpers/published_settings.py` says what was read in the sources of the 88 runs.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from published_settings import stated
+
+from fluvial.engines.extensions.published.resolve import resolve
+from fluvial.engines.extensions.published.runs import PublishedRun, flat, published_runs
+from fluvial.engines.run.record import as_record
+from fluvial.engines.sampling.samplers import sampler_rule
+
+RUNS = published_runs()
+Leaves = Mapping[str, Any]
+OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
+SAMPLERS = {"ddim_eta": "ddim", "dpm2_ode": "ode", "euler_ode": "ode"}
+
+
+def leaves_of(run: PublishedRun) -> dict[str, Any]:
+    """Return the values of a run's configuration; of a method that fluvial lacks, those that its source states."""
+    return flat(run.overlay()) if run.needs else flat(as_record(resolve(run)))
+
+
+LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}
+
+
+def per_rollout(leaves: Leaves) -> int:
+    """Return the number of updates per rollout."""
+    return int(leaves.get("minibatches", 1) * leaves.get("epochs", 1))
+
+
+def window(leaves: Leaves) -> tuple[int, int]:
+    """Return the first step that may take noise, and the one after the last."""
+    high = leaves.get("rollout.window.high")
+    return leaves.get("rollout.window.low") or 0, leaves["rollout.steps"] if high is None else high
+
+
+def places(leaves: Leaves) -> int:
+    """Return at how many steps a trunk branches; the published counts are per step."""
+    low, high = window(leaves)
+    return high - low if leaves.get("rollout.window.kind") == "branches" else 1
+
+
+def trained(leaves: Leaves) -> int:
+    """Return the number of steps of a sample that are trained on."""
+    low, high = window(leaves)
+    kind, sampler = leaves["rollout.window.kind"], leaves["rollout.sampler.kind"]
+    # The schedule of Stable Diffusion ends below an alpha_bar of 1, so that its last DDIM step takes noise.
+    ends_clean = (
+        sampler != "ddim" and sampler_rule(sampler).last_step_is_deterministic and leaves["rollout.form"] != "unscaled"
+    )
+    if kind == "branches":
+        return places(leaves)
+    recorded: int = leaves.get("rollout.window.size") or high - low
+    recorded -= int(kind == "all" and high == leaves["rollout.steps"] and ends_clean)
+    return math.floor(leaves.get("rollout.trained.fraction", 1) * recorded + 1e-9)
+
+
+def samples_per_rollout(leaves: Leaves) -> float:
+    """Return the number of samples of a rollout; of a trunk that branches, per step."""
+    return float(leaves["rollout.prompts"] * leaves["rollout.group"] / places(leaves))
+
+
+def samples_per_update(leaves: Leaves) -> float:
+    """Return the number of samples, or of given pairs, behind an optimizer step."""
+    if leaves.get("objective.preferences"):
+        return float(leaves["rollout.prompts"] / leaves["minibatches"])
+    kept = 2 * leaves["advantage.extremes"] / leaves["rollout.group"] or 1
+    return float(samples_per_rollout(leaves) * kept / leaves["minibatches"])
+
+
+def shares_noise(leaves: Leaves) -> bool:
+    """Return whether samples that are compared start from the same noise."""
+    return bool(leaves["rollout.shared_noise"] or leaves["rollout.window.kind"] == "branches")
+
+
+def first_of(*names: str) -> Callable[[Leaves], Any]:
+    """Return the value of the first of these settings that there is."""
+    return lambda leaves: next((leaves[name] for name in names if leaves.get(name) is not None), None)
+
+
+def decay(leaves: Leaves) -> Any:
+    """Return the largest decay of the averaged weights: of the evaluated ones, of a KL's, or of those that sample."""
+    if leaves.get("optimizer.ema_decay"):
+        return leaves["optimizer.ema_decay"]
+    return (
+        leaves["kl.ema_cap"]
+        if leaves.get("kl.ema_coef")
+        else leaves.get("objective.old.cap", leaves.get("objective.old_cap"))
+    )
+
+
+# Field -> the setting that has its value.
+PLACES = {
+    "adam_eps": "optimizer.eps",
+    "advantage_eps": "advantage.eps",
+    "advantage_std_ddof": "advantage.ddof",
+    "data_seed": "data_seed",
+    "eval_sampling_steps": "evaluation.steps",
+    "finetune": "train",
+    "inner_epochs": "epochs",
+    "kl_coef": "kl.coef",
+    "learning_rate": "optimizer.lr",
+    "lora_alpha": "lora.alpha",
+    "lora_init": "lora.form.init",
+    "lora_rank": "lora.rank",
+    "lr_warmup_steps": "optimizer.warmup",
+    "max_grad_norm": "optimizer.max_grad_norm",
+    "micro_batch_per_gpu": "micro_batch",
+    "noise_levels_per_sample": "noising.each",
+    "num_frames": "pipeline.frames",
+    "prompts_per_rollout": "rollout.prompts",
+    "resolution_height": "pipeline.height",
+    "resolution_width": "pipeline.width",
+    "sampler": "rollout.sampler.kind",
+    "seed": "seed",
+    "text_max_length": "pipeline.text_tokens",
+    "time_shift": "pipeline.shift",
+    "total_updates": "updates",
+    "train_sampling_steps": "rollout.steps",
+    "updates_per_rollout": "minibatches",
+    "weight_decay": "optimizer.weight_decay",
+    "zero_advantage_filter": "advantage.drop_zero",
+}
+# Field -> (setting, its value in the published unit).
+READ: dict[str, tuple[str, Callable[[Leaves], Any]]] = {
+    **{field: (setting, first_of(setting)) for field, setting in PLACES.items()},
+    "adam_beta1": ("optimizer.betas", lambda leaves: leaves["optimizer.betas"][0]),
+    "adam_beta2": ("optimizer.betas", lambda leaves: leaves["optimizer.betas"][1]),
+    "advantage_clip": ("advantage.clip", first_of("objective.adv_clip", "advantage.clip")),
+    "advantage_scale": ("advantage.scale", lambda leaves: leaves["advantage.scale"].replace("batch", "global")),
+    "ema_decay": ("optimizer.ema_decay", decay),
+    "eval_interval": ("eval_every", lambda leaves: leaves["eval_every"] / per_rollout(leaves)),
+    "lora_targets": ("lora.targets", lambda leaves: set(leaves["lora.targets"])),
+    "noise_level": ("rollout.sampler.eta", lambda leaves: leaves.get("rollout.sampler.eta", 0.0)),
+    "optimizer": ("optimizer.name", lambda leaves: OPTIMIZERS[leaves["optimizer.name"]]),
+    "ratio_clip_high": ("objective.clip_high", first_of("objective.clip_high", "objective.clip")),
+    "ratio_clip_low": ("objective.clip_low", first_of("objective.clip_low", "objective.clip")),
+    "samples_per_prompt": ("rollout.group", lambda leaves: leaves["rollout.group"] / places(leaves)),
+    "samples_per_rollout": ("rollout.prompts", samples_per_rollout),
+    "samples_per_update": ("minibatches", samples_per_update),
+    "save_interval": ("checkpoint_every", lambda leaves: leaves["checkpoint_every"] / per_rollout(leaves)),
+    "shared_initial_noise": ("rollout.shared_noise", shares_noise),
+    "total_epochs": ("updates", lambda leaves: leaves["updates"] / per_rollout(leaves)),
+    "trained_steps_per_sample": ("rollout.trained", trained),
+}
+# Number of a single loss -> the setting that has its value; the others are told in words.
+EXTRAS = {
+    "aesthetic_target": "objective.target",
+    "advantage_rescale_max": "advantage.rescale",
+    "beta": "objective.beta",
+    "compress_ratio": "rollout.window.tail.fraction",
+    "crd_beta": "objective.beta",
+    "crd_loss_type": "objective.match",
+    "d3po_beta": "objective.beta",
+    "dpo_beta": "objective.beta",
+    "ema_kl_beta": "kl.ema_coef",
+    "ema_kl_coef": "kl.ema_coef",
+    "ema_ref_max_decay": "objective.old_cap",
+    "ema_ref_ramp_rate": "objective.old_rise",
+    "eps": "objective.eps",
+    "ghuber_power": "objective.power",
+    "iters_per_group": "rollout.window.every",
+    "iters_per_window": "rollout.window.every",
+    "kl_mask_threshold": "objective.kl_threshold",
+    "loss_coeff": "objective.scale",
+    "nft_beta": "objective.beta",
+    "nft_mix_beta": "objective.beta",
+    "overlap_step": "rollout.window.stride",
+    "adaptive_weight_floor": "objective.weight_min",
+    "ramp_rate": "objective.old.rise",
+    "stat_buffer_size": "advantage.history",
+    "stat_min_count": "advantage.history_min",
+    "switch_ema_ref": "objective.old_samples_from",
+}
+# In the source's own words or unit alone, under these settings; what they mean is compared in other fields, or by hand.
+WORDS: dict[str, tuple[str, ...]] = {
+    "dataset": ("prompts", "objective.preferences"),
+    "ema_interval": ("optimizer.ema_interval",),
+    "loss_weighting": ("objective", "objective.scale", "objective.weight_min", "objective.weighting"),
+    "noise_level_draw": ("noising",),
+    "timestep_fraction": ("rollout.trained", "rollout.window", "noising", "noising.levels"),
+}
+
+
+def same(ours: Any, value: Any) -> bool:
+    """Return whether two values are the same up to the last bits of a number."""
+    if isinstance(value, bool | str | list | dict | set) or isinstance(ours, bool) or ours is None:
+        return bool(ours == value)
+    return isinstance(ours, int | float) and math.isclose(ours, value, rel_tol=1e-9)
+
+
+def told(run: PublishedRun, value: Any, settings: tuple[str, ...] = ()) -> bool:
+    """Return whether a run states a value in its own words: a text as it is, a number among others."""
+    texts = [run.published[name] for name in settings or run.published if name in run.published]
+    texts += [found.published for name, found in run.deviations.items() if not settings or name in settings]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        wanted = value if isinstance(value, str) else json.dumps(value)
+        return any(wanted in (text if isinstance(text, str) else json.dumps(text)) for text in texts)
+    found = (float(each) for text in texts for each in re.findall(r"(?<![\w.])-?\d+\.?\d*(?:e-?\d+)?", str(text)))
+    return any(math.isclose(each, value, rel_tol=1e-9) for each in found)
+
+
+def is_said(name: str, field: str, value: Any) -> bool:
+    """Return whether a run has a published value, or names the deviation."""
+    run, leaves = RUNS[name], LEAVES[name]
+    if run.needs:
+        return _is_stated(run, leaves, field, value)
+    if field in READ:
+        return _is_run(run, leaves, field, value)
+    if field in SPECIAL:
+        return SPECIAL[field](run, leaves, value)
+    if field.startswith("loss_extra."):
+        setting = EXTRAS.get(field.removeprefix("loss_extra."))
+        moves = leaves.get("rollout.window.kind") != "random"  # a window that stays has no number of rollouts per place
+        if setting is not None and (moves or not setting.startswith("rollout.window.")):
+            return same(leaves.get(setting), value)
+        inside = ("objective.", "kl.", "advantage.", "rollout.window.", "noising.")
+        return any(same(ours, value) for other, ours in leaves.items() if other.startswith(inside)) or told(run, value)
+    return told(run, value, WORDS[field]) if field in WORDS else True  # the others are texts without a number
+
+
+def _is_run(run: PublishedRun, leaves: Leaves, field: str, value: Any) -> bool:
+    """Return whether the value of a setting is the published one, or a deviation names it."""
+    setting, read = READ[field]
+    if field == "lora_targets":
+        value = set(value)
+    if field == "sampler":
+        value = SAMPLERS.get(value.partition(", then")[0], value.partition(", then")[0])
+    if field == "text_max_length":
+        value = max(value.values())
+    if value == "open" or (field == "total_epochs" and "steps" in str(run.published[setting])):
+        return told(run, value, (setting,))  # stopped by hand, or after a number of steps
+    if same(read(leaves), value):
+        return True
+    if field == "total_updates":  # of trainer steps, each of several updates
+        return same(leaves["updates"] / per_rollout(leaves), value) and told(run, value, (setting,))
+    if field == "noise_level" and leaves["rollout.sampler.kind"] == "cps":
+        return math.isclose(math.sin(read(leaves) * math.pi / 2), math.sin(value * math.pi / 2), abs_tol=1e-9)
+    return any(setting == other or other.startswith(f"{setting}.") for other in run.deviations)
+
+
+def _has_average(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
+    return bool(decay(leaves)) if value else not leaves["optimizer.ema_decay"]
+
+
+def _has_interval(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
+    """Return whether the moving average follows as often as published: per so many updates, or epochs where it says so."""
+    interval = leaves["optimizer.ema_interval"] if leaves["optimizer.ema_decay"] else 1
+    per_epoch = "epoch" in str(run.published.get("optimizer.ema_interval", ""))
+    return same(interval / (per_rollout(leaves) if per_epoch else 1), value)
+
+
+def _has_range(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
+    return list(window(leaves)) == value or told(run, value, ("rollout.window",))
+
+
+def _has_window(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
+    if value == 0:
+        return leaves["rollout.sampler.kind"] in ("ode", "sa_solver")
+    kind = leaves["rollout.window.kind"]
+    return kind in ("all", "branches") if value == "all" else same(leaves.get("rollout.window.size"), value)
+
+
+def _has_guidance(setting: str) -> Callable[[PublishedRun, Leaves, Any], bool]:
+    """Return whether the scale is that of two passes, or the one that a distilled network gets."""
+    words = ("guidance.embedded", "rollout.guidance.scale")
+    return lambda run, leaves, value: same(leaves[setting], value) or told(run, value, words)
+
+
+SPECIAL: dict[str, Callable[[PublishedRun, Leaves, Any], bool]] = {
+    "ema_enabled": _has_average,
+    "ema_interval": _has_interval,
+    "eval_guidance_scale": _has_guidance("evaluation.guidance"),
+    "sde_window_range": _has_range,
+    "sde_window_size": _has_window,
+    "train_guidance_scale": _has_guidance("rollout.guidance.scale"),
+}
+
+
+def _is_stated(run: PublishedRun, leaves: Leaves, field: str, value: Any) -> bool:
+    """Return whether a run of a method that fluvial lacks states a value."""
+    if field == "rewards" or not isinstance(value, int | float | list):
+        return True
+    plain = [
+        *leaves.values(),
+        *run.published.values(),
+        *(each for found in leaves.values() if isinstance(found, list) for each in found),
+    ]
+    return (
+        any(same(found, value) for found in plain) or told(run, value) or (value is True and "optimizer.ema_decay" in leaves)
+    )
+
+
+FOUND = sorted({name for name, _, _ in stated()})
+
+
+def test_the_list_has_all_runs() -> None:
+    """88 runs, and everything that was read of them: 76 fields and the numbers of single losses."""
+    assert set(FOUND) == set(RUNS)
+    assert len(RUNS) == 88
+    assert len({field.partition(".")[0] for _, field, _ in stated()}) == 76
+    assert len(list(stated())) > 4700
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_every_published_number_is_run_or_named(name: str) -> None:
+    """A number that differs from the configuration is a deviation."""
+    unsaid = [(field, value) for run, field, value in stated() if run == name and not is_said(name, field, value)]
+    assert not unsaid

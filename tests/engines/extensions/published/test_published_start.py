@@ -1,0 +1,245 @@
+"""Published runs start: prompt sets, built-in rewards, as many samples on other hardware; presets of fewer GPUs."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_conditioned
+import tiny_pipelines
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.data.prompt_sets import PROMPT_SETS
+from fluvial.engines.errors import UsageError
+from fluvial.engines.extensions.published import takes
+from fluvial.engines.extensions.published.resolve import resolve
+from fluvial.engines.extensions.published.runs import find, published_runs
+from fluvial.engines.run.presets import on_gpus
+from fluvial.engines.scoring.options import parse
+from fluvial.engines.scoring.registry import built_in
+
+RUNS = published_runs()
+OCR = "flow_grpo/sd3.5-medium/ocr"
+SMALL_RUN = "flow_grpo/sd3.5-medium/ocr-4gpu"
+
+
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if not run.needs])
+def test_a_run_starts_or_says_what_to_bring(name: str) -> None:
+    """Rewards that fluvial has, and prompt sets that come with it, with the records that the rewards need."""
+    run, known = RUNS[name], built_in()
+    config, missing = resolve(run), takes.to_bring(run)
+    for word in config.prompts:
+        assert word.removeprefix("@") in PROMPT_SETS
+    for reward in config.rewards:
+        assert parse(reward, {*known}, field="rewards")[0] in known
+    if config.makes_samples:
+        assert ("--prompts" in missing) == (not config.prompts)
+        assert ("--rewards" in missing) == (not config.rewards)
+    else:
+        assert missing == ["--objective.preferences"]
+    if any(reward.startswith("ocr") for reward in config.rewards):
+        assert config.prompts == ("@ocr",)
+    if any("form=geneval" in reward for reward in config.rewards):
+        assert config.prompts == ("@geneval",)
+        assert "a reward server" in missing
+
+
+def test_most_runs_start_as_they_are() -> None:
+    starting = [name for name, run in RUNS.items() if not takes.to_bring(run)]
+    assert OCR in starting
+    assert "flow_grpo/flux.1-dev/pickscore" in starting
+    assert len(starting) > len(RUNS) // 2
+
+
+def test_other_hardware_keeps_the_samples_of_an_update() -> None:
+    config = resolve(find(OCR))
+    said = takes.accumulated(config, published=32, gpus=2)
+    assert config.rollout.batch == 48 * 24
+    assert said.startswith("published on 32 GPUs, here 2: an update keeps its 576 samples, 288 per GPU")
+    assert said.endswith("accumulated over 32 micro-batches of up to 9")
+    assert "micro-batches" not in takes.accumulated(replace(config, micro_batch="auto"), published=32, gpus=2)
+
+
+@pytest.mark.parametrize(("preset", "groups"), [("1gpu", 4), ("2gpus", 8), ("8gpu", 32), ("12gpu", 48), ("64gpu", 48)])
+def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, groups: int) -> None:
+    published = resolve(find(OCR))
+    found, said = on_gpus(published, preset)
+    assert found == replace(published, rollout=replace(published.rollout, prompts=groups), micro_batch="auto")
+    assert said.startswith(f"--preset {preset}: ")
+    assert ("rollout.prompts" in said) == (groups != 48)
+    assert f"{groups * 24} samples" in said
+
+
+def test_a_preset_of_four_gpus_is_the_published_run_of_four() -> None:
+    """As many groups as flow_grpo's own run of 4 GPUs has."""
+    found, _ = on_gpus(resolve(find(OCR)), "4gpu")
+    assert found.rollout.prompts == resolve(find(SMALL_RUN)).rollout.prompts
+
+
+def test_a_preset_keeps_a_group_per_update() -> None:
+    config = replace(resolve(find(OCR)), minibatches=6, updates=1998)
+    assert on_gpus(config, "1gpu")[0].rollout.prompts == 6
+
+
+@pytest.mark.parametrize("preset", ["", "gpu", "0gpu", "1", "-1gpu", "1gpux", "1.5gpu"])
+def test_a_preset_is_a_number_of_gpus(preset: str) -> None:
+    with pytest.raises(UsageError, match="such as 1gpu or 8gpu"):
+        on_gpus(resolve(find(OCR)), preset)
+
+
+def said_of(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:
+    """Return the configuration that a command prints, and what it says besides."""
+    assert cli.run(["config", *args]) == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out), shown.err
+
+
+def test_a_run_on_the_command_line_says_what_is_not_as_published(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, said = said_of(capsys, OCR)
+    assert config["prompts"] == ["@ocr"]
+    gpus, prompts = said.splitlines()
+    assert gpus.startswith("fluvial: published on 32 GPUs, here 1: an update keeps its 576 samples")
+    assert prompts == (
+        "fluvial: the prompts @ocr stand in for flow_grpo dataset/ocr: --prompts FILE takes the published file"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    _, said = said_of(capsys, OCR, "--prompts", "train.txt")
+    assert said == ""
+
+
+def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a recipe and of a published run; what is typed beside it comes last."""
+    model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--prompts", "@ocr"]
+    config, said = said_of(capsys, "grpo", "--preset", "1gpu", *model, "--rollout.group", "12")
+    assert (config["rollout"]["prompts"], config["rollout"]["group"], config["micro_batch"]) == (4, 12, "auto")
+    assert said == (
+        "fluvial: --preset 1gpu: rollout.prompts 4 in place of 48; a rollout has 96 samples, published 1152; every "
+        "other setting stays\n"
+    )
+    config, _ = said_of(capsys, OCR, "--preset=2gpu", "--rollout.prompts", "6")
+    assert config["rollout"]["prompts"] == 6
+    assert "keeps its" not in said_of(capsys, OCR, "--preset", "2gpu")[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["config", "grpo", "--preset", "1gpu"], "--preset has no effect with handwriting"),
+        (["config", OCR, "--preset", "one"], "--preset is 'one', expected a number of GPUs"),
+        (["config", OCR, "--preset"], "--preset is"),
+        (["config", "diffusion_dpo/sd1.5/pickapic", "--preset", "1gpu"], "--preset has no effect with an objective"),
+        (["train", OCR, "--preset", "1gpu", "--resume"], "--preset has no effect with --resume"),
+        (["sample", "handwriting", "--prompts", "@ocr"], "--prompts holds the prompt set @ocr, expected texts"),
+        (["plan", "flow_grpo/sd3-medium/ocr"], f"did you mean {OCR}?"),
+        (["plan", OCR, "--check"], "--check makes an update of the built-in model"),
+        (["plan", OCR, "--gpus", "0"], "--gpus is 0"),
+    ],
+)
+def test_wrong_input_is_one_line(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(args) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert says in line
+
+
+def test_what_a_run_takes() -> None:
+    """Weights, rewards, prompts, GPUs, and what to type."""
+    run = find(OCR)
+    _, *lines = takes.lines(run, resolve(run), gpus=1)
+    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
+    assert found["model"].startswith("stabilityai/stable-diffusion-3.5-medium, from the Hub or --model FOLDER, 5 GiB")
+    assert found["reward"].startswith("ocr: 0.0")
+    assert found["prompts"].startswith("@ocr: 3460 prompts to train on and 400 prompts held out, for flow_grpo dataset/ocr")
+    assert found["rollout"] == "48 groups of 24 samples, 10 steps, 2 updates"
+    assert found["GPUs"].startswith("published on 32 GPUs, here 1")
+    assert found["start"] == f"fluvial train {OCR}"
+
+
+@pytest.mark.long
+def test_a_plan_says_what_a_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights, rewards, prompts, GPUs and memory; with the settings of the run, and the GPUs that are typed."""
+    assert cli.run(["plan", OCR, "--gpus", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"start +fluvial train flow_grpo/sd3.5-medium/ocr$", shown, re.MULTILINE)
+    assert "lora, on 1 GPU" in shown
+    assert "It fits into 80 GiB" in shown
+
+
+def test_a_plan_names_what_to_bring_and_what_cannot_be_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "ddpo/sd1.4/prompt_image_alignment"]) in (0, 1)
+    shown = capsys.readouterr().out
+    assert "with --rewards of your own" in shown
+    assert "memory   the memory of " in shown
+
+
+TINY = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2"
+TINY += (
+    " --minibatches 1 --checkpoint-every 2 --final-samples 2 --eval-every 0 --evaluation.steps 2 --optimizer.ema-interval 1"
+)
+
+
+@pytest.mark.long
+def test_a_published_run_trains_by_its_name_and_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On the training part of a prompt set; the other part is held out, and is a suite's."""
+    tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
+    out, size = tmp_path / "run", ["--pipeline.height", "16", "--pipeline.width", "16"]
+    model = ["--model", str(tmp_path / "sd3"), "--rewards", "jpeg", *size]
+    assert cli.run(["train", OCR, *model, *TINY.split(), "--out", str(out)]) == 0
+    assert "stand in for flow_grpo dataset/ocr" in capfd.readouterr().err
+    assert json.loads((out / "config.json").read_text())["prompts"] == ["@ocr"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert {row["name"] for row in summary["evaluation"] if row["part"] == "source"} <= {"@ocr"}
+    typed = ["--suite", "compression", "--seeds", "1", "--samples", "3", "--steps", "1", "--json"]
+    assert cli.run(["eval", str(out), *typed]) == 0
+    shown = json.loads(capfd.readouterr().out)
+    assert (shown["settings"]["suite"], shown["settings"]["base"], shown["settings"]["guidance"]) == (
+        "compression",
+        "start",
+        4.5,
+    )
+    row = next(row for row in shown["rows"] if row["part"] == "all")
+    assert (row["evaluator"], row["samples"]) == ("jpeg", 3)
+    assert {"base_mean", "difference", "low", "high", "mean_low", "mean_high"} <= set(row)
+
+
+def test_the_list_says_what_to_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["runs", "--json"]) == 0
+    listed = {run["name"]: run["to_bring"] for run in json.loads(capsys.readouterr().out)}
+    assert listed[OCR] == []
+    assert listed["flow_grpo/sd3.5-medium/geneval"] == ["a reward server"]
+    assert listed["gardo/sd3.5-medium/ocr"] == ["an objective that fluvial lacks"]
+
+
+EDITS = {
+    "flow_grpo/flux.1-kontext-dev/counting": ("kontext", "--pipeline.call", "_auto_resize=false"),
+    "flow_grpo/qwen-image-edit/counting": ("qwen-edit",),
+    "flow_grpo/qwen-image-edit/counting-fast": ("qwen-edit",),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EDITS)
+def test_a_published_run_of_edits_trains_on_prompts_with_images(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It lacks prompts and a reward, and says so; a pipeline that scales by area makes images of the size asked for."""
+    assert takes.to_bring(find(name)) == ["--prompts", "--rewards"]
+    tiny_conditioned.without_scaling(monkeypatch)
+    model, *call = EDITS[name]
+    lines = [
+        {"prompt": text, "image": tiny_conditioned.draw_image(tmp_path / f"{number}.png", number).name}
+        for number, text in enumerate(("three foxes", "four cats", "an owl"))
+    ]
+    (tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["--model", str(tiny_conditioned.save(model, tmp_path / model)), "--prompts", str(tmp_path / "edits.jsonl")]
+    words += ["--rewards", "jpeg", "--pipeline.height", "16", "--pipeline.width", "16", *call]
+    words += TINY.replace("--rollout.steps 3", "").replace("--evaluation.steps 2", "").split()  # those of the run
+    assert cli.run(["train", name, *words, "--out", str(tmp_path / "run")]) == 0
+    said = capfd.readouterr()
+    assert "asked for" not in said.out + said.err
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ratios = [row["first_pass_max_abs_log_ratio"] for row in records if "first_pass_max_abs_log_ratio" in row]
+    assert ratios[0] == 0

@@ -1,0 +1,80 @@
+"""Values that the host knows of a device's tensors: kept through moves, forgotten after a write.
+
+In these tests tensors of 32-bit integers stand for those of a device.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from fluvial.models import host_values
+from fluvial.models.host_values import joined, kept, known, read, remember, rows
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take tensors of 32-bit integers for those of a device."""
+    monkeypatch.setattr(host_values, "_on_host", lambda tensor: tensor.dtype != torch.int32)
+
+
+def on_device(*values: int) -> Tensor:
+    """Return a tensor of the device that the host knows."""
+    return remember(torch.tensor(values, dtype=torch.int32), torch.tensor(values))
+
+
+def test_a_tensor_of_the_host_is_its_own_values() -> None:
+    tensor = torch.arange(3)
+    assert known(tensor) is tensor
+    assert read(tensor) is tensor
+
+
+def test_rows_joined_and_repeated_tensors_are_known() -> None:
+    table, index = on_device(5, 6, 7, 8), on_device(2, 0)
+    for out in (
+        rows(table, slice(1, 3)),
+        rows(table, index.long()),
+        joined(table, index),
+        kept(lambda values: values.repeat(2), table),
+    ):
+        host = known(out)
+        assert out.dtype == torch.int32
+        assert host is not None
+        assert host.dtype == torch.int64
+        assert host.tolist() == out.tolist()
+
+
+def test_what_is_computed_from_unknown_tensors_is_unknown() -> None:
+    unknown = torch.arange(4, dtype=torch.int32)
+    assert known(unknown) is None
+    assert known(rows(unknown, slice(2))) is None
+    assert known(joined(on_device(1), unknown)) is None
+
+
+def test_values_are_read_once() -> None:
+    tensor = torch.arange(4, dtype=torch.int32)
+    first = read(tensor)
+    assert read(tensor) is first
+    assert known(rows(tensor, slice(2))) is not None
+
+
+@pytest.mark.parametrize("which", ["device", "host"])
+def test_a_write_forgets_the_values(which: str) -> None:
+    """To either tensor."""
+    host = torch.arange(4)
+    tensor = remember(torch.arange(4, dtype=torch.int32), host)
+    assert known(tensor) is not None
+    (tensor if which == "device" else host).add_(1)
+    assert known(tensor) is None
+
+
+def test_large_and_freed_tensors_are_not_kept() -> None:
+    large = torch.zeros(host_values.MOST + 1, dtype=torch.int32)
+    assert known(remember(large, large.long())) is None
+    before = len(host_values._kept)
+    tensor = on_device(1)
+    assert len(host_values._kept) == before + 1
+    del tensor
+    gc.collect()
+    assert len(host_values._kept) == before

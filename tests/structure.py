@@ -1,0 +1,150 @@
+"""Prints how the code is built, in numbers: what one update of GRPO runs through, who takes the configuration, and sizes.
+
+    python -P tests/structure.py
+
+Functions are those that the second update calls, on the built-in model. Folders that do not exist count nothing, so that the
+numbers of two trees can be set side by side.
+"""
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("core", "kernels", "models", "engines", "bench")
+# What is between the samples and the update of the engine, by its name before and after.
+CONTROL = ("engines/train", "engines/run", "engines/objectives", "engines/methods")
+COMMANDS = ("train grpo", "train nft", "sample", "eval", "serve")
+CONFIG, TRAITS = "TrainConfig", "ObjectiveTraits"  # classes of the configuration of a run, and of an objective's flags
+EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
+
+Calls = Counter[tuple[str, str]]  # of a function, by its file and its name
+os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+sys.path[:0] = [str(ROOT / "tests" / "helpers")]
+
+
+class Tracer:
+    """Counts calls of the product's functions, in `calls`, and those that are given a configuration, in `given`."""
+
+    def __init__(self) -> None:
+        self.calls, self.given = Calls(), Calls()
+        threading.setprofile(self.note)  # for threads of rewards, which live as long as their trainer
+        sys.setprofile(self.note)
+
+    def note(self, frame: Any, event: str, _: Any) -> None:
+        """Count a call."""
+        code = frame.f_code
+        path = code.co_filename.removeprefix(f"{ROOT}/")
+        if event == "call" and path.startswith(tuple(f"{folder}/" for folder in PRODUCT)):
+            self.calls[path, code.co_qualname] += 1
+            arguments, values = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], frame.f_locals
+            self.given[path, code.co_qualname] += any(type(values.get(name)).__name__ == CONFIG for name in arguments)
+
+
+def spans(calls: Calls, *folders: str) -> str:
+    """Return files and functions of some folders as text, without and with lambdas and comprehensions."""
+    inside = [call for call in +calls if not folders or call[0].startswith(tuple(f"{folder}/" for folder in folders))]
+    names = [name for _, name in inside if not name.split(".")[-1].startswith("<")]
+    return f"{len({path for path, _ in inside})} files, {len(names)} functions ({len(inside)} with lambdas)"
+
+
+def takes(node: ast.AST) -> bool:
+    """Return whether a node is a function with a configuration as an argument."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return any(CONFIG in ast.unparse(each.annotation) for each in every if each.annotation is not None)
+
+
+def flags(parsed: dict[str, ast.Module]) -> tuple[int, int, int]:
+    """Return the number of an objective's flags, of the places that read one, and of the files that these are in."""
+    classes = [n for tree in parsed.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == TRAITS]
+    known = {each.target.id for node in classes for each in node.body if isinstance(each, ast.AnnAssign)}  # type: ignore[union-attr]
+    found: Counter[str] = Counter()
+    for path, tree in parsed.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in known:
+                found[path] += re.search(r"(^|\.)(traits|\w+\.traits)$", ast.unparse(node.value)) is not None
+    return len(known), found.total(), len(+found)
+
+
+def circles(parsed: dict[str, ast.Module]) -> list[int]:
+    """Return the number of files of each circle of imports, those inside functions and for types included."""
+    of = {"fluvial." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in parsed}
+    reached: dict[str, set[str]] = {}
+    for path, tree in parsed.items():
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        targets = [f"{n.module}.{a.name}" if f"{n.module}.{a.name}" in of else n.module for n in nodes for a in n.names]
+        reached[path] = {of[target] for target in targets if target in of} - {path}
+    for middle in parsed:
+        for path in parsed:
+            if middle in reached[path]:
+                reached[path] |= reached[middle]
+    found = {frozenset(other for other in reached[path] if path in reached[other]) for path in parsed}
+    return sorted((len(circle) for circle in found if circle), reverse=True)
+
+
+def settings(command: str) -> int:
+    """Return the number of flags in the help of a command, the whole one where there are two."""
+    line = [sys.executable, "-P", "-m", "fluvial.engines", *command.split()]
+    said = [subprocess.run([*line, flag], capture_output=True, encoding="utf-8").stdout for flag in ("--help", "--help-all")]
+    return max(len(re.findall(r"^\W*--[a-z]", text, re.MULTILINE)) for text in said)
+
+
+def report() -> Iterator[tuple[str, object]]:
+    """Yield names and numbers."""
+    import torch
+    from digest_cases import cases, job
+
+    from fluvial.engines import Trainer, init_world
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as out, init_world() as world:
+        config, tracer = replace(cases(Path(out))["grpo"].config, out=Path(out)), Tracer()
+        with Trainer(config, job(), world) as trainer:
+            trainer.update()
+            tracer.calls.clear()
+            trainer.update()
+            sys.setprofile(None)
+    update, given = tracer.calls, +tracer.given
+    yield f"control layer of an update ({', '.join(f for f in CONTROL if (ROOT / f).exists())})", spans(update, *CONTROL)
+    yield "whole update", spans(update)
+    for folder in sorted({"/".join(path.split("/")[: path.count("/")][:2]) for path, _ in update}):
+        yield f"  {folder}", spans(update, folder)
+    yield "calls that are given the configuration, from the start on", f"{given.total()}: {spans(given)}"
+    files = [path for folder in (*PRODUCT, "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    parsed = {path: ast.parse(text) for path, text in texts.items() if not path.startswith("tests/")}
+    takers = Counter(path for path, tree in parsed.items() for node in ast.walk(tree) if takes(node))
+    yield "functions that take the configuration", f"{takers.total()} in {len(takers)} files"
+    yield "flags of objectives, places that read them, files of these", flags(parsed)
+    yield "circles of imports, by their files", circles(parsed)
+    yield "fields of a run's configuration at the top", len(fields(config))
+    for command in COMMANDS:
+        yield f"flags of {command}", settings(command)
+    layout = runpy.run_path(str(ROOT / "tests" / "test_layout.py"), run_name="layout")
+    yield "exemptions of the layout", {name: len(layout.get(name, ())) for name in EXEMPTIONS}
+    lines: Counter[str] = Counter()
+    for path, text in texts.items():
+        for folder in {path.split("/")[0], "/".join(path.split("/")[: path.count("/")][:2])}:
+            lines[folder] += len(text.splitlines())
+    yield "lines of the product", sum(lines[top] for top in PRODUCT)
+    for name in sorted(lines):
+        yield f"{'  ' * (1 + name.count('/'))}{name}", lines[name]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for name, number in report():
+        print(f"{name}: {number}", flush=True)
