@@ -23,7 +23,7 @@ from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
 )
-from fluvial.engines.run.networks import LinearOld
+from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, recorded
 from fluvial.engines.run.validate import check_model
