@@ -13,7 +13,7 @@ GPU_LACKS := attrs cattrs certifi charset-normalizer diffusers docstring_parser 
 	optree requests truststore typeguard tyro urllib3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-all test-lesser-cpu test-pretraining test-simulated-gpu gpu-pack gpu-first gpu-second lint bench clean
+.PHONY: train test test-all test-lesser-cpu test-pretraining test-simulated-gpu gpu-pack gpu-first gpu-second lint docs bench clean
 
 train: $(VENV)/installed
 	$(BIN)/fluvial train ddpo --processes auto --out $(RUN) $(ARGS)
@@ -21,8 +21,8 @@ train: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(BIN)/python -P tests/sessions.py $(WORKERS) $(ARGS)
 
-# With the tests marked `long`, and those on a local Ray, which takes 250 MB that `make test` does without.
-test-all: $(VENV)/installed-ray
+# With the tests marked `long`, of the site, too, and those on a local Ray, which takes 250 MB that `make test` does without.
+test-all: $(VENV)/installed-ray $(VENV)/installed-docs
 	$(BIN)/python -P tests/sessions.py --all $(WORKERS) $(ARGS)
 
 # The tests marked `bits` on the code paths of an AMD processor with AVX2 (tests/README.md, "Bits"). Needs Linux and a C compiler.
@@ -50,12 +50,19 @@ gpu-pack: $(BIN)/python
 gpu-first gpu-second:
 	sh bench/gpu/visit.sh $(@:gpu-%=%)
 
-lint: $(VENV)/installed-test
+# The tree as the namespace of packages that it is, for tools that read sources.
+build/types/fluvial:
+	@mkdir -p $@ && cd $@ && ln -sfn ../../../core ../../../kernels ../../../engines ../../../models ../../../bench .
+
+lint: $(VENV)/installed-test | build/types/fluvial
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@mkdir -p build/types/fluvial && cd build/types/fluvial && ln -sfn ../../../core ../../../kernels ../../../engines ../../../models ../../../bench .
 	MYPYPATH=build/types $(BIN)/python -P -m mypy -p fluvial
 	MYPYPATH=build/types:tests/helpers:tests/workers $(BIN)/python -P -m mypy tests
+
+# The site of all pages and of the docstrings: build/site/index.html.
+docs: $(VENV)/installed-docs | build/types/fluvial
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict --quiet $(ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python -P -m fluvial.bench phases
@@ -75,6 +82,10 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-ray: $(VENV)/installed-test
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[test,ray]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
 	touch $@
 
 clean:

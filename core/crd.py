@@ -43,7 +43,7 @@ def implicit_reward(
     weight_min = number("implicit_reward", "weight_min", weight_min, v, low=1e-12)
     errors = []
     for prediction in (v_old.detach(), v):
-        off = prediction - target
+        off = prediction - target.detach()
         size = reduce(off.detach().abs(), "b ... -> b", "mean").clamp(min=weight_min) if adaptive else 1.0
         errors.append(reduce(off**2, "b ... -> b", "mean") / size)
     return errors[0] - errors[1]

@@ -153,7 +153,7 @@ def kl_factor(transition: Transition, dt: Scalar | None, kl_weight: KLWeight) ->
         return 2 * transition.std.to(compute_dtype("policy_loss", std=transition.std)) ** 2
     if dt is None:
         raise ValueError("policy_loss: kl_weight is 'rate' and dt is None: pass dt = sigma_next - sigma, or 'exact'")
-    return abs(dt)
+    return dt.abs() if isinstance(dt, Tensor) else abs(dt)
 
 
 def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | None) -> None:

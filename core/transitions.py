@@ -164,15 +164,12 @@ def cps(sigma: Scalar, sigma_next: Scalar, *, eta: Scalar) -> Transition:
     _check_levels("cps", sigma=sigma, sigma_next=sigma_next)
     if isinstance(eta, Tensor):  # in float64, where 1 - cos of a small angle keeps its digits
         angle = eta.to(torch.float64) * math.pi / 2
-        dropped, fresh = (1 - torch.cos(angle).abs()).to(sigma.dtype), torch.sin(angle).to(sigma.dtype)
+        drop = sigma_next * (1 - torch.cos(angle).abs()).to(sigma.dtype)
+        std = sigma_next * torch.sin(angle).to(sigma.dtype)
     else:
-        dropped, fresh = 1 - abs(math.cos(eta * math.pi / 2)), math.sin(eta * math.pi / 2)
-    drop = sigma_next * dropped
-    return Transition(
-        a=1 - drop,
-        b=(sigma_next - sigma) - (1 - sigma) * drop,
-        std=sigma_next * fresh,
-    )
+        drop = sigma_next * (1 - abs(math.cos(eta * math.pi / 2)))
+        std = sigma_next * math.sin(eta * math.pi / 2)
+    return Transition(a=1 - drop, b=(sigma_next - sigma) - (1 - sigma) * drop, std=std)
 
 
 def ddim(alpha_bar: Scalar, alpha_bar_next: Scalar, *, eta: Scalar) -> Transition:

@@ -35,11 +35,11 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def digest_tensor(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's dtype, shape and bytes, as sglang's `update_weights_from_tensor_checker` has it."""
     found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)!r}".encode())
-    found.update(bytes_of(tensor))
+    found.update(read_bytes(tensor))
     return found.hexdigest()
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def read_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, in row-major order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(byte).numpy().data
 

@@ -13,7 +13,7 @@ SECONDS = 3.0  # of one attempt to connect
 
 
 @contextmanager
-def reachable_or_cached() -> Iterator[bool]:
+def probe_hub() -> Iterator[bool]:
     """Restrict the Hub's client to its cache inside the context if the Hub cannot be reached; yield whether it can be.
 
     If it cannot, one line says so.

@@ -39,7 +39,7 @@ def read_image(file: Path | bytes, *, formats: Collection[str] | None = None) ->
             outside [0, 1]); the message names the file.
     """
     with open_image(file, formats=formats) as image:
-        return as_seen(image)
+        return convert_image(image)
 
 
 def image_size(file: Path | bytes) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def image_size(file: Path | bytes) -> tuple[int, int]:
         return image.size if on_side and image.format != "TIFF" else (image.height, image.width)
 
 
-def as_seen(image: ImageFile.ImageFile) -> Image.Image:
+def convert_image(image: ImageFile.ImageFile) -> Image.Image:
     """Return an image, or the frame that it is at, as `read_image` does. ValueError: which number is white is unknown."""
     tags: Any = getattr(image, "tag_v2", {})
     white, inverted = _white(image, tags), tags.get(PHOTOMETRIC) == 0
@@ -102,11 +102,11 @@ def open_image(file: Path | bytes, *, formats: Collection[str] | None = None) ->
     except MemoryError:
         raise
     except Exception as error:  # damaged files make PIL raise nearly anything
-        name = shown(file, "image")
+        name = describe_file(file, "image")
         raise ValueError(f"{name} cannot be read as an image: {' '.join(str(error).split())}") from error
 
 
-def shown(file: Path | bytes, kind: str = "image") -> str:
+def describe_file(file: Path | bytes, kind: str = "image") -> str:
     """Return how a file is named in a message."""
     article = "an" if kind[0] in "aeiou" else "a"
     return f"{article} {kind} of {len(file)} bytes" if isinstance(file, bytes) else str(file)
@@ -118,7 +118,7 @@ def natural(path: Path) -> list[tuple[list[tuple[str, int]], str]]:
     return [([(word, int(digits or -1)) for word, digits in re.findall("([^0-9]*)([0-9]*)", part)], part) for part in parts]
 
 
-def shown_frames(count: int) -> list[int]:
+def pick_frames(count: int) -> list[int]:
     """Return the first, the middle and the last frame of a video of `count` frames, each once."""
     last = count - 1
     return sorted({0, last // 2, last})
@@ -133,7 +133,7 @@ def as_image(sample: Tensor, *, width: int, colour: bool = True) -> Image.Image:
         colour: whether to convert an image of one channel to RGB.
     """
     if sample.ndim == 4:
-        sample = torch.cat([sample[:, frame] for frame in shown_frames(sample.shape[1])], dim=-1)
+        sample = torch.cat([sample[:, frame] for frame in pick_frames(sample.shape[1])], dim=-1)
     array = (sample.clamp(0, 1) * 255).round().byte().cpu().numpy()
     image = Image.fromarray(array[0] if len(array) == 1 else np.moveaxis(array, 0, -1))
     image = image.convert("RGB") if colour else image

@@ -247,7 +247,7 @@ def _parts(layer: Any, adapter: str) -> dict[str, str]:
     return {part: ".weight" if isinstance(own, nn.ModuleDict) else "" for part, own in held.items() if adapter in own}
 
 
-def form_of(module: nn.Module) -> Form:
+def read_form(module: nn.Module) -> Form:
     """Return the form of a module's adapters, with defaults of how factors are drawn; ValueError without any."""
     layer = next(iter(_layers_with(module, "default").values()))
     if not hasattr(layer, "lora_A"):
@@ -262,7 +262,7 @@ def lora_settings(module: nn.Module) -> dict[str, Any] | None:
     layers = lora_layers(module)
     if not layers:
         return None
-    first, form = next(iter(layers.values())), form_of(module)
+    first, form = next(iter(layers.values())), read_form(module)
     alpha = first.lora_alpha if hasattr(first, "lora_alpha") else first.alpha
     record = {"kind": form.kind} | ({"factor": form.factor} if isinstance(form, Lokr) else {})
     return {"rank": first.r["default"], "alpha": float(alpha["default"]), "form": record, "layers": sorted(layers)}

@@ -80,14 +80,14 @@ def read_lora(path: Path, module: nn.Module, *, convert: Convert | None = None) 
     """
     if isinstance(module, nn.ModuleDict):
         parts = {name: read_lora(path / name, network, convert=convert) for name, network in module.items()}
-        return _joined({f"{name}.": part for name, part in parts.items()})
+        return _join({f"{name}.": part for name, part in parts.items()})
     file = _file(path)
     tensors, settings, header = _read(file)
     linear = linear_layers(module)
-    found, unknown = _matched(tensors, linear, file)
+    found, unknown = _match(tensors, linear, file)
     if unknown and convert is not None and all(_has_known_ending(key) for key in tensors):
         try:
-            again = _matched(dict(convert(dict(tensors))), linear, file)
+            again = _match(dict(convert(dict(tensors))), linear, file)
         except Exception:  # the converter of another layout may fail in any way
             again = found, unknown
         further = {part for key in tensors for part in FURTHER.findall(key)}  # which a converter may leave out in silence
@@ -219,7 +219,7 @@ def count_rows(tensors: Mapping[str, Tensor]) -> int:
     return sum(len(tensor) for key, tensor in tensors.items() if UP.search(key))
 
 
-def _matched(
+def _match(
     tensors: Mapping[str, Tensor], linear: Mapping[str, nn.Module], file: Path
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return the parts of each layer, and the keys that belong to no layer.
@@ -386,7 +386,7 @@ def _equal(found: Mapping[str, Mapping[str, Tensor]], scales: Mapping[str, float
     return LoraFile(rank, rank * scale, tuple(sorted(found)), tensors)
 
 
-def _joined(parts: Mapping[str, LoraFile]) -> LoraFile:
+def _join(parts: Mapping[str, LoraFile]) -> LoraFile:
     """Return the adapters of several networks as one, their layers with a prefix."""
     first = next(iter(parts.values()))
     if not all(isinstance(part.form, LowRank) for part in parts.values()):

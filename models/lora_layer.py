@@ -79,7 +79,7 @@ def _light(kind: Any, product: Product) -> type:
                     and merges
                     and _is_narrow(factors[3].shape[0], factors[2].shape[1], factors[2].shape[0])
                 ):
-                    return _traced(x, *factors)
+                    return _compute_traced(x, *factors)
                 traced: Tensor = super().forward(x)
                 return traced
             if factors is not None:
@@ -176,7 +176,7 @@ def dora_linear(x: Tensor, base: Any, a: Tensor, b: Tensor, longer: Tensor, scal
         base: frozen layer, plain or quantised.
         a, b, longer, scale: adapter, see `growth`.
     """
-    weight = base.weight if type(base) is nn.Linear else base.dequantised(x.dtype)
+    weight = base.weight if type(base) is nn.Linear else base.dequantise(x.dtype)
     a, b = a.to(x.dtype), b.to(x.dtype)
     out, more = _frozen(base, x), growth(weight.detach().to(x.dtype), a, b, longer, scale).to(x.dtype)
     update = _product(_product(x, a) * scale, b)
@@ -254,7 +254,7 @@ def _is_narrow(out: int, into: int, rank: int) -> bool:
     return out * into <= 2 * rank * (out + into)
 
 
-def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _compute_traced(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return x (W + scale B A)^T + bias in operations that a compiler differentiates and fuses.
 
     Autograd computes the gradient of the whole sum, so this is for narrow layers.

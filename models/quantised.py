@@ -121,9 +121,9 @@ class QuantisedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The dequantised weight `[out, in]`; each access makes another tensor."""
-        return self.dequantised(self.dtype)
+        return self.dequantise(self.dtype)
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Return the weight `[out, in]` in a dtype."""
         return dequantise(self.quantised, self.base, (self.out_features, self.in_features), dtype)
 
@@ -143,7 +143,7 @@ class QuantisedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + bias, `[..., out]`."""
         if forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None:
-            return nn.functional.linear(x, self.dequantised(x.dtype), self.bias)
+            return nn.functional.linear(x, self.dequantise(x.dtype), self.bias)
         result: Tensor = _Product.apply(x, self.bias, *self.quantised, self.base, (self.out_features, self.in_features))
         return result
 

@@ -44,12 +44,12 @@ def _handwriting() -> nn.Module:
     return SD3Transformer2DModel(**CONFIG)
 
 
-def _published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resolution: int = 1024) -> ModelShape:
+def _find_published(name: str, inputs: Callable[[int, int], dict[str, Any]], *, resolution: int = 1024) -> ModelShape:
     """Return a model of the Hub by its name without the owner: its settings come with fluvial, the rest with its adapter."""
-    return _of_folder(CONFIGURATIONS / name, inputs, resolution)
+    return _read_folder(CONFIGURATIONS / name, inputs, resolution)
 
 
-def _of_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], resolution: int) -> ModelShape:
+def _read_folder(folder: Path, inputs: Callable[[int, int], dict[str, Any]], resolution: int) -> ModelShape:
     """Return the model of a pipeline's folder."""
     adapter: type[Pipeline] = built_in()[read_settings(folder / "model_index.json")["_class_name"]]
 
@@ -134,10 +134,10 @@ MODELS: dict[str, ModelShape] = {
         resolution=None,
         micro_batch=64,
     ),
-    "sd3.5-medium": _published("stable-diffusion-3.5-medium", _sd3_inputs),
-    "flux.1-dev": _published("FLUX.1-dev", _flux_inputs),
-    "qwen-image": _published("Qwen-Image", _qwen_inputs),
-    "wan2.1-14b": _published("Wan2.1-T2V-14B-Diffusers", _wan_inputs, resolution=640),
+    "sd3.5-medium": _find_published("stable-diffusion-3.5-medium", _sd3_inputs),
+    "flux.1-dev": _find_published("FLUX.1-dev", _flux_inputs),
+    "qwen-image": _find_published("Qwen-Image", _qwen_inputs),
+    "wan2.1-14b": _find_published("Wan2.1-T2V-14B-Diffusers", _wan_inputs, resolution=640),
 }
 
 
@@ -188,7 +188,7 @@ def model_shape(name: str) -> ModelShape | None:
             found["encoder_hidden_states_image"] = _empty(samples, 257, settings["image_dim"])
         return found
 
-    return _of_folder(folder, inputs, 1024)
+    return _read_folder(folder, inputs, 1024)
 
 
 @cache

@@ -46,7 +46,7 @@ class StepCache:
 
     def __init__(self, model: DiffusionModel, module: nn.Module, threshold: float) -> None:
         self._threshold, self._blocks = threshold, list(model.blocks(module))
-        self._forwards = [self._replaced(place, block.forward) for place, block in enumerate(self._blocks)]
+        self._forwards = [self._wrap_forward(place, block.forward) for place, block in enumerate(self._blocks)]
         self._known: dict[int, _Whole] = {}  # by the pass's number within a prediction
         self._begin(exact=True)
 
@@ -72,7 +72,7 @@ class StepCache:
         self._tail: Any = None
         self._reused: _Whole | None = None
 
-    def _replaced(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_forward(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a block, which a pass calls in order."""
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class StepCache:
                 self._number, self._first, self._reused = self._number + 1, -1, None
             self._last = place
             if self._reused is not None:
-                return self._head if place < self._reused.last else self._continued(self._reused)
+                return self._head if place < self._reused.last else self._extrapolate(self._reused)
             returned = forward(*args, **kwargs)
             known = None if self._exact else self._known.get(self._number)
             if known is not None and known.first == place and self._is_close(returned, known):
@@ -102,7 +102,7 @@ class StepCache:
         changes = [_mean(now - before) / _mean(before) for now, before in pairs]
         return bool((torch.stack(changes) < self._threshold).all())
 
-    def _continued(self, known: _Whole) -> Any:
+    def _extrapolate(self, known: _Whole) -> Any:
         """Return what the last block would return."""
         tensors, tree = optree.tree_flatten(self._head, none_is_leaf=True)
         pairs = zip(tensors, known.changes, strict=True)

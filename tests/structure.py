@@ -38,22 +38,17 @@ class Tracer:
     """Counts calls of the product's functions, in `calls`, and those that are given a configuration, in `given`."""
 
     def __init__(self) -> None:
-        self.calls, self.given, self.paths = Calls(), Calls(), dict[str, str]()
+        self.calls, self.given = Calls(), Calls()
         threading.setprofile(self.note)  # for threads of rewards, which live as long as their trainer
         sys.setprofile(self.note)
 
     def note(self, frame: Any, event: str, _: Any) -> None:
         """Count a call."""
-        if event != "call":
-            return
         code = frame.f_code
-        if code.co_filename not in self.paths:
-            name = code.co_filename.removeprefix(f"{ROOT}/")
-            self.paths[code.co_filename] = name if name.split("/")[0] in PRODUCT else ""
-        if path := self.paths[code.co_filename]:
+        path = code.co_filename.removeprefix(f"{ROOT}/")
+        if event == "call" and path.startswith(tuple(f"{folder}/" for folder in PRODUCT)):
             self.calls[path, code.co_qualname] += 1
-            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            values = frame.f_locals
+            arguments, values = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], frame.f_locals
             self.given[path, code.co_qualname] += any(type(values.get(name)).__name__ == CONFIG for name in arguments)
 
 
@@ -96,10 +91,8 @@ def circles(parsed: dict[str, ast.Module]) -> list[int]:
         for path in parsed:
             if middle in reached[path]:
                 reached[path] |= reached[middle]
-    found = {
-        frozenset(other for other in reached[path] if path in reached[other]) for path in parsed if path in reached[path]
-    }
-    return sorted(map(len, found), reverse=True)
+    found = {frozenset(other for other in reached[path] if path in reached[other]) for path in parsed}
+    return sorted((len(circle) for circle in found if circle), reverse=True)
 
 
 def settings(command: str) -> int:
@@ -127,9 +120,7 @@ def report() -> Iterator[tuple[str, object]]:
     update, given = tracer.calls, +tracer.given
     yield f"control layer of an update ({', '.join(f for f in CONTROL if (ROOT / f).exists())})", spans(update, *CONTROL)
     yield "whole update", spans(update)
-    for folder in sorted(
-        {"/".join(path.split("/")[:2]) if path.count("/") > 1 else path.split("/")[0] for path, _ in update}
-    ):
+    for folder in sorted({"/".join(path.split("/")[: path.count("/")][:2]) for path, _ in update}):
         yield f"  {folder}", spans(update, folder)
     yield "calls that are given the configuration, from the start on", f"{given.total()}: {spans(given)}"
     files = [path for folder in (*PRODUCT, "tests") for path in sorted((ROOT / folder).rglob("*.py"))]

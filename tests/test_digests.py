@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 COMPARED = """
 import sys
@@ -25,6 +27,7 @@ assert digests.main(["--compare", {file!r}, *runs]) == 1
 """
 
 
+@pytest.mark.long
 def test_a_changed_learning_rate_is_noticed(tmp_path: Path) -> None:
     """In weights, state and metrics of the run that has it, and not in the other run."""
     code = COMPARED.format(here=str(HERE), file=str(tmp_path / "record.json"))

@@ -46,13 +46,9 @@ FLOORS = (
     ("engines.cli", "engines"),
     ("bench",),
 )
-# The modules that may import the configuration of a run for a type, from below it: an objective says which configurations it
-# refuses, and the rules of the configuration itself are in a file beside it.
+# The modules that may import the configuration of a run for a type, from below it: its own rules are in a file beside it.
 RUN = "engines.run.config"
-NAMES_RUN = {
-    f"engines.methods.{name}"
-    for name in ("alignprop", "crd", "d3po", "dgpo", "distill", "dpo", "imitation", "protocol", "successors")
-} | {"engines.run.validate"}
+NAMES_RUN = {"engines.run.validate"}
 
 
 @cache

@@ -100,6 +100,17 @@ def test_a_page_that_is_opened_first_is_short(name: str) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= MOST_LINES[name]
 
 
+def test_the_files_to_read_are_short() -> None:
+    """A stranger has read them in an evening, and each method in one sitting."""
+    table = (ROOT / "engines" / "README.md").read_text().partition("## Eight files to read")[2].partition("## Tasks")[0]
+    files = [(ROOT / "engines" / target).resolve() for target in re.findall(r"\]\(([^)]+\.py)\)", table)]
+    assert len(files) == 8
+    assert sum(len(file.read_text().splitlines()) for file in files) < 2500
+    shared = {"__init__.py", "protocol.py", "losses.py", "table.py"}
+    methods = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "engines" / "methods").glob("*.py")}
+    assert {name: lines for name, lines in methods.items() if lines > 120 and name not in shared} == {}
+
+
 def paragraphs(text: str) -> list[str]:
     """Return the paragraphs and items of lists of a page, without code, tables and headings."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)

@@ -189,7 +189,7 @@ class Ours:
     def _update(self, run: Run, items: Items) -> UpdateInfo:
         """Take the step that GRPO takes on items."""
         (part,) = run.minibatches(items, key(0))
-        return run.update(part, self.parts.method.loss, split_guidance=True)
+        return run.update(part, self.parts.config.objective.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

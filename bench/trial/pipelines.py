@@ -137,7 +137,7 @@ def _build(name: str, folder: Path) -> None:
     tiny.save(name, folder / "model")
     records = [
         {
-            "prompt": tiny.prompt_of(name, text),
+            "prompt": tiny.make_prompt(name, text),
             **{argument: _drawn(folder, argument, 10 * number + place, asked) for place, argument in enumerate(asked.media)},
         }
         for number, text in enumerate(PROMPTS)

@@ -33,7 +33,7 @@ from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_o
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
-from fluvial.engines.scoring.registry import without_weight
+from fluvial.engines.scoring.registry import strip_weight
 from fluvial.models import is_recorded
 from fluvial.models.device import default_device
 
@@ -318,7 +318,7 @@ def _of_weights(
         weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
         title, engine = name, _engine_of_run(run, config)
         if not asked.rewards and not start.evaluators and run.scores_samples:
-            asked = replace(asked, rewards=tuple(map(without_weight, run.rewards)))
+            asked = replace(asked, rewards=tuple(map(strip_weight, run.rewards)))
     start = replace(start, heldout=_heldout(start, name, source, asked))
     if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
         model: Any = start.model

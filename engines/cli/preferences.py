@@ -28,7 +28,7 @@ from fluvial.engines.run.jobs.pipeline import check_second_scale
 from fluvial.engines.run.jobs.weights import add_adapter
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.invalid import kept_samples
+from fluvial.engines.scoring.invalid import find_kept_samples
 from fluvial.engines.scoring.registry import select
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples
@@ -162,7 +162,7 @@ def _write(job: Job, module: nn.Module, asked: Sequence[Prompt], config: Prefere
                 runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final)
                 images.append(chunk.images.cpu())
             drawn, scored = torch.cat(images), runners.collect()
-            kept = kept_samples(scored.scores, group)
+            kept = find_kept_samples(scored.scores, group)
             problems += scored.problems[:1]
             left_out += int((~kept).sum()) // group
             if left_out > MAX_INVALID * len(asked):

@@ -16,7 +16,7 @@ from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with,
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.prompt_sets import is_set
-from fluvial.engines.data.prompts import checked, is_prompt_file, read_prompts
+from fluvial.engines.data.prompts import check_prompts, is_prompt_file, read_prompts
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
@@ -149,7 +149,7 @@ def _named_by(word: str, job: Job, media: Mapping[str, str]) -> tuple[Prompt, ..
     if is_prompt_file(word):
         return read_prompts(Path(word), check=check, media=media)
     known = {prompt.text: prompt for prompt in (*job.prompts, *job.heldout)}
-    return checked([("`prompts`", known.get(word, Prompt(word)))], check=check, heldout=())
+    return check_prompts([("`prompts`", known.get(word, Prompt(word)))], check=check, heldout=())
 
 
 def _sheet(job: Job, module: nn.Module, asked: Sequence[Prompt], config: SampleConfig, title: str) -> images.Image.Image:

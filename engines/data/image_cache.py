@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.data.images import read_image, size_of
+from fluvial.engines.data.images import read_image, read_size
 from fluvial.engines.data.sizes import Size, fits, nearest_size
 from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.models.digests import digest_file, encoding_code
-from fluvial.models.images import shown
+from fluvial.models.images import describe_file
 
 MANIFEST = "encoded.json"  # settings that a cache was written with
 LEFT_OUT = "left_out.txt"  # names of the images that the last run left out
@@ -71,7 +71,9 @@ class ImageCache:
         try:
             return load_file(file)[NAME]
         except (OSError, SafetensorError, KeyError) as error:
-            raise RunError(f"the encoded image {file} of {shown(image)} cannot be read ({error}): start again") from error
+            raise RunError(
+                f"the encoded image {file} of {describe_file(image)} cannot be read ({error}): start again"
+            ) from error
 
     def fill(self, groups: Sequence[tuple[Image, ...]], world: World) -> None:
         """Encode the images that are not in the folder yet, each rank its part; every rank must take part.
@@ -88,7 +90,7 @@ class ImageCache:
             if world.is_main:
                 self._claim()
         everyone = list(dict.fromkeys(groups))
-        sizes = self._assigned(everyone, world)
+        sizes = self._assign(everyone, world)
         wanted = list(dict.fromkeys((image, size) for group, size in sizes.items() for image in group))
         bad: list[int] = []
         with world.agreed():
@@ -100,9 +102,9 @@ class ImageCache:
         self.sizes = {group[0]: size for group, size in sizes.items()}
         with world.agreed():
             if world.is_main:
-                self._list(sorted(" ".join(map(shown, group)) for group in self.left_out))
+                self._list(sorted(" ".join(map(describe_file, group)) for group in self.left_out))
 
-    def _assigned(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
+    def _assign(self, groups: Sequence[tuple[Image, ...]], world: World) -> dict[tuple[Image, ...], Size | None]:
         """Return the size of each group that one of the sizes takes; each rank looks at its part."""
         if len(self.shapes) == 1:
             return dict.fromkeys(groups, next(iter(self.shapes)))
@@ -120,16 +122,16 @@ class ImageCache:
 
     def _nearest(self, group: tuple[Image, ...], sizes: Sequence[Size]) -> Size:
         """Return the size of a group. UsageError if an image cannot be read, or no size takes it."""
-        each = [size_of(image) for image in group]
+        each = [read_size(image) for image in group]
         try:
             size = nearest_size(each[0], sizes)
         except ValueError as error:
-            raise UsageError(f"{shown(group[0])} of {error}") from error
+            raise UsageError(f"{describe_file(group[0])} of {error}") from error
         for image, its in zip(group, each, strict=True):
             if not fits(its, size):
                 raise UsageError(
-                    f"{shown(image)} of {its} pixels cannot be cut to {size}, the size of {shown(group[0])} beside it: more "
-                    "than a third would be cut off; leave the two out"
+                    f"{describe_file(image)} of {its} pixels cannot be cut to {size}, the size of {describe_file(group[0])} "
+                    "beside it: more than a third would be cut off; leave the two out"
                 )
         return size
 
@@ -156,7 +158,7 @@ class ImageCache:
 
     def _encode(self, part: Sequence[tuple[Image, Size | None, Tensor]]) -> None:
         """Encode images of one size, and write each."""
-        first, size = shown(part[0][0]), part[0][1]
+        first, size = describe_file(part[0][0]), part[0][1]
         try:
             samples = self.encode(torch.stack([pixels for _, _, pixels in part])).float().cpu()
         except (ValueError, RuntimeError) as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fluvial.engines.data.prompts import checked
-from fluvial.engines.data.records import Prompt, prompt_of
+from fluvial.engines.data.prompts import check_prompts
+from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.data.tables import Row, is_data_set, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
@@ -35,13 +35,13 @@ def read_images(
         UsageError: there are no images, an image has no caption or a caption no image, or a caption is not a prompt or is
             held out; the message names the file.
     """
-    found = checked(_located(path, path.stem if source is None else source), check=check, heldout=heldout)
+    found = check_prompts(_locate(path, path.stem if source is None else source), check=check, heldout=heldout)
     if not found:
         raise UsageError(f"data {path} holds no images, expected some with captions")
     return found
 
 
-def size_of(image: Path | bytes) -> Size:
+def read_size(image: Path | bytes) -> Size:
     """Return the size of an image file as it is seen, from its header.
 
     Raises:
@@ -77,7 +77,7 @@ def read_image(image: Path | bytes, size: tuple[int, int] | None = None) -> Tens
     return torch.from_numpy(array if array.ndim == 3 else array[..., None]).permute(2, 0, 1).contiguous()
 
 
-def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
+def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each caption, and the caption with its image."""
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
     if table is None and path.is_dir() and not is_data_set(path):
@@ -90,7 +90,7 @@ def _located(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
         columns = dict(row.columns)
         if "image" not in columns and "file_name" in columns:
             columns["image"] = columns.pop("file_name")
-        prompt = prompt_of(Row(row.where, columns), folder=folder, source=source, columns=CAPTIONS)
+        prompt = parse_prompt(Row(row.where, columns), folder=folder, source=source, columns=CAPTIONS)
         if prompt.image is None:
             raise UsageError(f"{row.where} has no column image or file_name, it has {', '.join(row.columns)}")
         yield row.where, prompt

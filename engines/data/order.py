@@ -97,10 +97,10 @@ class _Epochs:
         while position >= self._start + len(self._order):
             self._start += len(self._order)
             self._epoch += 1
-            self._order = self._shuffled(self._epoch)
+            self._order = self._shuffle(self._epoch)
         return self._order[position - self._start]
 
-    def _shuffled(self, epoch: int) -> list[int]:
+    def _shuffle(self, epoch: int) -> list[int]:
         """Return the prompts of an epoch in their order."""
         members = [
             member

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
-from fluvial.engines.data.prompts import checked
-from fluvial.engines.data.records import Prompt, file_in
+from fluvial.engines.data.prompts import check_prompts
+from fluvial.engines.data.records import Prompt, read_file
 from fluvial.engines.data.tables import Row, is_data_set, rows
 from fluvial.engines.errors import UsageError
 
@@ -185,7 +185,7 @@ def preference_records(
         text = row.columns.get("prompt", row.columns.get("caption"))
         if not isinstance(text, str):
             raise UsageError(f"{row.where}: expected a column prompt or caption of text, got {', '.join(row.columns)}")
-        [prompt] = checked([(row.where, Prompt(text))], check=check, heldout=apart)
+        [prompt] = check_prompts([(row.where, Prompt(text))], check=check, heldout=apart)
         if text not in left_out:
             found += [PreferenceRecord(row.where, prompt, win, lose) for win, lose in _pairs(row, folder)]
     if not found:
@@ -198,7 +198,7 @@ def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]
     columns = row.columns
 
     def image(value: Any, column: str) -> Path | bytes:
-        return file_in(value, f"{row.where}, column {column}", folder)
+        return read_file(value, f"{row.where}, column {column}", folder)
 
     for first, second in (("image_0", "image_1"), ("jpg_0", "jpg_1")):
         if {first, second, "label_0"} <= set(columns):
@@ -212,7 +212,7 @@ def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]
     listed = next((name for name in ("images", "image_path") if name in columns), None)
     ranked = next((name for name in ("rank", "ranks", "human_preference") if name in columns), None)
     if listed is not None and ranked is not None:
-        yield from _ranked(row, listed, ranked, image)
+        yield from _pair_ranked(row, listed, ranked, image)
     elif named := next((pair for pair in (("win", "lose"), ("path1", "path2")) if {*pair} <= {*columns}), None):
         win, lose = named
         yield image(columns[win], win), image(columns[lose], lose)
@@ -223,7 +223,7 @@ def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]
         )
 
 
-def _ranked(
+def _pair_ranked(
     row: Row, listed: str, ranked: str, image: Callable[[Any, str], Path | bytes]
 ) -> Iterator[tuple[Path | bytes, Path | bytes]]:
     """Yield the preferences between images of one prompt that have ranks."""

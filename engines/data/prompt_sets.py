@@ -118,7 +118,7 @@ def ocr(part: Part) -> Iterator[Record]:
         *(("number", f"{word} {number}") for word, numbers in NUMBERED.items() for number in numbers),
     ]
     chosen = _part(part, texts, heldout=20)
-    for (tag, text), sign in _mixed(product(chosen, SIGNS)):
+    for (tag, text), sign in _shuffle(product(chosen, SIGNS)):
         yield {"prompt": sign.format(text), "tag": tag}
 
 
@@ -130,7 +130,7 @@ def geneval(part: Part) -> Iterator[Record]:
     for one, other in _part(part, list(combinations(CLASSES, 2)), heldout=50, most=400):
         yield _asked("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
     for name, number in _part(part, list(product(_countable(), (2, 3, 4))), heldout=40):
-        yield _counted(f"a photo of {NUMBERS[number]} {_plural(name)}", name, number)
+        yield _count_objects(f"a photo of {NUMBERS[number]} {_plural(name)}", name, number)
     for name, colour in _part(part, list(product(coloured, COLOURS)), heldout=50, most=400):
         yield _asked("colors", f"a photo of {_a(colour)} {name}", {**_one(name), "color": colour})
     for (one, other), where in _part(part, list(product(pairs, POSITIONS)), heldout=50, most=800):
@@ -146,7 +146,7 @@ def animals(part: Part) -> Iterator[Record]:
     """Animals, alone and doing what animals do not; no training prompt has a held-out animal."""
     chosen = _part(part, ANIMALS, heldout=10)
     yield from ({"prompt": _a(animal), "tag": "alone"} for animal in chosen)
-    for animal, activity in _mixed(product(chosen, ACTIVITIES)):
+    for animal, activity in _shuffle(product(chosen, ACTIVITIES)):
         yield {"prompt": f"{_a(animal)} {activity}", "tag": "activity"}
 
 
@@ -154,8 +154,8 @@ def counting(part: Part) -> Iterator[Record]:
     """Objects in numbers from two to six and in several settings, with GenEval's metadata."""
     chosen = _part(part, list(product(_countable(), NUMBERS)), heldout=40)
     places = ("on a white background", "in a bright studio", "seen from above", "in an oil painting", "in a pencil drawing")
-    for (name, number), place in _mixed(product(chosen, places)):
-        yield _counted(f"{NUMBERS[number]} {_plural(name)} {place}", name, number)
+    for (name, number), place in _shuffle(product(chosen, places)):
+        yield _count_objects(f"{NUMBERS[number]} {_plural(name)} {place}", name, number)
 
 
 def drawbench_like(part: Part) -> Iterator[Record]:
@@ -219,14 +219,14 @@ def _digest(item: object) -> bytes:
     return hashlib.sha256(repr(item).encode()).digest()
 
 
-def _mixed(items: Iterable[T]) -> list[T]:
+def _shuffle(items: Iterable[T]) -> list[T]:
     """Return items in the order of their SHA-256, which is the same on every machine and looks random."""
     return sorted(items, key=_digest)
 
 
 def _part(part: Part, items: Sequence[T], *, heldout: int, most: int | None = None) -> list[T]:
     """Return a part of items: in the order of their SHA-256 the first are held out, and up to `most` others train."""
-    ordered = _mixed(dict.fromkeys(items))
+    ordered = _shuffle(dict.fromkeys(items))
     return ordered[:heldout] if part == "heldout" else ordered[heldout:][:most]
 
 
@@ -253,7 +253,7 @@ def _asked(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
     return {"prompt": prompt, "tag": tag, "include": list(include), "exclude": []}
 
 
-def _counted(prompt: str, name: str, number: int) -> Record:
+def _count_objects(prompt: str, name: str, number: int) -> Record:
     """Return the record of exactly `number` objects, as GenEval writes it: at least as many, and not one more."""
     include, exclude = {"class": name, "count": number}, {"class": name, "count": number + 1}
     return {"prompt": prompt, "tag": "counting", "include": [include], "exclude": [exclude]}

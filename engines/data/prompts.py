@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fluvial.engines.data import prompt_sets
 from fluvial.engines.data.prompt_sets import Part, is_set
-from fluvial.engines.data.records import Prompt, prompt_of
+from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size, nearest_size, parse_size
 from fluvial.engines.data.tables import PROMPT_FILES, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
@@ -88,7 +88,7 @@ def read_prompts(
     """Return the prompts of a file, or of a part of a prompt set.
 
     A text file has one prompt per line; blank lines are skipped. A .jsonl, .json (array), .csv or .parquet file, or a
-    folder that datasets saved to disk, has one record per prompt, see `records.prompt_of`.
+    folder that datasets saved to disk, has one record per prompt, see `records.parse_prompt`.
 
     Args:
         path: the file, or `@name` of a prompt set, see `prompt_sets`.
@@ -96,14 +96,14 @@ def read_prompts(
         check: function that raises ValueError for a string that is not a prompt of the model.
         heldout: model inputs of the prompts of the evaluation, which must not be in the file.
         source: name of the file in metrics; by default its name without the ending.
-        media: argument of `records.prompt_of`.
+        media: argument of `records.parse_prompt`.
 
     Raises:
         UsageError: the file cannot be read or is empty, or a line is no record, not a prompt or held out; the message names
             file, line and column.
     """
     name = (str(path) if is_set(path) else path.stem) if source is None else source
-    found = checked(_located(path, name, media, part), check=check, heldout=heldout)
+    found = check_prompts(_locate(path, name, media, part), check=check, heldout=heldout)
     if not found and is_set(path):
         raise UsageError(f"prompt set {path} has no prompt in the part {part}, expected at least one")
     if not found:
@@ -111,7 +111,7 @@ def read_prompts(
     return found
 
 
-def checked(
+def check_prompts(
     located: Iterable[tuple[str, Prompt]], *, check: Callable[[str], None], heldout: Collection[object]
 ) -> tuple[Prompt, ...]:
     """Return prompts that a model can be trained on.
@@ -258,11 +258,11 @@ def weights_by_source(prompts: Sequence[Prompt], weights: Mapping[str, float]) -
     return {source: weights.get(source, 1.0) for source in dict.fromkeys(prompt.source for prompt in prompts)}
 
 
-def _located(path: Path, source: str, media: Mapping[str, str], part: Part) -> Iterator[tuple[str, Prompt]]:
+def _locate(path: Path, source: str, media: Mapping[str, str], part: Part) -> Iterator[tuple[str, Prompt]]:
     """Yield the place of each prompt of a file or a prompt set, and the prompt."""
     if is_set(path):
         for row in prompt_sets.records(str(path), part):
-            yield row.where, prompt_of(row, folder=Path(), source=source, media=media)
+            yield row.where, parse_prompt(row, folder=Path(), source=source, media=media)
         return
     if is_text(path) and not path.is_dir():
         for where, line in read_lines(path, f"prompts file {path}"):
@@ -270,4 +270,4 @@ def _located(path: Path, source: str, media: Mapping[str, str], part: Part) -> I
         return
     folder = path if path.is_dir() else path.parent
     for row in rows(path, "prompts file"):
-        yield row.where, prompt_of(row, folder=folder, source=source, media=media)
+        yield row.where, parse_prompt(row, folder=folder, source=source, media=media)

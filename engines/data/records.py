@@ -97,18 +97,18 @@ def negatives(prompts: Iterable[Prompt], otherwise: str) -> list[str]:
     return [otherwise if prompt.negative is None else prompt.negative for prompt in prompts]
 
 
-def metadata_of(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
+def copy_metadata(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
     """Return a copy of the metadata of each prompt, which shares nothing with another; empty for plain text."""
     return [deepcopy(dict(prompt.metadata)) for prompt in prompts]
 
 
 def copied(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return prompts that user code may keep and change."""
-    pairs = zip(prompts, metadata_of(prompts), strict=True)
+    pairs = zip(prompts, copy_metadata(prompts), strict=True)
     return [replace(prompt, metadata=metadata, media=dict(prompt.media)) for prompt, metadata in pairs]
 
 
-def prompt_of(
+def parse_prompt(
     row: Row,
     *,
     folder: Path,
@@ -138,30 +138,30 @@ def prompt_of(
         has = ", ".join(found) or "none"
         names = " or ".join(columns)
         raise UsageError(f"{row.where} has no column {names}, it has {has}: rename the column, or leave the record out")
-    text = text_of(row, column) or ""
+    text = read_column(row, column) or ""
     if not text.strip():
         raise UsageError(f"{row.where}, column {column} is empty, expected a prompt")
     media = {argument: name for argument, name in media.items() if name in found}
     columns_of_files = dict.fromkeys([*(name for name in FILES if name in found), *media.values()])
-    files = {name: files_in(found[name], f"{row.where}, column {name}", folder) for name in columns_of_files}
+    files = {name: read_files(found[name], f"{row.where}, column {name}", folder) for name in columns_of_files}
     metadata = {name: value for name, value in found.items() if name not in (*OWN, column, *files)}
     metadata |= {name: str(file) for name, file in files.items() if isinstance(file, Path)}
     given = {argument: files[name] for argument, name in media.items()}
     return Prompt(
         text.strip(),
-        negative=text_of(row, "negative_prompt"),
+        negative=read_column(row, "negative_prompt"),
         image=None if "image" in given else _first(files.get("image")),
         video=None if "video" in given else _first(files.get("video")),
         audio=None if "audio" in given else _first(files.get("audio")),
         weight=_weight(row),
-        tag=text_of(row, "tag"),
+        tag=read_column(row, "tag"),
         source=source,
         metadata=metadata,
         media=given,
     )
 
 
-def text_of(row: Row, column: str) -> str | None:
+def read_column(row: Row, column: str) -> str | None:
     """Return the text in a column, None without one; UsageError if it holds something else."""
     value = row.columns.get(column)
     if not isinstance(value, str | None):
@@ -169,20 +169,20 @@ def text_of(row: Row, column: str) -> str | None:
     return value
 
 
-def files_in(value: Any, where: str, folder: Path) -> "Source":
-    """Return the file, or the files of a list of images, that a column names or holds, see `file_in`."""
+def read_files(value: Any, where: str, folder: Path) -> "Source":
+    """Return the file, or the files of a list of images, that a column names or holds, see `read_file`."""
     if not isinstance(value, list):
-        return file_in(value, where, folder, or_folder=True)
+        return read_file(value, where, folder, or_folder=True)
     if not value:
         raise UsageError(f"{where} is an empty list, expected the paths of image files")
-    return tuple(file_in(one, where, folder) for one in value)
+    return tuple(read_file(one, where, folder) for one in value)
 
 
 def _first(source: "Source | None") -> Path | bytes | None:
     return source[0] if isinstance(source, tuple) else source
 
 
-def file_in(value: Any, where: str, folder: Path, *, or_folder: bool = False) -> Path | bytes:
+def read_file(value: Any, where: str, folder: Path, *, or_folder: bool = False) -> Path | bytes:
     """Return the image, video or sound that a column names or holds: its path, or the bytes of its file.
 
     Args:

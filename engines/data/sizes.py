@@ -59,7 +59,7 @@ def fits(size: Size, other: Size) -> bool:
     return min(across, down) >= LEAST_KEPT * max(across, down)
 
 
-def shapes_of(words: Sequence[str], shape: Callable[[int, int], tuple[int, ...]]) -> dict[Size, tuple[int, ...]]:
+def parse_shapes(words: Sequence[str], shape: Callable[[int, int], tuple[int, ...]]) -> dict[Size, tuple[int, ...]]:
     """Return the shape of a sample of each size that is written.
 
     Args:

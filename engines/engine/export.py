@@ -22,7 +22,7 @@ from fluvial.engines.engine.files import LORA, MODEL, save_tensors, sync
 from fluvial.engines.engine.loading import plain_name
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.models.lora import Dora, adapter_names, adapter_parts, form_of, is_adapter, lora_layers
+from fluvial.models.lora import Dora, adapter_names, adapter_parts, is_adapter, lora_layers, read_form
 from fluvial.models.lora_layer import MAGNITUDE, merged_weight, row_norms, widen
 from fluvial.models.quantised import QuantisedLinear, quantised_layers
 
@@ -184,7 +184,7 @@ def write_lora(
     like = layout(module, average=average, adapter=adapter, dtype=dtype)
     configs: Any = module.peft_config
     settings = configs[adapter]
-    form = form_of(module)
+    form = read_form(module)
     # Only what loading needs, so that other versions of PEFT find no unknown setting.
     scale: dict[str, Any] = {"r": settings.r, "target_modules": sorted(settings.target_modules)}
     if hasattr(settings, "lora_alpha"):

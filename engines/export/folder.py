@@ -41,7 +41,7 @@ def is_exported(out: Path, record: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def drafted(out: Path, record: dict[str, Any], world: World) -> Iterator[Path]:
+def open_draft(out: Path, record: dict[str, Any], world: World) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `out` when the context ends without an error. Every rank must take part.
 
     Args:

@@ -13,10 +13,10 @@ from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models import DiffusionModel
-from fluvial.models.lora import Dora, adapter_parts, form_of, linear_layers, lora_layers, lora_settings
+from fluvial.models.lora import Dora, adapter_parts, linear_layers, lora_layers, lora_settings, read_form
 from fluvial.models.lora_files import COMFY_DORA
 from fluvial.models.lora_layer import MAGNITUDE, growth, row_norms, widen
-from fluvial.models.original.convert import adapter_to_original, joined, lokr_to_original, to_original
+from fluvial.models.original.convert import adapter_to_original, include_joined, lokr_to_original, to_original
 from fluvial.models.original.layout import ARCHITECTURES, LAYOUTS, Original
 
 Format = Literal["lora", "merged", "full", "comfyui"]
@@ -126,7 +126,7 @@ def _write_original(
     gathered = fsdp.weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
     tensors = {name: tensor for name, tensor in gathered if world.is_main}
     lengths = dict[str, Tensor]()
-    if adapter and settings is not None and isinstance(form_of(module), Dora):
+    if adapter and settings is not None and isinstance(read_form(module), Dora):
         lengths = _lengths(module, pipeline, tensors, settings, world)
     with fsdp.writing(out, world, "export"):
         if not world.is_main:
@@ -158,7 +158,7 @@ def _lengths(
     parts, linear, found = adapter_parts(module, "default"), linear_layers(module), dict[str, Tensor]()
     for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
         prefix = f"{name}." if name else ""
-        for layer in joined(Original(pipeline, network.config), network, lora_layers(network)):
+        for layer in include_joined(Original(pipeline, network.config), network, lora_layers(network)):
             weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
             weight = widen(fsdp.gathered(weight.detach())).cpu()
             if not world.is_main:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,11 +21,8 @@ from fluvial.engines.sampling.items import LastSteps
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.models import host_values
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
 
-
-def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
+def _refuses(config: Any) -> Iterator[UsageError]:
     rollout = config.rollout
     last = getattr(config.objective, "last", 1)
     if last > rollout.steps:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,9 +17,6 @@ from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.networks import Before, Networks
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.models.host_values import to_device
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
 
-
-def _refuses(config: "TrainConfig") -> Iterator[UsageError]:
+def _refuses(config: Any) -> Iterator[UsageError]:
     if config.advantage.drop_zero:
         yield UsageError("advantage.drop_zero", True, "False", "crd centres the rewards of all samples")
 
@@ -86,10 +83,9 @@ class Crd(Method):
     def networks(self, kl: KLConfig) -> Networks:
         """Keep an old policy, one that makes the rollouts, and the references of the KL terms."""
         old = partial(ramp, start=self.old_value, rise=self.old_rise, cap=self.old_cap, delay=self.old_delay)
-        sampling = partial(
-            ramp, start=self.sampling_value, rise=self.sampling_rise, cap=self.sampling_cap, delay=self.sampling_delay
-        )
-        return {"old": Follower(old), "sampling": Follower(sampling, samples_from=0), **kl.networks()}
+        slower = partial(ramp, rise=self.sampling_rise, cap=self.sampling_cap, delay=self.sampling_delay)
+        sampling = Follower(partial(slower, start=self.sampling_value), samples_from=0)
+        return {"old": Follower(old), "sampling": sampling, **kl.networks()}
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Centre the implicit and the given rewards over the samples of each update, at each level; fit one to the other."""
@@ -99,27 +95,15 @@ class Crd(Method):
         for part in run.minibatches(items, key):
             part = run.predict(part, "old", "ref", "ema")
             implicit = run.gather(part, run.measure(part, self.implicit_reward))  # [B, M]
-            counts, given = (to_device(table, implicit.device) for table in (part.used != 0, batch.spread(reward)))
-            centres = self.centre(implicit, given, counts.to(implicit.dtype))
-            yield run.update(part.with_rows(context=part.look_up(centres)), self.loss)
+            used, given = (to_device(table, implicit.device) for table in (part.used != 0, batch.spread(reward)))
+            number = used.to(implicit.dtype).sum(0).clamp(min=1)
+            means = torch.stack([(values * used).sum(0) / number for values in (implicit, given[:, None])], dim=-1)  # [M, 2]
+            yield run.update(part.with_rows(context=part.look_up(means.expand(*implicit.shape, 2))), self.loss)
 
     def implicit_reward(self, v: Tensor, items: NoisedSamples) -> Tensor:
         """Return the implicit reward of each item, `[P]`."""
-        return crd.implicit_reward(
-            v, items.predictions["old"], items.target, adaptive=self.adaptive, weight_min=self.weight_min
-        )
-
-    def centre(self, implicit: Tensor, reward: Tensor, counts: Tensor) -> Tensor:
-        """Return the mean implicit reward and the mean reward at each level, `[B, M, 2]`.
-
-        Args:
-            implicit: implicit rewards, `[B, M]`.
-            reward: R of each sample, `[B]`.
-            counts: 1 for the items of the update, else 0, `[B, M]`.
-        """
-        number = counts.sum(0).clamp(min=1)
-        means = [(values * counts).sum(0) / number for values in (implicit, reward[:, None])]
-        return torch.stack(means, dim=-1).expand(*implicit.shape, 2)
+        old, least = items.predictions["old"], self.weight_min
+        return crd.implicit_reward(v, old, items.target, adaptive=self.adaptive, weight_min=least)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, crd.CrdInfo]:
         """Return `crd.crd_loss` with the KL term."""
@@ -129,8 +113,7 @@ class Crd(Method):
         loss = crd.crd_loss(implicit, centre, reward - mean, beta=self.beta, scale=self.adv_clip, match=self.match)
         info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
         if "ref" in items.predictions:
-            kl = config.error(v, items.predictions["ref"])
-            least = 1e-4 / config.kl_coef
+            kl, least = config.error(v, items.predictions["ref"]), 1e-4 / config.kl_coef
             weight = least + (1 - least) * reward if self.adaptive_kl else 1.0
             loss, info = loss + config.kl_coef * weight * kl, info._replace(kl_ref=kl.detach())
         return add_ema_kl(loss, v, items, config), info

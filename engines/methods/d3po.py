@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fluvial.core.dpo import D3poInfo, best_and_worst, clipped_log_ratio, d3po_l
 from fluvial.core.random import Key
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.dpo import _dpo_needs
 from fluvial.engines.methods.losses import KLConfig, LossConfig, log_prob_and_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
 from fluvial.engines.run.batch import Batch, Record
@@ -22,12 +23,8 @@ from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.models.host_values import to_device
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.methods.dpo import _dpo_needs
 
-
-def _d3po_needs(config: "TrainConfig") -> Iterator[UsageError]:
+def _d3po_needs(config: Any) -> Iterator[UsageError]:
     rollout = config.rollout
     if rollout.sampler.is_deterministic:
         expected = "ddim or flow_sde, whose steps have the log-probability that d3po needs"

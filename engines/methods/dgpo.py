@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +23,8 @@ from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.models.host_values import to_device
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
 
-
-def _dgpo_needs(config: "TrainConfig") -> Iterator[UsageError]:
+def _dgpo_needs(config: Any) -> Iterator[UsageError]:
     if not config.noising.is_shared:
         yield UsageError("noising.draw", config.noising.draw, "rollout", "dgpo compares samples at the same levels")
     if config.minibatches > 1:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,11 +20,8 @@ from fluvial.engines.run.networks import Networks, Teacher
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import RecordedSteps
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
 
-
-def _mean_kl_needs(config: "TrainConfig") -> Iterator[UsageError]:
+def _mean_kl_needs(config: Any) -> Iterator[UsageError]:
     if config.rollout.sampler.is_deterministic:
         hint = f"mean_kl compares distributions, and steps of {config.rollout.sampler.kind} have no noise"
         yield UsageError("objective.match", "mean_kl", "velocity_mse", hint)

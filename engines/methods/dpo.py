@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +21,8 @@ from fluvial.engines.run.networks import Networks, Start
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import Pairs
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
 
-
-def _dpo_needs(config: "TrainConfig", *, name: str = "dpo") -> Iterator[UsageError]:
+def _dpo_needs(config: Any, *, name: str = "dpo") -> Iterator[UsageError]:
     if config.kl.coef > 0:
         hint = f"{name} has the reference in its loss already; `objective.beta` weighs it"
         yield UsageError("kl.coef", config.kl.coef, "0", hint)

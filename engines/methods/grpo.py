@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,10 +17,6 @@ from fluvial.engines.run.batch import Batch, Items, Record
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.kernels import policy_loss
-
-if TYPE_CHECKING:
-    pass
-
 
 SURROGATE = ObjectiveTraits(trains_on="steps", has_ratio=True, takes_kl=True, takes_implementation=True)
 

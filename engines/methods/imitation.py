@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -16,9 +16,6 @@ from fluvial.engines.methods.protocol import Method, ObjectiveTraits
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
-
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Sft(Method):
         return fitted(config.error(v, items.target), v, items, config)
 
 
-def _raft_needs(config: "TrainConfig") -> Iterator[UsageError]:
+def _raft_needs(config: Any) -> Iterator[UsageError]:
     if config.data and not config.objective.traits.offline:
         hint = "caption compares images with the same caption, data any images"
         yield UsageError("objective.compare", "rollout", "caption or data, with `data`", hint)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,11 +12,10 @@ from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.choices import check_variant
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Before, Follower, Networks, ramp
+from fluvial.engines.run.networks import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.kernels import nft_loss
@@ -30,53 +29,8 @@ class NftInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NoOld:
-    """The old policy is the current one."""
-
-    kind: ClassVar[str] = "none"
-
-
-@dataclass(frozen=True)
-class LinearOld:
-    """The old policy follows the current one after each rollout: old <- d old + (1 - d) policy.
-
-    After n rollouts or updates d is 0 while n < delay, then min(rise (n - delay), cap).
-
-    Args:
-        rise: Growth of the decay d per n.
-        cap: Largest decay d, below 1.
-        delay: Number n before d grows.
-        every: Number of rollouts between two updates of the old policy.
-        unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
-            rollout).
-    """
-
-    kind: ClassVar[str] = "linear"
-    rise: float = 0.001
-    cap: float = 0.5
-    delay: int = 0
-    every: int = 1
-    unit: Literal["rollouts", "updates"] = "rollouts"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "objective.old", cap=(0, 1), rise=(0, math.inf), delay=(0, math.inf), every=(1, 2**31))
-        if self.cap == 1:
-            raise UsageError("`objective.old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
-
-    def decay(self, rollouts: int, updates: int) -> float:
-        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
-        if rollouts % self.every:
-            return 1.0
-        done = updates if self.unit == "updates" else rollouts
-        return ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
-
-
-OldPolicy = NoOld | LinearOld
-
-
-@dataclass(frozen=True)
 class Nft(Method):
-    """DiffusionNFT's loss: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
+    """DiffusionNFT: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
     The old policy makes the samples.
 
@@ -110,13 +64,12 @@ class Nft(Method):
         good = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
         items = run.noise_samples(batch, key, good, keep=grades.keep)
         for part in run.minibatches(items, key):
-            part = run.predict(part, "old", "ref", "ema")
-            yield run.update(part, self.loss)
+            yield run.update(run.predict(part, "old", "ref", "ema"), self.loss)
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
         """Return `kernels.nft_loss`."""
-        v_old = items.predictions["old"]
-        fields, kernel = (items.x0, items.x, items.level, items.signal), config.implementation
+        v_old, kernel = items.predictions["old"], config.implementation
+        fields = items.x0, items.x, items.level, items.signal
         loss = nft_loss(
             v, v_old, *fields, beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min, implementation=kernel
         )

@@ -4,23 +4,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, dppo_surrogate, guard_surrogate, noise_weighted_surrogate
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.grpo import SURROGATE, PolicyGradient
 from fluvial.engines.methods.losses import LossConfig, surrogate_and_kl
 from fluvial.engines.run.batch import Record
 from fluvial.engines.sampling.items import RecordedSteps
 
-if TYPE_CHECKING:
-    from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.methods.grpo import SURROGATE, PolicyGradient
 
-
-def _needs_density(config: "TrainConfig", *, name: str, mean: bool = True) -> Iterator[UsageError]:
+def _needs_density(config: Any, *, name: str, mean: bool = True) -> Iterator[UsageError]:
     """Yield what keeps recorded log-probabilities from being (mean) log-densities."""
     rollout = config.rollout
     if rollout.form == "unscaled":
@@ -29,7 +26,7 @@ def _needs_density(config: "TrainConfig", *, name: str, mean: bool = True) -> It
         yield UsageError("rollout.reduction", rollout.reduction, "mean", f"{name} takes nats per dimension")
 
 
-def _guard_needs(config: "TrainConfig") -> Iterator[UsageError]:
+def _guard_needs(config: Any) -> Iterator[UsageError]:
     sampler = config.rollout.sampler
     if not sampler.rule.std_is_a_rate and not sampler.is_deterministic:
         expected = "flow_sde or dance_sde, whose std is a rate times sqrt(|dt|), with guard"

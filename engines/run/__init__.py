@@ -22,6 +22,6 @@ def train(config: "TrainConfig", job: "Job | None" = None, *, console: "Console 
         UsageError: the run cannot be done as configured.
         RunError: it cannot go on.
     """
-    from fluvial.engines.run.loop import run  # imports torch, which a command's help need not wait for
+    from fluvial.engines.run.training import run  # imports torch, which a command's help need not wait for
 
     return run(config, job, console=console)

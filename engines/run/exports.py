@@ -16,7 +16,7 @@ from fluvial.engines.engine.files import stored_digests
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.export.card import Card, write_card
-from fluvial.engines.export.folder import drafted, is_exported
+from fluvial.engines.export.folder import is_exported, open_draft
 from fluvial.engines.export.formats import Format, check_format, write
 from fluvial.engines.methods.table import name_of
 from fluvial.engines.run import job as jobs
@@ -153,7 +153,7 @@ def _write(
 ) -> None:
     """Write an export with its model card; every rank must take part."""
     card = _card(config, model, module, exported)
-    with drafted(out, exported._asdict(), world) as draft:
+    with open_draft(out, exported._asdict(), world) as draft:
         dtype = EXPORT_DTYPES[exported.dtype]
         write(exported.format, module, model, draft, average=weights, dtype=dtype, merge=exported.merge, world=world)
         with writing(out, world, "export"):

@@ -23,8 +23,10 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
+from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.sampling.text import Padding
+from fluvial.engines.scoring.floors import free_weights
 from fluvial.engines.scoring.gather import Rewards
 
 PHASES = ("rollout", "reward", "update")
@@ -39,6 +41,11 @@ class RewardColumns(NamedTuple):
 
     names: Sequence[str]
     weights: Tensor  # [K], weight of each in the record's mean
+
+    @classmethod
+    def of(cls, run: Run, floors: Mapping[str, float]) -> "RewardColumns":
+        """Return those of a run; a reward that has a floor does not count."""
+        return cls(list(run.rewards), free_weights(run.runners.weights, list(run.rewards), floors))
 
 
 def update_record(

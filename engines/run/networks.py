@@ -1,16 +1,20 @@
 """Networks beside the policy: what a method declares, and what a run builds of it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import optree
 import torch
 from torch import nn
 
+from fluvial.core.checks import check_fields
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.errors import UsageError
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
@@ -67,6 +71,51 @@ Networks = dict[str, Network]  # by the name under which rows hold their predict
 def ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
     """Return a follower's decay d after n updates: start while n < delay, then min(start + rise (n - delay), cap)."""
     return start if updates < delay else min(start + rise * (updates - delay), cap)
+
+
+@dataclass(frozen=True)
+class NoOld:
+    """The old policy is the current one."""
+
+    kind: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class LinearOld:
+    """The old policy follows the current one after each rollout: old <- d old + (1 - d) policy.
+
+    After n rollouts or updates d is 0 while n < delay, then min(rise (n - delay), cap).
+
+    Args:
+        rise: Growth of the decay d per n.
+        cap: Largest decay d, below 1.
+        delay: Number n before d grows.
+        every: Number of rollouts between two updates of the old policy.
+        unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
+            rollout).
+    """
+
+    kind: ClassVar[str] = "linear"
+    rise: float = 0.001
+    cap: float = 0.5
+    delay: int = 0
+    every: int = 1
+    unit: Literal["rollouts", "updates"] = "rollouts"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective.old", cap=(0, 1), rise=(0, math.inf), delay=(0, math.inf), every=(1, 2**31))
+        if self.cap == 1:
+            raise UsageError("`objective.old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
+
+    def decay(self, rollouts: int, updates: int) -> float:
+        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
+        if rollouts % self.every:
+            return 1.0
+        done = updates if self.unit == "updates" else rollouts
+        return ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
+
+
+OldPolicy = NoOld | LinearOld
 
 
 def find_followers(networks: Networks) -> dict[str, Follower]:

@@ -254,8 +254,8 @@ class Run:
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self._before if name not in rows.predictions}
-                measured = function(v, _with(rows, before))
-                found.append(optree.tree_map(torch.clone, measured))  # a function may return one buffer each time
+                # Copied, because a function may return one buffer each time.
+                found.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *found)
 
     def gather(self, items: Items, values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Training: samples -> rewards -> update, a rollout at a time."""
+"""A training run that is driven from Python: built, updated, evaluated, saved and exported."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -10,34 +10,26 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from fluvial.core.random import Key, fold_in, key
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.determinism import deterministic
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.export import export, write_lora
-from fluvial.engines.engine.parallelize import compiled_programs
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.table import name_of, naming_errors
+from fluvial.engines.errors import UsageError
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run import metrics
-from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import with_size_of
 from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.loop import Loop
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.passes.probe import compile_blocks
 from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
-from fluvial.engines.sampling.diversity import diversity
 from fluvial.engines.sampling.solvers import serving_solver
-from fluvial.engines.scoring.floors import free_weights
-from fluvial.engines.scoring.gather import AbandonedRolloutError
 
 
 class Trainer:
@@ -90,14 +82,13 @@ class Trainer:
             if job is None:
                 with world.agreed():
                     job = jobs.of_run(config)
-            self.stop, self.progress = StopRequest() if stop is None else stop, Progress()
-            stopped = lambda: bool(self.stop)  # noqa: E731
-            parts = build_parts(config, job, world, self.progress, stop=stopped, resume_from=resume_from)
+            self.stop, progress = StopRequest() if stop is None else stop, Progress()
+            parts = build_parts(config, job, world, progress, stop=self.stop.__bool__, resume_from=resume_from)
             self.config, self.choices, self.pairs = parts.config, parts.choices, parts.pairs
             self.job, self.evaluated = parts.job, parts.evaluated
             self.engine, self.run, self.ahead = parts.engine, parts.run, parts.ahead
             self.schedule, self.evaluation_schedule = parts.schedule, parts.evaluation_schedule
-            self.sampler, self.method = parts.run.sampler, self.config.objective
+            self.sampler = parts.run.sampler
             self.rewards, self.runners = parts.rewards, parts.runners
             stack.callback(self.runners.close)
             stack.callback(self.sampler.source.close)
@@ -115,10 +106,8 @@ class Trainer:
             stack.callback(self.saver.close)
             self.console = console
             self.stop.then(self.sampler.source.hurry)
-            if resume_from is not None:
-                self._resume(resume_from)
-            self.phase = "evaluation"  # what is done now, for the line of an error
-            self._finished = self.engine.updates, self.progress  # the newest update whose state is whole
+            progress = progress if resume_from is None else self.saver.restore(resume_from)
+            self.loop = Loop(self.config, self.run, self.ahead, progress)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -132,74 +121,22 @@ class Trainer:
         self._stack.close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the record of each rollout and its updates, until the last update or a request to stop."""
-        while self.engine.updates < self.config.updates and not self.stopping:
-            try:
-                record = self.update()
-            except AbandonedRolloutError:
-                self.run.stopping = True
-                return
-            yield record
+        """Yield the record of each batch and its updates, until the last update or a request to stop."""
+        return iter(self.loop)
+
+    def update(self) -> dict[str, Any]:
+        """Make one rollout and its optimizer updates, and return their record; see `Loop.update`."""
+        return self.loop.update()
+
+    @property
+    def progress(self) -> Progress:
+        """What the run has counted so far."""
+        return self.loop.progress
 
     @property
     def stopping(self) -> bool:
         """Whether any rank was asked to stop."""
         return self.run.stopping
-
-    def update(self) -> dict[str, Any]:
-        """Make one rollout and its optimizer updates, and return their record; every rank must take part.
-
-        Raises:
-            RunError: a reward failed, or rollout and update do not compute the same policy.
-            AbandonedRolloutError: the run was asked to stop while it waited for people.
-        """
-        self.sampler.compare_with_servers()
-        programs = compiled_programs() if self.engine.compiles else 0
-        root = fold_in(key(self.config.seed), self.engine.updates)
-        seconds: dict[str, float] = {}
-        known = self.progress
-        lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
-        self._finished = self.engine.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
-        self.run.notes = {}
-        with self._timed(seconds, "rollout"), naming_errors(self.method, "collect"):
-            batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
-        with self._timed(seconds, "reward"):
-            batch = self.run.score(batch)
-            self._note(batch)
-        with self._timed(seconds, "update"):
-            updates = self.learn(batch, root)
-        self.progress.samples += metrics.samples_of(batch)
-        for phase, spent in seconds.items():
-            self.progress.seconds[phase] += spent
-        self._watch_ratio(updates[0])
-        self._finished = self.engine.updates, self.progress
-        compiled = compiled_programs() - programs if self.engine.compiles else None
-        floors = self.config.advantage.floor_of
-        if floors:
-            self.run.log(multipliers=dict(self.progress.multipliers))
-        names = list(self.rewards)
-        columns = metrics.RewardColumns(names, free_weights(self.runners.weights, names, floors))
-        samples, notes = self.progress.samples, self.run.notes
-        return metrics.update_record(
-            self.config, batch, updates, notes, columns, seconds, self.engine, samples=samples, compiled=compiled
-        )
-
-    def learn(self, batch: Batch, root: Key) -> list[UpdateInfo]:
-        """Make the updates on a scored batch, after which the followers move; every rank must take part.
-
-        Args:
-            root: key of the batch.
-        """
-        rollouts = self.engine.updates // self.config.updates_per_rollout
-        with self.engine.gathered_once(), naming_errors(self.method, "learn"):
-            updates = list(self.method.learn(self.run, batch, root))
-        if len(updates) != self.config.updates_per_rollout:  # the clock of keys, prompts and learning rate
-            raise UsageError(
-                f"objective {name_of(self.method)} yielded {len(updates)} updates of a batch, expected epochs x minibatches "
-                f"= {self.config.updates_per_rollout}: yield each `run.update` of `run.minibatches`"
-            )
-        self.run.networks.follow(rollouts + 1)
-        return updates
 
     def evaluate(
         self,
@@ -215,7 +152,7 @@ class Trainer:
             keep: function of the names and the images of each chunk of this rank.
             probe: probe of the model that training began with, for the drift from it.
         """
-        config, self.phase = self.config, "evaluation"
+        config, self.loop.phase = self.config, "evaluation"
         with self.engine.inference(average=config.evaluation.average) as module:
             result = evaluate(
                 self.evaluated,
@@ -251,7 +188,7 @@ class Trainer:
         Args:
             ends: the process ends soon, so that rollouts made ahead may not be waited for.
         """
-        self.phase = "checkpoint"
+        self.loop.phase = "checkpoint"
         self.saver.save(self.progress, ends=ends)
 
     def save_finished(self) -> bool:
@@ -260,7 +197,7 @@ class Trainer:
         Every rank must take part. Rollouts made ahead are left out. Returns False if that state is not there any more,
         because the error came between the updates of a rollout, or in an optimizer step.
         """
-        updates, progress = self._finished
+        updates, progress = self.loop.finished
         if self.engine.updates != updates or self.engine.stepping:
             return False
         self.engine.optimizer.zero_grad()
@@ -275,54 +212,16 @@ class Trainer:
 
         The numbers of pairs per pass stay this trainer's `pairs`; with others the results differ by rounding.
         """
-        self._resume(path)
-        self._finished = self.engine.updates, self.progress
+        self.loop.restore(self.saver.restore(path))
 
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
-        self.phase = "export"
+        self.loop.phase = "export"
         average = self.engine.averaged() if self.config.evaluation.average else None
         lora, dtype = self.config.train == "lora", DTYPES[self.config.export_dtype]
         export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
         if lora:
             write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
-
-    def _resume(self, path: Path | str) -> None:
-        """Take over the state of a checkpoint."""
-        self.progress = self.run.memory = self.saver.restore(path)
-
-    def _note(self, batch: Batch) -> None:
-        """Note how diverse the samples of a batch are, and how old the weights that made them; every rank must take part."""
-        rollout, thumbnails = self.config.rollout, batch.made.result().thumbnails
-        if thumbnails is not None and rollout.group > 1:
-            everyone = self.world.gather_data(thumbnails)[: rollout.batch]
-            self.run.log(diversity=diversity(everyone, rollout.group))
-        if self.ahead is not None:
-            self.run.log(staleness={str(self.engine.updates - batch.version): batch.share.batch})
-
-    def _timed(self, seconds: dict[str, float], phase: str) -> AbstractContextManager[None]:
-        """Add the seconds of the block to those of a phase, which the run is in."""
-        self.phase = phase
-        return metrics.timed(seconds, phase)
-
-    def _watch_ratio(self, info: UpdateInfo) -> None:
-        """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.
-
-        With a correction the update's own numbers take the place of those of servers, whose difference counts then.
-        """
-        progress, correction = self.progress, self.run.notes.get("correction")
-        if "log_ratio" not in info.max_abs:
-            return
-        if self.config.rollout.is_served and correction is not None:
-            progress.max_log_ratio = max(progress.max_log_ratio, float(correction.gap_max))
-        largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
-        self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
-        if not largest <= bound and not info.skipped:  # NaN too
-            raise RunError(
-                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above `max_log_ratio` "
-                f"{bound:g}: rollout and update do not compute the same policy; where that is meant, set `correction.mode` "
-                "to truncate"
-            )
 
 
 def _opened_world(config: TrainConfig, stack: ExitStack) -> World:

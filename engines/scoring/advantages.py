@@ -154,7 +154,7 @@ def advantages(rewards: Tensor, weights: Tensor, group: Tensor, config: Advantag
         advantage = torch.stack([normalised(reward) for reward in rewards.unbind(1)], dim=1) @ weights
     else:
         advantage = normalised(rewards @ weights)
-    return bounded(advantage, config)
+    return clip_advantages(advantage, config)
 
 
 def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
@@ -172,7 +172,7 @@ def extreme(reward: Tensor, group: Tensor, count: int) -> Tensor:
     return found
 
 
-def bounded(advantage: Tensor, config: AdvantageConfig) -> Tensor:
+def clip_advantages(advantage: Tensor, config: AdvantageConfig) -> Tensor:
     """Return advantages clipped to [-clip, clip], and scaled to `rescale`, as configured."""
     if config.clip is None:
         return advantage
@@ -205,4 +205,4 @@ def history_advantages(reward: Tensor, prompts: Sequence[str], history: History,
 
     by_prompt = {prompt: moments(prompt) for prompt in dict.fromkeys(prompts)}
     mean, std = torch.tensor([by_prompt[prompt] for prompt in prompts], dtype=torch.float64).reshape(-1, 2).unbind(1)
-    return bounded(((wide - mean) / (std + config.eps)).to(reward.dtype), config)
+    return clip_advantages(((wide - mean) / (std + config.eps)).to(reward.dtype), config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.scoring.invalid import check_invalid, kept_samples
+from fluvial.engines.scoring.invalid import check_invalid, find_kept_samples
 from fluvial.engines.scoring.runner import Collected, RewardRunners
 
 
@@ -75,7 +75,7 @@ def gather_rewards(own: Collected, *, stop: bool, group: int, max_invalid: float
     # A sample's score is 0 on all ranks but one. The ranks of a group have the same samples.
     scores = everyone[:: world.sequence, :-3].sum(0).view_as(own.scores)
     invalid = check_invalid(scores, own.problems, group=group, most=max_invalid, world=world)
-    kept = kept_samples(scores, group)
+    kept = find_kept_samples(scores, group)
     numbers, parts = dict[str, list[float]](), dict[str, Any]()
     if everyone[:, -1].any():
         learnt = set(torch.nonzero(kept).flatten().tolist())

@@ -64,11 +64,11 @@ class GroupBuffer:
         self.waiting = {group: rest for group, rest in self.waiting.items() if rest}
         like = self._like
         assert like is not None, "every rank makes samples"
-        images = world.exchange(_stacked([image for image, _, _ in rows], like.images), send, receive)
+        images = world.exchange(_stack([image for image, _, _ in rows], like.images), send, receive)
         latents: Sequence[Tensor | None] = [None] * len(images)
         if like.latents is not None:
             latents = world.exchange(
-                _stacked([latent for _, _, latent in rows if latent is not None], like.latents), send, receive
+                _stack([latent for _, _, latent in rows if latent is not None], like.latents), send, receive
             ).unbind()
         for (number, prompt), image, latent in zip(coming, images, latents, strict=True):
             self.waiting.setdefault(number // self.size, {})[number] = image, prompt, latent
@@ -91,6 +91,6 @@ class GroupBuffer:
         return found
 
 
-def _stacked(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+def _stack(rows: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return tensors as one, `[N, ...]`, also where there are none."""
     return torch.stack(list(rows)) if rows else like.new_empty(0, *like.shape[1:])

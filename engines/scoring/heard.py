@@ -13,7 +13,7 @@ SOUNDS, RATE = "audios", "audio_rate"  # parameters of a reward
 OF_MODEL = ("latents", "model_inputs")  # what sounds are decoded from
 
 
-class Heard:
+class AudioReward:
     """A reward of sounds as one of samples, which it is given the sounds of.
 
     Args:
@@ -52,7 +52,7 @@ def heard(rewards: Mapping[str, Reward], model: DiffusionModel) -> dict[str, Rew
         if signature.takes(SOUNDS):
             if rate is None:
                 raise UsageError(f"reward {name!r} takes audios, and the model makes no sounds: use a reward of images")
-            found[name] = Heard(reward, model)
+            found[name] = AudioReward(reward, model)
             continue
         if not getattr(model, "makes_images", True) and any(signature.takes(what) for what in ("images", "videos")):
             raise UsageError(

@@ -10,7 +10,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 
 
-def kept_samples(rewards: Tensor, group: int) -> Tensor:
+def find_kept_samples(rewards: Tensor, group: int) -> Tensor:
     """Return whether each sample is learnt from, bool `[B]`: all rewards of its whole group are valid.
 
     Args:
@@ -35,7 +35,7 @@ def check_invalid(rewards: Tensor, problems: Sequence[str], *, group: int, most:
     Raises:
         RunError: it is more.
     """
-    samples, groups = int(torch.isnan(rewards).any(1).sum()), int((~kept_samples(rewards, group)).sum()) // group
+    samples, groups = int(torch.isnan(rewards).any(1).sum()), int((~find_kept_samples(rewards, group)).sum()) // group
     if samples:
         reason, total = _first(problems, "a reward gave no number", world), len(rewards) // group
         left = f"{reason}; {groups} of the {total} groups of the rollout have no valid reward"

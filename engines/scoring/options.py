@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Union
 
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.plugins import did_you_mean
-from fluvial.engines.scoring.scores import one_line, weight_of
+from fluvial.engines.scoring.scores import one_line, parse_weight
 from fluvial.engines.scoring.signature import KNOWN
 
 SEPARATOR = "+"  # between the values of one option
@@ -59,7 +59,7 @@ def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
     *others, last = (f"{first}={rest}" if separator else first).split(",")
     option, value = _split(last)
     value, separator, weight = (value or "").rpartition("=")
-    if not separator or weight_of(weight) is None:
+    if not separator or parse_weight(weight) is None:
         value, weight, separator = f"{value}{separator}{weight}", "", ""
     given = [*map(_split, others), (option, value if "=" in last else None)]
     for option, value in given:
@@ -72,7 +72,7 @@ def parse(text: str, known: Collection[str], *, field: str) -> RewardText:
     return RewardText(name, {option: value or "" for option, value in given}, weight if separator else None)
 
 
-def made(label: str, found: Any, options: Mapping[str, str]) -> Any:
+def make_reward(label: str, found: Any, options: Mapping[str, str]) -> Any:
     """Return the reward of a class, or of a function, with options; without options a function is the reward itself.
 
     Args:
@@ -84,10 +84,10 @@ def made(label: str, found: Any, options: Mapping[str, str]) -> Any:
     if not callable(found) or not (options or inspect.isclass(found)):
         return found
     values = _values(label, found, options, factory=False)
-    return built(label, found, values) if inspect.isclass(found) else partial(found, **values)
+    return build_object(label, found, values) if inspect.isclass(found) else partial(found, **values)
 
 
-def built(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+def build_object(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """Return what a class or a factory makes of options.
 
     Raises:
@@ -96,20 +96,20 @@ def built(label: str, make: Callable[..., Any], values: Mapping[str, Any]) -> An
     try:
         return make(**values)
     except (FluvialError, ValueError, OSError, ImportError) as error:
-        raise UsageError(f"{label}: {_unnamed(one_line(error), label)}") from error
+        raise UsageError(f"{label}: {_strip_name(one_line(error), label)}") from error
     except Exception as error:
         raise UsageError(f"{label} raised {type(error).__name__} ({one_line(error)})") from error
 
 
-def _unnamed(message: str, label: str) -> str:
+def _strip_name(message: str, label: str) -> str:
     """Return a message without the name that it begins with, if the label before it ends with that name."""
     name, colon, rest = message.partition(": ")
     return rest if colon and label.endswith(repr(name)) else message
 
 
 def from_factory(label: str, make: Callable[..., Any], options: Mapping[str, str]) -> Any:
-    """Return the reward that a class or a factory makes, see `made`."""
-    return built(label, make, _values(label, make, options, factory=True))
+    """Return the reward that a class or a factory makes, see `make_reward`."""
+    return build_object(label, make, _values(label, make, options, factory=True))
 
 
 def _split(word: str) -> tuple[str, str | None]:

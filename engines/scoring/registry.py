@@ -7,10 +7,10 @@ from typing import Any
 from fluvial.engines import plugins
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
-from fluvial.engines.scoring.options import from_factory, made, parse
+from fluvial.engines.scoring.options import from_factory, make_reward, parse
 from fluvial.engines.scoring.protocol import Reward
-from fluvial.engines.scoring.scores import weight_of
-from fluvial.engines.scoring.signature import CONDITIONS, condition_of, reward_problem, signature_of
+from fluvial.engines.scoring.scores import parse_weight
+from fluvial.engines.scoring.signature import CONDITIONS, find_condition, reward_problem, signature_of
 
 
 def select(
@@ -34,7 +34,7 @@ def select(
         name, options, weight = parse(text, {*plugins.names("rewards", makers), *rewards}, field=field)
         if name in found:
             raise UsageError(f"`{field}` is {list(names)}, which names {name!r} twice: name each reward once")
-        value = 1.0 if weight is None else weight_of(weight)
+        value = 1.0 if weight is None else parse_weight(weight)
         if value is None:
             raise UsageError(
                 f"`{field}` is {text!r}, whose weight {weight!r} is not a number other than 0: give one, e.g. {name}=0.5"
@@ -44,7 +44,7 @@ def select(
             reward = makers[name](label, options)
         else:
             found_object = plugins.load(name, "rewards", table={**rewards, **makers, **rewards}, field=field)
-            reward = made(label, found_object, options)
+            reward = make_reward(label, found_object, options)
         if (problem := reward_problem(reward)) is not None:
             raise UsageError(f"{label} {problem}")
         found[name] = reward, value
@@ -76,7 +76,7 @@ def built_in() -> dict[str, Callable[[str, Mapping[str, str]], Any]]:
     }
 
 
-def without_weight(text: str) -> str:
+def strip_weight(text: str) -> str:
     """Return the text of a reward without its weight."""
     weight = parse(text, plugins.names("rewards", built_in()), field="rewards").weight
     return text if weight is None else text.removesuffix(f"={weight}")
@@ -93,7 +93,7 @@ def check_records(rewards: Mapping[str, Any], prompts: Sequence[Prompt], *, labe
     """Raise UsageError, in one line, if a reward needs a column that the prompts' records lack."""
     for name, reward in rewards.items():
         for condition in filter(signature_of(reward).takes, CONDITIONS):
-            without = next((prompt for prompt in prompts if condition_of(prompt, condition) is None), None)
+            without = next((prompt for prompt in prompts if find_condition(prompt, condition) is None), None)
             if without is not None:
                 raise UsageError(
                     f"{label} {name!r} takes {condition}, and prompt {without.text!r} has none: give its record a "

@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, RunError
 from fluvial.engines.scoring.groups import GroupBuffer
 from fluvial.engines.scoring.protocol import Reward
-from fluvial.engines.scoring.scores import Scored, invalid, named, one_line, read_scores, together
+from fluvial.engines.scoring.scores import Scored, concatenate, format_prompts, make_invalid, one_line, read_scores
 from fluvial.engines.scoring.signature import Samples, signature_of
 from fluvial.models.device import compute_on, use_here
 
@@ -90,9 +90,9 @@ class RewardRunner:
         for future, prompts in waiting:
             try:
                 scored = future.result(self.timeout)
-                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, prompts, stop))
+                found.append(scored if isinstance(scored, Scored) else self._await_scores(scored, prompts, stop))
             except FutureTimeoutError:
-                raise RunError(f"{self.label} took over {self.timeout:g} s for {named(texts(prompts))}") from None
+                raise RunError(f"{self.label} took over {self.timeout:g} s for {format_prompts(texts(prompts))}") from None
         self.tally.failed = 0
         return found
 
@@ -103,7 +103,7 @@ class RewardRunner:
             RunError: the reward raised, took too long, or did not return one valid number per image; the message names the
                 prompt.
         """
-        found = together(self.results())
+        found = concatenate(self.results())
         if torch.isnan(found.scores).any():
             raise RunError(found.problems[0])
         return found.scores
@@ -123,47 +123,47 @@ class RewardRunner:
         compute_on(samples.images.device)
         use_here(samples.images, samples.latents)
         if self.tolerated is not None and tally.failed > self.tolerated:
-            return invalid(len(samples.prompts), tally.problem)
+            return make_invalid(len(samples.prompts), tally.problem)
         start = time.perf_counter()
-        scored = self._scored(samples)
+        scored = self._score(samples)
         tally.seconds += time.perf_counter() - start
         if isinstance(scored, Scored):
             tally.failed += int(torch.isnan(scored.scores).sum())
             tally.problem = scored.problems[0] if scored.problems else tally.problem
         return scored
 
-    def _awaited(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
+    def _await_scores(self, later: Later, prompts: Sequence[Prompt], stop: Callable[[], bool]) -> Scored:
         """Return the scores that a reward has promised, which takes as long as the reward lets it."""
         while not later.done():
             if stop():
-                return invalid(len(prompts), f"{self.label} was not waited for")._replace(abandoned=True)
+                return make_invalid(len(prompts), f"{self.label} was not waited for")._replace(abandoned=True)
             wait([later], POLL)
         try:
             return read_scores(later.result(), texts(prompts), label=self.label)
         except Exception as error:
-            return invalid(len(prompts), self._line(error, prompts))
+            return make_invalid(len(prompts), self._line(error, prompts))
 
-    def _scored(self, samples: Samples) -> Scored | Later:
+    def _score(self, samples: Samples) -> Scored | Later:
         """Return the scores of a chunk, whatever the reward does."""
         try:
-            return self._called(samples)
+            return self._call(samples)
         except BaseException as error:  # also a reward that calls sys.exit: the run must hear of it
             # What a reward lacks, or cannot reach, for all samples, it would for each.
             whole = samples.group is not None or isinstance(error, OSError | FluvialError)
             return (
-                invalid(len(samples.prompts), self._line(error, samples.prompts))
+                make_invalid(len(samples.prompts), self._line(error, samples.prompts))
                 if whole
                 else self._one_by_one(samples, error)
             )
 
-    def _called(self, samples: Samples) -> Scored | Later:
+    def _call(self, samples: Samples) -> Scored | Later:
         returned = self.signature.call(self.reward, samples)
         return returned if isinstance(returned, Future) else read_scores(returned, texts(samples.prompts), label=self.label)
 
     def _line(self, error: BaseException, prompts: Sequence[Prompt]) -> str:
         """Return why a call gave no scores, in one line."""
         if not isinstance(error, FluvialError):
-            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {named(texts(prompts))}"
+            return f"{self.label} raised {type(error).__name__} ({one_line(error)}) for {format_prompts(texts(prompts))}"
         return one_line(error) if str(error).startswith(self.label) else f"{self.label}: {one_line(error)}"
 
     def _one_by_one(self, samples: Samples, error: BaseException) -> Scored:
@@ -172,12 +172,14 @@ class RewardRunner:
         for i in range(len(samples.prompts)):
             single = samples.part(slice(i, i + 1))
             try:
-                scored = self._called(single) if bad < BAD else invalid(1, problem)
-                found.append(scored if isinstance(scored, Scored) else self._awaited(scored, single.prompts, lambda: False))
+                scored = self._call(single) if bad < BAD else make_invalid(1, problem)
+                found.append(
+                    scored if isinstance(scored, Scored) else self._await_scores(scored, single.prompts, lambda: False)
+                )
             except BaseException as own:
                 problem, bad = problem if bad else self._line(own, single.prompts), bad + 1
-                found.append(invalid(1, problem))
-        return together(found)._replace(problems=(problem,), failed=True)
+                found.append(make_invalid(1, problem))
+        return concatenate(found)._replace(problems=(problem,), failed=True)
 
 
 class Collected(NamedTuple):
@@ -277,7 +279,7 @@ class RewardRunners:
             if runner in self.groupwise:
                 assert self.buffer is not None
                 places = [group * self.buffer.size + i for group in groups for i in range(self.buffer.size)]
-            found = together(runner.results(stop))
+            found = concatenate(runner.results(stop))
             abandoned |= found.abandoned
             own = [row for row, place in enumerate(places) if place >= 0]
             kept = [places[row] for row in own]

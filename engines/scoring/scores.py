@@ -26,12 +26,12 @@ class Scored(NamedTuple):
     abandoned: bool = False  # scores that the reward promised were not waited for
 
 
-def invalid(count: int, problem: str) -> Scored:
+def make_invalid(count: int, problem: str) -> Scored:
     """Return the result of a call that gave no score at all."""
     return Scored(torch.full((count,), math.nan), {}, (problem,), failed=True)
 
 
-def together(parts: Sequence[Scored]) -> Scored:
+def concatenate(parts: Sequence[Scored]) -> Scored:
     """Return results one after the other; a part that one of them lacks is NaN there."""
     names = dict.fromkeys(name for part in parts for name in part.parts)
     columns = {
@@ -72,12 +72,12 @@ def read_scores(returned: Any, prompts: Sequence[str], *, label: str) -> Scored:
 
 def _problem(element: Any, prompt: str, label: str) -> str:
     """Return why a score is invalid."""
-    score = number_of(element)
+    score = read_number(element)
     if score is None:
-        return f"{label} is {described(element)} for {named([prompt])}, expected a finite number"
+        return f"{label} is {describe(element)} for {format_prompts([prompt])}, expected a finite number"
     if math.isfinite(score):
-        return f"{label} is {score:g} for {named([prompt])}, expected a number of at most {LARGEST:g} in size"
-    return f"{label} is {score:g} for {named([prompt])}, expected a finite number"
+        return f"{label} is {score:g} for {format_prompts([prompt])}, expected a number of at most {LARGEST:g} in size"
+    return f"{label} is {score:g} for {format_prompts([prompt])}, expected a finite number"
 
 
 def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
@@ -87,23 +87,23 @@ def _numbers(returned: Any, prompts: Sequence[str], *, label: str) -> Tensor:
         scores = _tensor(returned)
     except Exception as error:
         raise RunError(
-            f"{label} returned {described(returned)} that cannot be read as numbers ({one_line(error)}), expected {count} "
-            f"numbers ({named(prompts)})"
+            f"{label} returned {describe(returned)} that cannot be read as numbers ({one_line(error)}), expected {count} "
+            f"numbers ({format_prompts(prompts)})"
         ) from error
     if scores is None:
         raise RunError(
-            f"{label} returned {described(returned)}, expected a tensor or a list of {count} numbers, one per image"
-            f"{_advice(returned)} ({named(prompts)})"
+            f"{label} returned {describe(returned)}, expected a tensor or a list of {count} numbers, one per image"
+            f"{_advice(returned)} ({format_prompts(prompts)})"
         )
     if scores.shape != (count,):
         raise RunError(
             f"{label} returned shape {list(scores.shape)} for {count} image{'s' if count > 1 else ''}, expected [{count}] "
-            f"({named(prompts)})"
+            f"({format_prompts(prompts)})"
         )
     return scores
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return a value as it is named in a message, e.g. "a dict with the keys 'score'"."""
     if value is None:
         return "None"
@@ -119,12 +119,12 @@ def described(value: Any) -> str:
         text = repr(value)
         return f"{article} {kind} ({text if len(text) <= SHOWN else text[: SHOWN - 3] + '...'})"
     if isinstance(value, list | tuple):
-        inner = next((element for element in value if number_of(element) is None), None)
-        return f"{article} {kind} that holds {described(inner)}"
+        inner = next((element for element in value if read_number(element) is None), None)
+        return f"{article} {kind} that holds {describe(inner)}"
     return f"{article} {kind}"
 
 
-def named(prompts: Sequence[str]) -> str:
+def format_prompts(prompts: Sequence[str]) -> str:
     """Return up to three prompts as they are named in a message."""
     unique = list(dict.fromkeys(prompts))
     shown = ", ".join(repr(prompt) for prompt in unique[:3])
@@ -145,7 +145,7 @@ def _tensor(returned: Any) -> Tensor | None:
     if isinstance(returned, Real) and not isinstance(returned, bool):
         return torch.tensor(float(returned))
     if (elements := _elements(returned)) is not None:
-        numbers = numbers_of(elements)
+        numbers = read_numbers(elements)
         return None if numbers is None else torch.tensor(numbers, dtype=torch.float32)
     if hasattr(returned, "__array__"):
         import numpy as np
@@ -163,15 +163,15 @@ def _elements(returned: Any) -> Sequence[Any] | None:
     return list(returned) if getattr(kind, "kind", "") == "O" and getattr(returned, "ndim", 0) == 1 else None
 
 
-def numbers_of(elements: Sequence[Any]) -> list[float] | None:
+def read_numbers(elements: Sequence[Any]) -> list[float] | None:
     """Return the number of each element of a list, NaN for anything else; None if it holds other things alone."""
-    numbers = [number_of(element) for element in elements]
+    numbers = [read_number(element) for element in elements]
     if any(element is not None for element in elements) and all(number is None for number in numbers):
         return None
     return [math.nan if number is None else number for number in numbers]
 
 
-def number_of(element: Any) -> float | None:
+def read_number(element: Any) -> float | None:
     """Return a real number of Python, numpy, or a tensor without dimensions, as a float; None for anything else."""
     if isinstance(element, Tensor):
         return float(element.detach()) if element.ndim == 0 and not element.dtype.is_complex else None
@@ -195,7 +195,7 @@ def _advice(returned: Any) -> str:
     return ": it has no return statement" if returned is None else ""
 
 
-def weight_of(text: str) -> float | None:
+def parse_weight(text: str) -> float | None:
     """Return the number of a weight, or None if the text is not a finite number other than 0."""
     try:
         value = float(text)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.data.images import read_image
-from fluvial.engines.data.records import Prompt, metadata_of, model_inputs, texts
+from fluvial.engines.data.records import Prompt, copy_metadata, model_inputs, texts
 from fluvial.engines.errors import UsageError
 from fluvial.models.host_values import to_device
 from fluvial.models.replay.kinds import read_sound, read_video
@@ -67,7 +67,9 @@ class Signature:
             UsageError: the samples lack an input of the reward.
         """
         found = [_value(name, samples) for name in self.positional]
-        held = [name for name in self.optional if all(condition_of(prompt, name) is not None for prompt in samples.prompts)]
+        held = [
+            name for name in self.optional if all(find_condition(prompt, name) is not None for prompt in samples.prompts)
+        ]
         return reward(*found, **{name: _value(name, samples) for name in (*self.named, *held)})
 
 
@@ -150,7 +152,7 @@ def _value(name: str, samples: Samples) -> Any:
         "images": samples.images.clone,
         "videos": samples.images.clone,
         "prompts": lambda: texts(samples.prompts),
-        "metadata": partial(metadata_of, samples.prompts),
+        "metadata": partial(copy_metadata, samples.prompts),
         "group": lambda: samples.group,
         "model_inputs": lambda: model_inputs(samples.prompts),
         "latents": lambda: None if samples.latents is None else samples.latents.clone(),
@@ -159,7 +161,7 @@ def _value(name: str, samples: Samples) -> Any:
     return values[name]()
 
 
-def condition_of(prompt: Prompt, name: str) -> Path | bytes | None:
+def find_condition(prompt: Prompt, name: str) -> Path | bytes | None:
     """Return the file of a prompt's record that a name of `CONDITIONS` stands for; None without one."""
     found: Path | bytes | None = getattr(prompt, CONDITIONS[name])
     return found
@@ -167,7 +169,7 @@ def condition_of(prompt: Prompt, name: str) -> Path | bytes | None:
 
 def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:
     """Return the image, video or sound of a prompt's record, see `Reward`, on the device of the samples."""
-    file, device = condition_of(prompt, name), samples.images.device
+    file, device = find_condition(prompt, name), samples.images.device
     if file is None:
         raise UsageError(
             f"it takes {name}, and prompt {prompt.text!r} has none: give its record a column {CONDITIONS[name]}"
@@ -176,14 +178,14 @@ def _condition(prompt: Prompt, name: str, samples: Samples) -> Any:
         return to_device(read_image(file), device)
     try:
         if name == "condition_videos":
-            return to_device(video_of(read_video(file)), device)
+            return to_device(stack_frames(read_video(file)), device)
         sound = read_sound(file)
         return sound._replace(wave=to_device(sound.wave, device))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def video_of(frames: Sequence[Any]) -> Tensor:
+def stack_frames(frames: Sequence[Any]) -> Tensor:
     """Return frames, images of PIL in colour, as `[3, F, H, W]` in [0, 1]."""
     import numpy as np
 

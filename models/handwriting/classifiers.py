@@ -42,7 +42,7 @@ class Machine(NamedTuple):
         kernel = torch.exp(-self.gamma * squared_distances(x, self.vectors.to(torch.float64)))
         first, second = torch.triu_indices(CLASSES, CLASSES, 1)
         winner = torch.where(kernel @ self.coefficients + self.intercepts > 0, first, second)
-        return winner_of(torch.nn.functional.one_hot(winner, CLASSES).sum(1))
+        return find_winner(torch.nn.functional.one_hot(winner, CLASSES).sum(1))
 
 
 class Neighbours(NamedTuple):
@@ -57,7 +57,7 @@ class Neighbours(NamedTuple):
         nearest, which = squared.topk(3, largest=False)
         weight = 1 / nearest.clamp(min=1e-300).sqrt()  # a digit at distance 0 outweighs all others
         votes = torch.zeros(len(pixels), CLASSES, dtype=torch.float64)
-        return winner_of(votes.scatter_add(1, self.labels[which], weight))
+        return find_winner(votes.scatter_add(1, self.labels[which], weight))
 
 
 class Trees(NamedTuple):
@@ -103,7 +103,7 @@ class Trees(NamedTuple):
             inside, node, row, compared = inside[~leaf], node[~leaf], row[~leaf], compared[~leaf]
             node = node + np.where(pixels[row, compared] <= threshold[node], 1, right[node])
         votes = leaves.reshape(len(pixels), -1)
-        return winner_of(torch.stack([torch.from_numpy((votes == label).sum(1)) for label in range(CLASSES)], dim=1))
+        return find_winner(torch.stack([torch.from_numpy((votes == label).sum(1)) for label in range(CLASSES)], dim=1))
 
 
 def squared_distances(x: Tensor, y: Tensor) -> Tensor:
@@ -111,6 +111,6 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     return (x.square().sum(1)[:, None] - 2 * x @ y.T + y.square().sum(1)).clamp(min=0)
 
 
-def winner_of(votes: Tensor) -> np.ndarray:
+def find_winner(votes: Tensor) -> np.ndarray:
     """Return the class with most votes `[N, 10]`, of several the lowest, int64 `[N]`."""
     return votes.numpy().argmax(1)

@@ -88,13 +88,13 @@ class HandwritingUNet(Codes, PixelModel):
         """Return epsilon `[B, 1, 8, 32]` for samples at cumulative signal powers level `[B]`."""
         return module(
             x,
-            timestep_of(level) if timestep is None else timestep,
+            find_timestep(level) if timestep is None else timestep,
             encoder_hidden_states=cond.tokens,
             return_dict=False,
         )[0]
 
 
-def timestep_of(alpha_bar: Tensor) -> Tensor:
+def find_timestep(alpha_bar: Tensor) -> Tensor:
     """Return the timestep whose cumulative signal power is nearest to alpha_bar `[B]`: whole numbers in float32, `[B]`."""
     levels = alphas_cumprod(alpha_bar.device).to(alpha_bar.dtype)
     return (alpha_bar[:, None] - levels).abs().argmin(1).to(torch.float32)

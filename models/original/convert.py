@@ -53,8 +53,8 @@ def adapter_to_original(
         factors: A `[rank, in]` and B `[out, rank]` by layer, all of one rank.
         network: network that is adapted, for the sizes of its layers.
         alpha: scale of the adapter before it is divided by the rank.
-        lengths: of a DoRA, by layer, those of `joined` included: what ComfyUI divides by the norms of the rows of W and
-            multiplies W + s B A by, `[out]` (comfy/weight_adapter/base.py, `weight_decompose`).
+        lengths: of a DoRA, by layer, those of `include_joined` included: what ComfyUI divides by the norms of the rows of W
+            and multiplies W + s B A by, `[out]` (comfy/weight_adapter/base.py, `weight_decompose`).
 
     Raises:
         ValueError: a layer has no original name.
@@ -157,7 +157,7 @@ def adapter_from_original(pipeline: str, tensors: Mapping[str, Tensor], network:
     return found
 
 
-def joined(original: Original, network: nn.Module, layers: Collection[str]) -> list[str]:
+def include_joined(original: Original, network: nn.Module, layers: Collection[str]) -> list[str]:
     """Return some linear layers of a network, and those that the original joins with them."""
     return [layer for group in _groups(original, network).values() if not set(group).isdisjoint(layers) for layer in group]
 

@@ -27,10 +27,10 @@ from fluvial.models.device import default_device, has_values, is_accelerator
 from fluvial.models.digests import digest_file, encoding_code, join_digests
 from fluvial.models.host_values import to_device
 from fluvial.models.pipelines import unfilled
-from fluvial.models.pipelines.folder import entries, load_network, local_folder, parts_of, quietly, read_settings
+from fluvial.models.pipelines.folder import entries, list_parts, load_network, local_folder, quietly, read_settings
 from fluvial.models.protocol import Cond, Prediction, Schedule, Weights
 from fluvial.models.quantised import Base, quantise_linear
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 from fluvial.models.replay.processors import add_tokenizers, read_processors
 
 PATCH = 2  # latents per token along each side
@@ -118,7 +118,7 @@ class Pipeline:
         self.vae_options = vae = vae or VaeOptions()
         self.vae_dtype = vae.dtype or dtype
         self.decode_chunk, self.text_base = decode_chunk if vae.tile is None else 1, text_base
-        self.parts = parts_of(self.folder, self.pipeline, self.part, weights=has_values(self.device))
+        self.parts = list_parts(self.folder, self.pipeline, self.part, weights=has_values(self.device))
         self.weights: Weights = self.folder / self.part
         self.config, self.vae_config = (read_settings(self.folder / part / "config.json") for part in (self.part, "vae"))
         if self.config.get("_class_name") != self.network:
@@ -200,7 +200,7 @@ class Pipeline:
             prompt: the prompt.
         """
         options = {"device": self.device, "max_sequence_length": self.text_tokens, **self.encoding}
-        returned = zip(self.encoded, encoders.encode_prompt(text_of(prompt), **options), strict=True)
+        returned = zip(self.encoded, encoders.encode_prompt(get_text(prompt), **options), strict=True)
         return {name: tensor for name, tensor in returned if name}
 
     def cond(self, texts: Mapping[str, Tensor]) -> Cond:
@@ -254,9 +254,9 @@ class Pipeline:
             self._tokenizers = self._load("tokenizer")
         with quietly():
             tokenizer, most = self.longest(self._tokenizers)
-            count = self.count_tokens(tokenizer, text_of(prompt))
+            count = self.count_tokens(tokenizer, get_text(prompt))
         if count > most:
-            raise ValueError(f"the prompt {text_of(prompt)[:40]!r}... has {count} tokens, expected at most {most}")
+            raise ValueError(f"the prompt {get_text(prompt)[:40]!r}... has {count} tokens, expected at most {most}")
 
     def count_tokens(self, tokenizer: Any, prompt: str) -> int:
         """Return the number of tokens of a prompt."""
@@ -272,7 +272,7 @@ class Pipeline:
             ValueError: a prompt is too long, or its file in the cache cannot be read.
             OSError: the cache cannot be written.
         """
-        texts = {prompt: self._cached(prompt) for prompt in dict.fromkeys(prompts)}
+        texts = {prompt: self._read_cache(prompt) for prompt in dict.fromkeys(prompts)}
         names = next(iter(texts.values()))
         return self.cond({name: torch.cat([texts[prompt][name] for prompt in prompts]) for name in names})
 
@@ -385,7 +385,7 @@ class Pipeline:
         std = torch.cat([each.latent_dist.std for each in encoded]).to(latents)
         return latents + std * normal(key, tuple(latents.shape))
 
-    def _cached(self, prompt: TextPrompt) -> dict[str, Tensor]:
+    def _read_cache(self, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
             return self._encoded(prompt)
@@ -461,14 +461,14 @@ class Pipeline:
         settings = f"{self.pipeline} {self.dtype} {self.text_tokens}{base} {code}"
         # The settings of the network and of the whole pipeline, and code in the folder, may decide, too.
         files = [file for at in ("", "*/") for kind in ("json", "py") for file in self.folder.glob(f"{at}*.{kind}")]
-        return self._fingerprint_of(settings, self.encoders, files)
+        return self._compute_fingerprint(settings, self.encoders, files)
 
     def image_encoder(self) -> str:
         """Return a fingerprint of the VAE and the settings that encoded images depend on."""
         tile = "" if self.vae_options.tile is None else f" {self.vae_options.tile}"
-        return self._fingerprint_of(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
+        return self._compute_fingerprint(f"{self.pipeline} {self.vae_dtype}{tile}", ("vae",))
 
-    def _fingerprint_of(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
+    def _compute_fingerprint(self, settings: str, kinds: tuple[str, ...], files: Iterable[Path] = ()) -> str:
         """Return a fingerprint of settings, of the parts whose names start with one of `kinds`, and of further files."""
         parts = [name for name in self.parts if name.startswith(kinds)]
         every = [*files, *(file for part in parts for file in (self.folder / part).rglob("*"))]

@@ -9,7 +9,7 @@ from PIL import Image
 from fluvial.models.images import read_image
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.protocol import Cond
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
 
 
 class Conditioned(Pipeline):
@@ -51,7 +51,7 @@ def check_media(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] =
     """Raise ValueError if a prompt lacks one of the images of some names, or has several but of those in `lists`."""
     given = prompt.media if isinstance(prompt, MediaPrompt) else {}
     for name in takes:
-        source, shown = given.get(name), text_of(prompt)[:40]
+        source, shown = given.get(name), get_text(prompt)[:40]
         if source is None:
             expected = "an image or a list of images" if name in lists else "an image"
             raise ValueError(f"prompt {shown!r} has no {name}: give its record a column {name} with {expected}")
@@ -59,7 +59,7 @@ def check_media(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] =
             raise ValueError(f"prompt {shown!r} has {len(source)} images in {name}, expected one")
 
 
-def images_of(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] = ()) -> list[Image.Image]:
+def open_images(prompt: TextPrompt, takes: Sequence[str], lists: Sequence[str] = ()) -> list[Image.Image]:
     """Return the images of a prompt in the order of some names; ValueError if one is missing or cannot be read."""
     check_media(prompt, takes, lists)
     assert isinstance(prompt, MediaPrompt)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fluvial.core.checks import type_of
 from fluvial.models.device import default_device, has_values
-from fluvial.models.hub import reachable_or_cached
+from fluvial.models.hub import probe_hub
 
 INDEX = "model_index.json"  # lists the parts of a pipeline
 # Files of weights, and indices of weights in several files, by the names of diffusers and of transformers.
@@ -35,7 +35,7 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
         ValueError: there is no such folder, and the download fails.
     """
     if Path(name_or_path).expanduser().is_dir():
-        return _without_variants(Path(name_or_path).expanduser())
+        return _link_default_variants(Path(name_or_path).expanduser())
     if not has_values(default_device()) and (folder := configuration(str(name_or_path))) is not None:
         return folder
     from diffusers import DiffusionPipeline
@@ -44,20 +44,20 @@ def local_folder(name_or_path: str | Path, *, trust_remote_code: bool = False) -
     options = {"use_safetensors": True, "trust_remote_code": trust_remote_code}
     try:
         validate_repo_id(str(name_or_path))  # the Hub is not asked for a path
-        with reachable_or_cached() as reachable, nullcontext() if reachable else quietly():
+        with probe_hub() as reachable, nullcontext() if reachable else quietly():
             try:
                 folder = DiffusionPipeline.download(str(name_or_path), **options)
             except OSError as error:
                 if "Could not find the necessary" not in str(error):
                     raise
                 folder = DiffusionPipeline.download(str(name_or_path), variant=VARIANT[1:], **options)
-        return _without_variants(Path(folder))
+        return _link_default_variants(Path(folder))
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
         raise ValueError(f"{name_or_path} is not a folder, and cannot be downloaded from the Hub: {reason}") from error
 
 
-def _without_variants(folder: Path) -> Path:
+def _link_default_variants(folder: Path) -> Path:
     """Return a pipeline's folder, or one of links to it if parts have their weights in float16 alone."""
     parts = entries(folder) if (folder / INDEX).is_file() else {}
     alone = [name for name in parts if _has_float16_alone(folder / name)]
@@ -102,7 +102,7 @@ def check_known(name: str) -> None:
 
     try:
         validate_repo_id(name)
-        with reachable_or_cached():
+        with probe_hub():
             hf_hub_download(name, INDEX)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(" (")[0]
@@ -149,7 +149,7 @@ def entries(folder: Path) -> dict[str, str | None]:
     return {name: entry[1] for name, entry in pairs.items() if all(isinstance(one, str | None) for one in entry)}
 
 
-def parts_of(folder: Path, pipeline: str, network: str, *, weights: bool = True) -> dict[str, str]:
+def list_parts(folder: Path, pipeline: str, network: str, *, weights: bool = True) -> dict[str, str]:
     """Return the class of each part in a pipeline's folder by name.
 
     Args:

@@ -82,7 +82,7 @@ FRAME = Layout(lambda x: x.unsqueeze(-3), lambda latents, event: latents.squeeze
 LAYOUTS = {"FluxPipeline": TOKENS, "QwenImagePipeline": FRAMED_TOKENS, "ZImagePipeline": FRAME}
 
 
-def layout_of(model: DiffusionModel) -> Layout:
+def find_layout(model: DiffusionModel) -> Layout:
     """Return the layout in which sglang denoises the samples of a model."""
     if isinstance(model, QwenImageEdit):
         return FRAMED_TOKENS._replace(arguments=partial(_edit_arguments, model))

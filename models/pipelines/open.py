@@ -36,22 +36,22 @@ def open_model(
     kind = str(read_index(folder).get("_class_name"))
     if adapter is not None:
         name = adapter if isinstance(adapter, str) else getattr(adapter, "__name__", repr(adapter))
-        made = _imported(adapter, adapter) if isinstance(adapter, str) else adapter
+        made = _import(adapter, adapter) if isinstance(adapter, str) else adapter
     elif kind in (known := built_in()):
         return known[kind](folder, trust_remote_code=trust_remote_code, **options)
-    elif kind in (declared := _declared()):
+    elif kind in (declared := _list_declared()):
         name = f"entry point {kind} = {declared[kind].value}"
-        made = _imported(declared[kind].value, name)
+        made = _import(declared[kind].value, name)
     else:
         raise ValueError(
             f"{folder} holds a {kind}, which there is no adapter for, expected one of {', '.join([*known, *declared])}"
         )
-    model = _called(made, name, folder, trust_remote_code=trust_remote_code, **options)
+    model = _call(made, name, folder, trust_remote_code=trust_remote_code, **options)
     check_model(model, name, pipeline=True)
     return model
 
 
-def calls_of(folder: Path) -> tuple[str, ...]:
+def list_call_options(folder: Path) -> tuple[str, ...]:
     """Return the arguments of the pipeline's call that are options of its built-in adapter; none without one."""
     adapter = built_in().get(str(read_index(folder).get("_class_name")))
     return (*getattr(adapter, "calls", ()), *getattr(adapter, "sized", ()))
@@ -60,7 +60,7 @@ def calls_of(folder: Path) -> tuple[str, ...]:
 def has_adapter(folder: Path) -> bool:
     """Return whether `open_model` knows an adapter for the pipeline in a folder; ValueError if it holds no pipeline."""
     kind = read_index(folder).get("_class_name")
-    return kind in built_in() or kind in _declared()
+    return kind in built_in() or kind in _list_declared()
 
 
 def load_adapter(spec: str) -> DiffusionModel:
@@ -74,8 +74,8 @@ def load_adapter(spec: str) -> DiffusionModel:
         ValueError: the module cannot be imported or lacks the name, the call fails, or the result is not a
             `DiffusionModel`; in one line.
     """
-    found = _imported(spec, spec)
-    model = _called(found, spec) if isinstance(found, type) or not hasattr(found, "predict") else found
+    found = _import(spec, spec)
+    model = _call(found, spec) if isinstance(found, type) or not hasattr(found, "predict") else found
     check_model(model, spec)
     return model
 
@@ -104,11 +104,11 @@ def built_in() -> dict[str, type[Pipeline]]:
     return {adapter.pipeline: adapter for adapter in adapters}
 
 
-def _declared() -> dict[str, EntryPoint]:
+def _list_declared() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def _imported(spec: str, label: str) -> Any:
+def _import(spec: str, label: str) -> Any:
     """Return the attribute of `module:name`, or raise ValueError in one line."""
     module, _, name = spec.partition(":")
     if not module or not name:
@@ -122,7 +122,7 @@ def _imported(spec: str, label: str) -> Any:
     return found
 
 
-def _called(made: Any, label: str, *args: Any, **options: Any) -> Any:
+def _call(made: Any, label: str, *args: Any, **options: Any) -> Any:
     """Return what an adapter's class or function returns, or raise ValueError in one line."""
     if not callable(made):
         raise ValueError(

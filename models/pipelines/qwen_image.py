@@ -11,7 +11,7 @@ from fluvial.core.random import Key
 from fluvial.models.host_values import to_device
 from fluvial.models.lora import JOINT_ATTENTION
 from fluvial.models.pipelines.base import PATCH, Pipeline, pack, unpack
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 
 
 class QwenCond(NamedTuple):
@@ -52,9 +52,9 @@ class QwenImage(Pipeline):
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and mask `[1, L]`."""
         options = {"device": self.device, "max_sequence_length": self.text_tokens}
-        return self.padded(encoders.encode_prompt(text_of(prompt), **options)[0])
+        return self.pad(encoders.encode_prompt(get_text(prompt), **options)[0])
 
-    def padded(self, tokens: Tensor) -> dict[str, Tensor]:
+    def pad(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return tokens of a prompt `[1, l, D]`, padded to the model's own number, and the mask."""
         pad = self.text_tokens - tokens.shape[1]
         mask = torch.ones(tokens.shape[:2], dtype=torch.bool)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fluvial.models.device import has_values
 from fluvial.models.host_values import read
 from fluvial.models.pipelines.base import PATCH, pack
-from fluvial.models.pipelines.conditioned import Conditioned, images_of
+from fluvial.models.pipelines.conditioned import Conditioned, open_images
 from fluvial.models.pipelines.qwen_image import QwenImage
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 
 AREA = 1024 * 1024  # pixels that images are scaled to, with sides that are multiples of 32
 SEEN_AREA = 384 * 384  # pixels of the image that the text encoder of Qwen-Image-Edit-Plus sees
@@ -70,9 +70,9 @@ class QwenImageEdit(Conditioned, QwenImage):
         """
         from diffusers.image_processor import VaeImageProcessor
 
-        images = images_of(prompt, self.takes, self.lists)
+        images = open_images(prompt, self.takes, self.lists)
         if self.mixed and len(images) > 1:
-            raise ValueError(f"the prompt {text_of(prompt)[:40]!r} has several images, expected one with mixed_images=true")
+            raise ValueError(f"the prompt {get_text(prompt)[:40]!r} has several images, expected one with mixed_images=true")
         sizes = [self.scaled(image.height, image.width) for image in images]
         for image, size in zip(images, sizes, strict=True):
             self._check_shape(prompt, image, size)
@@ -80,18 +80,18 @@ class QwenImageEdit(Conditioned, QwenImage):
         views = [self.views(processor, image, *size) for image, size in zip(images, sizes, strict=True)]
         seen = [view for view, _ in views]
         asked = seen if self.lists else seen[0]
-        tokens, _ = encoders.encode_prompt(prompt=text_of(prompt), image=asked, device=self.device)
+        tokens, _ = encoders.encode_prompt(prompt=get_text(prompt), image=asked, device=self.device)
         if not has_values(self.device):  # the most tokens that a processor makes
             tokens = tokens[:, : self.text_tokens]
         if tokens.shape[1] > self.text_tokens:
             raise ValueError(
-                f"the prompt {text_of(prompt)[:40]!r} has {tokens.shape[1]} tokens with its image, expected at most "
+                f"the prompt {get_text(prompt)[:40]!r} has {tokens.shape[1]} tokens with its image, expected at most "
                 f"{self.text_tokens}: set text_tokens to more"
             )
         latents = [
             self.encode_images(processor.preprocess(kept, *size)) for (_, kept), size in zip(views, sizes, strict=True)
         ]
-        found = {**self.padded(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
+        found = {**self.pad(tokens), "image": torch.cat([pack(one) for one in latents], dim=1)}
         if self.mixed:
             pad = self._most_tokens() - found["image"].shape[1]
             found["image"] = nn.functional.pad(found["image"], (0, 0, 0, pad))
@@ -104,7 +104,7 @@ class QwenImageEdit(Conditioned, QwenImage):
         return scaled, scaled
 
     def _check_shape(self, prompt: TextPrompt, image: Image.Image, scaled: tuple[int, int]) -> None:
-        shown = f"the image of prompt {text_of(prompt)[:40]!r} has {image.width}x{image.height} pixels"
+        shown = f"the image of prompt {get_text(prompt)[:40]!r} has {image.width}x{image.height} pixels"
         if self.mixed:
             if max(image.size) > MOST_RATIO * min(image.size):
                 raise ValueError(f"{shown}, expected sides of a ratio of at most {MOST_RATIO}: crop it")

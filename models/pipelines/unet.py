@@ -12,7 +12,7 @@ from fluvial.models.host_values import to_device
 from fluvial.models.pipelines.base import Pipeline
 from fluvial.models.pipelines.folder import quietly, read_settings
 from fluvial.models.protocol import Prediction, Schedule
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 
 
 class StableDiffusion(Pipeline):
@@ -82,7 +82,7 @@ class StableDiffusion(Pipeline):
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]`."""
         encoders.tokenizer.model_max_length = self.text_tokens  # the pipeline pads to it
-        return {"tokens": encoders.encode_prompt(text_of(prompt), self.device, 1, do_classifier_free_guidance=False)[0]}
+        return {"tokens": encoders.encode_prompt(get_text(prompt), self.device, 1, do_classifier_free_guidance=False)[0]}
 
     def network_input(self, x: Tensor, cond: Any) -> Tensor:
         """Return what the network is given in place of the samples; a subclass adds channels of the conditioning."""
@@ -121,7 +121,9 @@ class StableDiffusionXL(StableDiffusion):
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and pooled `[1, P]`."""
         encoders.tokenizer.model_max_length = encoders.tokenizer_2.model_max_length = self.text_tokens
-        tokens, _, pooled, _ = encoders.encode_prompt(text_of(prompt), device=self.device, do_classifier_free_guidance=False)
+        tokens, _, pooled, _ = encoders.encode_prompt(
+            get_text(prompt), device=self.device, do_classifier_free_guidance=False
+        )
         if not prompt and encoders.config.force_zeros_for_empty_prompt:
             tokens, pooled = torch.zeros_like(tokens), torch.zeros_like(pooled)
         return {"tokens": tokens, "pooled": pooled}

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
 from fluvial.models.host_values import to_device
-from fluvial.models.pipelines.conditioned import Conditioned, images_of
+from fluvial.models.pipelines.conditioned import Conditioned, open_images
 from fluvial.models.pipelines.folder import read_index
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.protocol import Schedule
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 
 UNIT = 2.0**-16  # noise k of which one unit in y is made
 MOST_STEPS = 1000  # timesteps of the schedulers
@@ -67,24 +67,24 @@ class FromImages(Conditioned):
 
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return what encodes the text, and the conditioning of the images, see `EditCond`."""
-        image = self.of_images(*self.opened(prompt))
-        return {**super().text(encoders, text_of(prompt)), "image": image}
+        image = self.of_images(*self.open(prompt))
+        return {**super().text(encoders, get_text(prompt)), "image": image}
 
-    def images_of(self, prompts: Sequence[TextPrompt]) -> Tensor:
+    def encode_conditions(self, prompts: Sequence[TextPrompt]) -> Tensor:
         """Return the conditioning of the images of prompts, `[B, C, h, w]` float32: cached with the text, or computed."""
         known = {
-            prompt: self.of_images(*self.opened(prompt)) if self.cache is None else self._cached(prompt)["image"]
+            prompt: self.of_images(*self.open(prompt)) if self.cache is None else self._read_cache(prompt)["image"]
             for prompt in dict.fromkeys(prompts)
         }
         return torch.cat([known[prompt] for prompt in prompts])
 
-    def opened(self, prompt: TextPrompt) -> list[Image.Image]:
+    def open(self, prompt: TextPrompt) -> list[Image.Image]:
         """Return the images of a prompt; ValueError if one is missing or has another size."""
-        found, (height, width) = images_of(prompt, self.takes), self.size
+        found, (height, width) = open_images(prompt, self.takes), self.size
         for name, image in zip(self.takes, found, strict=True):
             if image.size != (width, height):
                 raise ValueError(
-                    f"the {name} of prompt {text_of(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
+                    f"the {name} of prompt {get_text(prompt)[:40]!r} has {image.width}x{image.height} pixels, expected "
                     f"{width}x{height}, the size of the samples"
                 )
         return found
@@ -93,7 +93,7 @@ class FromImages(Conditioned):
     def of_images(self, *images: Image.Image) -> Tensor:
         """Return the conditioning of a prompt's images, `[1, C, h, w]` float32."""
 
-    def latents_of(self, pixels: Tensor) -> Tensor:
+    def encode_latents(self, pixels: Tensor) -> Tensor:
         """Return the latents of images `[B, 3, H, W]` in [0, 1], the mode of the VAE's distribution."""
         return super().encode_images(pixels)
 
@@ -121,7 +121,7 @@ class ImageToImage(FromImages):
 
     def of_images(self, *images: Image.Image) -> Tensor:
         """Return the latents of the image."""
-        return self.latents_of(_pixels(images[0].convert("RGB")))
+        return self.encode_latents(_pixels(images[0].convert("RGB")))
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
         """Return the last `steps` of the schedule of which `strength` takes as many, in the coordinates of y.
@@ -146,7 +146,7 @@ class ImageToImage(FromImages):
     def decode(self, latents: Tensor, prompts: Sequence[TextPrompt] = ()) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1], of samples y of prompts."""
         last = _rescaled(self.scheduler().final_alpha_cumprod, 1 / UNIT).to(latents.dtype).expand(len(latents))
-        last, images = (to_device(each, latents.device) for each in (last, self.images_of(prompts)))
+        last, images = (to_device(each, latents.device) for each in (last, self.encode_conditions(prompts)))
         return super().decode(_with_image(latents, last, images))
 
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
@@ -171,7 +171,7 @@ class Inpaint(FromImages):
         """Return the mask, by the nearest pixel, and the latents of the image without what is painted."""
         pixels, mask = _pixels(images[0].convert("RGB")), (_pixels(images[1].convert("L")) >= WHITE).float()
         # Black in [0, 1] is -1 for the VAE; the pipeline's masked pixels are 0, grey.
-        rest = self.latents_of(pixels * (1 - mask) + 0.5 * mask)
+        rest = self.encode_latents(pixels * (1 - mask) + 0.5 * mask)
         return torch.cat([nn.functional.interpolate(mask, size=rest.shape[-2:]), rest], dim=1)
 
     def network_input(self, x: Tensor, cond: EditCond) -> Tensor:

@@ -13,7 +13,7 @@ from fluvial.core.checks import per_sample
 from fluvial.core.random import Key
 from fluvial.models.host_values import read, to_device
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.pipelines.conditioned import Conditioned, images_of
+from fluvial.models.pipelines.conditioned import Conditioned, open_images
 from fluvial.models.pipelines.folder import read_index, read_settings
 from fluvial.models.replay.media import TextPrompt
 from fluvial.models.routing import Routed
@@ -87,9 +87,9 @@ class WithExperts(Pipeline):
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks in the order they run."""
         networks = module.values() if isinstance(module, Experts) else [module]
-        return [*chain.from_iterable(map(self.blocks_of, networks))]
+        return [*chain.from_iterable(map(self.list_blocks, networks))]
 
-    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
+    def list_blocks(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the repeated blocks of one network."""
         return super().blocks(network)
 
@@ -257,7 +257,7 @@ class WanImageToVideo(Conditioned, Wan):
         """Return tokens, channels of the images and their embeddings, see `ImageVideoCond`."""
         from diffusers.video_processor import VideoProcessor
 
-        given = images_of(prompt, self.takes)
+        given = open_images(prompt, self.takes)
         found = super().text(encoders, prompt)
         if self.config.get("image_dim") is not None:
             embeds = encoders.encode_image(given if len(given) > 1 else given[0], self.device)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fluvial.models.host_values import read
 from fluvial.models.pipelines.base import Pipeline
-from fluvial.models.replay.media import TextPrompt, text_of
+from fluvial.models.replay.media import TextPrompt, get_text
 
 
 class ZImageCond(NamedTuple):
@@ -52,7 +52,7 @@ class ZImage(Pipeline):
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return tokens `[1, L, D]` and lengths `[1]`."""
         (tokens,), _ = encoders.encode_prompt(
-            text_of(prompt), device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
+            get_text(prompt), device=self.device, do_classifier_free_guidance=False, max_sequence_length=self.text_tokens
         )
         padded = nn.functional.pad(tokens, (0, 0, 0, self.text_tokens - len(tokens)))
         return {"tokens": padded[None], "lengths": torch.tensor([len(tokens)])}

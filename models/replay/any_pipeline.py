@@ -28,7 +28,7 @@ from fluvial.models.replay.arguments import (
     ONE_OF_EACH,
     Form,
     arguments,
-    called,
+    build_arguments,
     class_of,
     compression,
     exactly,
@@ -46,23 +46,23 @@ from fluvial.models.replay.checks import (
     refusal,
 )
 from fluvial.models.replay.dry import COMPONENT, Dry, Known, dry_run
-from fluvial.models.replay.experts import placed
+from fluvial.models.replay.experts import place_network
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of, use_modes
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text, use_modes
 from fluvial.models.replay.recipe import Holds
 from fluvial.models.replay.recorded import (
     TOLERANCES,
     Recording,
     check_replay,
+    fits_within,
     generators,
-    padded_to,
+    pad_to,
     record,
     rounding,
-    within,
 )
-from fluvial.models.replay.sounds import Output, alone, output_of, rate_of
-from fluvial.models.replay.stand_in import answering, emptied, pieces_of, stand_in
-from fluvial.models.replay.start import least_steps, taken_of, with_offset, without_offset
+from fluvial.models.replay.sounds import Output, alone, read_rate, split_output
+from fluvial.models.replay.stand_in import answering, copy_empty, make_stand_in, split_pieces
+from fluvial.models.replay.start import add_offset, find_step_counts, least_steps, remove_offset
 
 # A prompt is encoded as several samples, so that an input with one row per sample differs from one that all share.
 COPIES = (3, 5, 7)
@@ -126,7 +126,7 @@ class AnyPipeline(WithExperts):
         if "max_sequence_length" in self.takes and self.text_tokens < 2**31:
             self.asked["max_sequence_length"] = self.text_tokens
         self._strength = float(self.asked.get("strength", getattr(self.takes.get("strength"), "default", 1.0)))
-        self._counts = taken_of(steps, self._strength)  # numbers of steps to ask for, to be tried in order
+        self._counts = find_step_counts(steps, self._strength)  # numbers of steps to ask for, to be tried in order
         self.steps, self.compute, self.example, self.size = steps, compute, example, (height, width, frames)
         self.shortest = example
         self._form = 0  # index of the form of the call that makes samples of a prompt
@@ -144,7 +144,7 @@ class AnyPipeline(WithExperts):
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
         return usual if {*usual} - {"to_out.0"} else attention_layers(self._loaded().transformer)
 
-    def blocks_of(self, network: nn.Module) -> Sequence[nn.Module]:
+    def list_blocks(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
         layers = [layer for child in network.children() if isinstance(child, nn.ModuleList) for layer in child]
         named = {*(getattr(network, "_no_split_modules", None) or ()), *(getattr(network, "_repeated_blocks", None) or ())}
@@ -188,14 +188,14 @@ class AnyPipeline(WithExperts):
 
     def check_prompt(self, prompt: TextPrompt) -> None:
         """Raise a ValueError of one line if a prompt has too many tokens, see `Pipeline.check_prompt`."""
-        super().check_prompt(text_of(prompt))
+        super().check_prompt(get_text(prompt))
 
     def given(self, prompts: Sequence[TextPrompt]) -> "AnyPipeline":
         """Return the model for the prompts of a run; inputs of unlike sizes are padded to those of the longest."""
         if self._tokenizers is None:
             self._tokenizers = self._load("tokenizer")
         tokenizer, _ = self.longest(self._tokenizers)
-        ordered = sorted(prompts, key=lambda prompt: self.count_tokens(tokenizer, text_of(prompt)))
+        ordered = sorted(prompts, key=lambda prompt: self.count_tokens(tokenizer, get_text(prompt)))
         other = copy.copy(self)
         other.example, other.shortest, other._once, other._latents, other._sees = ordered[-1], ordered[0], None, None, None
         return other
@@ -208,21 +208,21 @@ class AnyPipeline(WithExperts):
         """
         ragged = self.known.model.ragged
         for _, run in self._runs(encoders, prompt, apart=ragged):
-            fits = within(run.known.rows, self.known.rows) if ragged else run.known.rows == self.known.rows
+            fits = fits_within(run.known.rows, self.known.rows) if ragged else run.known.rows == self.known.rows
             if fits and same_steps(run.known.model.recipes, self.known.model.recipes):
                 break
         else:
             way_out = "" if isinstance(prompt, str) else ": give all prompts images of one size"
             raise refusal(
                 self.pipeline,
-                f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {text_of(prompt)[:40]!r} than "
+                f"its {COMPONENT} is given inputs of other shapes or settings for the prompt {get_text(prompt)[:40]!r} than "
                 f"for others; samples of both cannot be in one batch{way_out}",
             )
         found, cond, offset = run
         start = {} if offset is None else {OFFSET: offset}
         flat = [shape for rows in found.rows for shape in rows]
         texts = start | {
-            f"{recipe}.{row}": padded_to(tensor, self.known.rows[recipe][row])
+            f"{recipe}.{row}": pad_to(tensor, self.known.rows[recipe][row])
             for recipe, rows in enumerate(cond)
             for row, tensor in enumerate(rows)
         }
@@ -264,20 +264,20 @@ class AnyPipeline(WithExperts):
         """Yield what the pipeline makes of samples, see `decode`."""
         asked = [self.example] * len(latents) if prompts is None else list(prompts)
         if (scale := self.known.model.scale) != 1:
-            latents = with_offset(latents, scale, self.encode(asked)[-1])
+            latents = add_offset(latents, scale, self.encode(asked)[-1])
         if not self._decoding_sees_images():
             asked = [self.example] * len(latents)
         first = 0
         for prompt, same in groupby(asked):
             last = first + len(list(same))
             size = 1 if self._single else self.decode_chunk
-            yield from (self._made(chunk, prompt) for chunk in latents[first:last].split(size))
+            yield from (self._decode_all(chunk, prompt) for chunk in latents[first:last].split(size))
             first = last
 
     @property
     def sound_rate(self) -> int | None:
         """Rate of the sounds that the pipeline makes, alone or beside a video; None if it makes none."""
-        return rate_of(self._loaded())
+        return read_rate(self._loaded())
 
     @property
     def makes_images(self) -> bool:
@@ -304,7 +304,7 @@ class AnyPipeline(WithExperts):
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
             both = (self.example, self.example.changed(*self.example.media))
-            one, other = (self._made(sample, prompt).shown(self.size) for prompt in both)
+            one, other = (self._decode_all(sample, prompt).shown(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -329,7 +329,7 @@ class AnyPipeline(WithExperts):
 
     def _vae_input(self, latents: Tensor) -> Tensor:
         """Return what the pipeline gives to its VAE to decode samples."""
-        return vae_input(self.vae, lambda: self._made(latents, self.example), self.pipeline)
+        return vae_input(self.vae, lambda: self._decode_all(latents, self.example), self.pipeline)
 
     def check(self, module: nn.Module, prompts: Sequence[TextPrompt]) -> float:
         """Compare the model with a run of the pipeline: schedule, velocities, initial noise, steps and decoded images.
@@ -367,7 +367,7 @@ class AnyPipeline(WithExperts):
             check_tail(self.pipeline, list(run.taken), len(run.schedule.levels) - 1, self.steps)
             runs[number] = run = self._from_noise(run, batch)
             check_initial_noise(self.pipeline, run.initial)
-            final, theirs = run.trajectory.final, output_of(run.made)
+            final, theirs = run.trajectory.final, split_output(run.made)
             if theirs.images is not None:
                 decoded = self.decode(final, batch)
                 errors.append(check_images(self.pipeline, decoded, theirs.images, tolerance=TOLERANCES[self.dtype]))
@@ -410,14 +410,16 @@ class AnyPipeline(WithExperts):
         asked = {name: value for name, value in self.asked.items() if name not in apart}
         calls = [call for recipe in self.known.model.recipes for call in recipe.calls]
         asked["places"] = [leaf.places for call in calls for leaf in call.leaves if isinstance(leaf, Holds)]
-        start, texts = key(number), [text_of(prompt) for prompt in prompts]
+        start, texts = key(number), [get_text(prompt) for prompt in prompts]
         if isinstance(prompts[0], MediaPrompt) or self._single:
             asked |= self._forms(prompts[0], 1)[self._form].one
         if self._single:
             (asked["generator"],) = generators(fold_in(start, torch.arange(1)))
-        asked |= {name: value for name, value in called(self.takes, {**asked, "prompt": texts}).items() if name == LYRICS}
+        asked |= {
+            name: value for name, value in build_arguments(self.takes, {**asked, "prompt": texts}).items() if name == LYRICS
+        }
         for part in self._networks:
-            setattr(pipe, part, placed(module, part))
+            setattr(pipe, part, place_network(module, part))
         for part, real in self._frozen.items():
             setattr(pipe, part, real)
         try:
@@ -432,7 +434,7 @@ class AnyPipeline(WithExperts):
         if (scale := self.known.model.scale) == 1:
             return run
         kept, parts = run.trajectory, (run.trajectory.x, run.trajectory.x_next, run.trajectory.final, run.initial)
-        x, x_next, final, initial = (without_offset(part, scale, self.encode(prompts)[-1]) for part in parts)
+        x, x_next, final, initial = (remove_offset(part, scale, self.encode(prompts)[-1]) for part in parts)
         return dataclasses.replace(run, trajectory=kept._replace(x=x, x_next=x_next, final=final), initial=initial)
 
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
@@ -478,7 +480,7 @@ class AnyPipeline(WithExperts):
 
     def _encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
-        others = self._fingerprint_of("", tuple(name for name in self.parts if name not in self._networks))
+        others = self._compute_fingerprint("", tuple(name for name in self.parts if name not in self._networks))
         return f"{super()._encoders()} {others} {self.compute} {exactly(self.asked)}{padding}"
 
     def _loaded(self) -> Any:
@@ -487,7 +489,7 @@ class AnyPipeline(WithExperts):
             from diffusers import FlowMatchEulerDiscreteScheduler
 
             stand_ins = {
-                part: stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
+                part: make_stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
                 pipe = self._opened(**stand_ins)
@@ -502,7 +504,7 @@ class AnyPipeline(WithExperts):
                     # A solver of higher order on the levels of a flow, which can be stepped through by Euler's method too.
                     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
                 for name, real in self._frozen.items():
-                    setattr(pipe, name, stand_in(emptied(real), self.device, real.dtype))
+                    setattr(pipe, name, make_stand_in(copy_empty(real), self.device, real.dtype))
                 if isinstance(getattr(pipe, "vae", None), nn.Module):
                     use_modes(pipe.vae)
                 pipe.set_progress_bar_config(disable=True)
@@ -538,7 +540,7 @@ class AnyPipeline(WithExperts):
         """Return the forms of the call that may make several samples of a prompt."""
         pipe = self._loaded()
         crf = compression(pipe, self.asked)
-        return forms(self.takes, prompt, number, steps=self._counts, rate=rate_of(pipe), crf=crf)
+        return forms(self.takes, prompt, number, steps=self._counts, rate=read_rate(pipe), crf=crf)
 
     def _dry(
         self, pipe: Any, prompt: TextPrompt, copies: int = COPIES[0], *, apart: bool = False, single: bool | None = None
@@ -563,7 +565,7 @@ class AnyPipeline(WithExperts):
         raise errors[0]
 
     @alone
-    def _made(self, latents: Tensor, prompt: TextPrompt) -> Output:
+    def _decode_all(self, latents: Tensor, prompt: TextPrompt) -> Output:
         """Return what the pipeline makes of its last latents, samples of one prompt."""
         pipe = self._loaded()
         own = pipe.scheduler
@@ -571,7 +573,7 @@ class AnyPipeline(WithExperts):
         once["num_inference_steps"] = least_steps(own.config, self._strength)
         try:
             with quietly(), foreign(self.pipeline, "decode samples"):
-                pipe.scheduler = answering(own, *pieces_of(latents.to(self.device, self.known.dtype), self.known.pieces))
-                return output_of(pipe(**called(self.takes, {**self.asked, **once})))
+                pipe.scheduler = answering(own, *split_pieces(latents.to(self.device, self.known.dtype), self.known.pieces))
+                return split_output(pipe(**build_arguments(self.takes, {**self.asked, **once})))
         finally:
             pipe.scheduler = own

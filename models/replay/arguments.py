@@ -14,7 +14,7 @@ from fluvial.models.pipelines.folder import entries, read_index
 from fluvial.models.replay.capture import SCALES
 from fluvial.models.replay.checks import foreign
 from fluvial.models.replay.kinds import VIDEO, Sound
-from fluvial.models.replay.media import TextPrompt, media_of, text_of
+from fluvial.models.replay.media import TextPrompt, get_media, get_text
 
 FRAMES = ("num_frames", "frames")  # names of the number of frames
 SEVERAL = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
@@ -168,12 +168,12 @@ def forms(
     Raises:
         ValueError: a sound of the prompt has another rate.
     """
-    text, media = text_of(prompt), media_of(prompt)
+    text, media = get_text(prompt), get_media(prompt)
     several = next((name for name in SEVERAL if name in takes), None)
     found = []
     for given, count in product(_as_tensors(media, rate), steps):
         once = {**given, "num_inference_steps": count}
-        lists = once | {name: _repeated(_compressed(value, crf), number) for name, value in given.items()}
+        lists = once | {name: _repeat(_compress(value, crf), number) for name, value in given.items()}
         lists |= {CRF: 0} if crf else {}
         values = [once, lists] if media else [once]
         asked = [{"prompt": text, several: number, **each} for each in values] if several else []
@@ -206,7 +206,7 @@ def compression(pipe: Any, asked: Mapping[str, Any]) -> int:
     return int(resolve_default_image_crf(pipe.text_encoder) if given is None else given)
 
 
-def _compressed(value: Any, crf: int) -> Any:
+def _compress(value: Any, crf: int) -> Any:
     """Return an image compressed as LTX-2 does; anything else as it is."""
     if not crf or not isinstance(value, Image.Image):
         return value
@@ -216,21 +216,21 @@ def _compressed(value: Any, crf: int) -> Any:
         return Image.fromarray(apply_image_conditioning_crf(np.array(value.convert("RGB")), crf))
 
 
-def _repeated(value: Any, number: int) -> Any:
+def _repeat(value: Any, number: int) -> Any:
     """Return one image, video or sound per sample."""
     if not isinstance(value, Tensor):
         return [value] * number
     return (value if value.ndim == 3 else value[None]).repeat(number, 1, 1)
 
 
-def called(takes: Mapping[str, inspect.Parameter], asked: dict[str, Any]) -> dict[str, Any]:
+def build_arguments(takes: Mapping[str, inspect.Parameter], asked: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call on a list of prompts, with lyrics for each of them."""
     lyrics = asked.get(LYRICS, takes[LYRICS].default if LYRICS in takes else None)
     prompts = asked.get("prompt")
     return asked | {LYRICS: [lyrics] * len(prompts)} if isinstance(lyrics, str) and isinstance(prompts, list) else asked
 
 
-def shown(asked: Mapping[str, Any]) -> str:
+def format_arguments(asked: Mapping[str, Any]) -> str:
     """Return the arguments of a pipeline's call in one line, for messages."""
 
     def short(value: Any) -> str:

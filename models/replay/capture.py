@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
-from fluvial.models.replay.combinations import Combined, combinations_of
+from fluvial.models.replay.combinations import Combined, find_combinations
 from fluvial.models.replay.experts import trained_parts
-from fluvial.models.replay.places import Places, Whole, blocks, places_in_input, whole_of
+from fluvial.models.replay.places import Places, Whole, blocks, find_in_input, find_whole
 from fluvial.models.replay.recipe import (
     CONTROL,
     Call,
@@ -25,10 +25,10 @@ from fluvial.models.replay.recipe import (
     Made,
     Row,
     StepRecipe,
-    kind_of,
-    parts_of,
-    stacked,
-    tensors_of,
+    find_kind,
+    list_tensors,
+    split_parts,
+    stack_lists,
 )
 
 UNGUIDED = ("unconditional_transformer",)  # networks whose outputs guidance leads away from, as Ideogram 4's
@@ -54,7 +54,7 @@ class Capture:
     `asked` are the arguments of the pipeline's call. With `apart`, each sample will have a pass of its own, and tensors
     that all samples share are those of their prompt. With `single`, there is one sample, many of whose numbers are equal in
     low precision, where it is found among others as one block only. `places` are known from a run on several samples, see
-    `places_in_input`.
+    `find_in_input`.
 
     Raises:
         ValueError: the pipeline does not take those arguments.
@@ -123,7 +123,7 @@ class Capture:
         made: list[list[Tensor]] = []  # outputs of control networks that depend on the sample, by call
         for component, given, output in seen:
             gives_parts = component not in CONTROL
-            returned = parts_of(output, x) if gives_parts else tensors_of(output)
+            returned = split_parts(output, x) if gives_parts else list_tensors(output)
             if not returned:
                 raise self._refusal(step, f"the {component} does not return one output per sample")
             kinds, others, tree = _sources(given, x, made, self.apart, self.sought)
@@ -140,7 +140,7 @@ class Capture:
                 step, f"its velocity is not finite: the {self.component} or its inputs overflow, or hold no text"
             )
         level = self._levels(step).expand(len(x))
-        combinations = combinations_of(
+        combinations = find_combinations(
             parts,
             v,
             x,
@@ -189,7 +189,7 @@ class Capture:
         position, self._recorded = self._recorded, self._recorded + 1
         for at, group in enumerate(self._groups):
             both = [known for known in group.combinations if known in combinations]
-            if both and _alike(group.calls, calls) and [*map(kind_of, group.rows[0])] == [*map(kind_of, rows)]:
+            if both and _alike(group.calls, calls) and [*map(find_kind, group.rows[0])] == [*map(find_kind, rows)]:
                 kept = [
                     first if torch.equal(first, row) else row.clone() for first, row in zip(group.rows[0], rows, strict=True)
                 ]
@@ -220,7 +220,7 @@ def same_steps(left: Sequence[StepRecipe], right: Sequence[StepRecipe]) -> bool:
 
 def _sizes(seen: Sequence[tuple[str, Any, Any]], x: Tensor) -> tuple[int, ...]:
     """Return the numbers of each piece of flat samples x, of which a step's calls return one output each; else none."""
-    made = tensors_of(seen[-1][2])
+    made = list_tensors(seen[-1][2])
     return tuple(output[0].numel() for output in made) if x.ndim == 2 and len(made) > 1 else ()
 
 
@@ -237,7 +237,7 @@ def _whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[
         return None
     numbered = {number: row for row, number in enumerate(n for n, leaf in enumerate(call.leaves) if isinstance(leaf, Row))}
     held = [(leaf.places, rows[numbered[n + 1]]) for n, leaf in enumerate(call.leaves) if isinstance(leaf, Holds)]
-    if (known := whole_of([places for places, _ in held], tensors_of(output), x.shape[1])) is None:
+    if (known := find_whole([places for places, _ in held], list_tensors(output), x.shape[1])) is None:
         return None
     return known, known.joined([places.gather(torch.cat([x, others[:, 0].to(x.dtype)], 1)) for places, others in held])
 
@@ -247,7 +247,7 @@ def _sought(leaf: Any, x: Tensor, *, single: bool, known: Sequence[Places]) -> S
     count = _copies(leaf, x)
     if low := single and isinstance(leaf, Tensor) and leaf.is_floating_point() and torch.finfo(leaf.dtype).bits < 32:
         known = [each for each in (*known, *blocks(leaf.shape[1:], x.shape[1:])) if each.shape == leaf.shape[1:]]
-    return count, None if count or (low and not known) else places_in_input(leaf, x, known)
+    return count, None if count or (low and not known) else find_in_input(leaf, x, known)
 
 
 def _copies(leaf: Any, x: Tensor) -> int:
@@ -275,7 +275,7 @@ def _sources(
     leaves, tree = optree.tree_flatten(given)
     copies, held = zip(*(sought(leaf, x) for leaf in leaves), strict=True)
     if listed := not any(copies) and all(inside is None for inside in held):
-        leaves, tree = optree.tree_flatten(stacked(given, len(x)))
+        leaves, tree = optree.tree_flatten(stack_lists(given, len(x)))
         copies, held = zip(*(sought(leaf, x) for leaf in leaves), strict=True)
     samples = [
         count or len(leaf) // len(x) for leaf, count, inside in zip(leaves, copies, held, strict=True) if count or inside

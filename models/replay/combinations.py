@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.checks import per_sample
-from fluvial.models.replay.places import Places, Whole, places_in_output
+from fluvial.models.replay.places import Places, Whole, find_in_output
 
 Norm = Literal["own", "kept", "capped"]
 GUIDED = 3  # first channels of the sample, of which Lumina guides no others
@@ -72,7 +72,7 @@ class Fitted(NamedTuple):
 
     def __call__(self, parts: Sequence[Tensor], x: Tensor, level: Tensor) -> Tensor:
         """Return the velocity of the parts, each `[B, ...]`, at samples x of noise levels `[B]`; the sum is in float64."""
-        return (_summed(self.weights, parts) + self.of_sample * x.double()).to(self.dtype)
+        return (_sum(self.weights, parts) + self.of_sample * x.double()).to(self.dtype)
 
 
 class Rescaled(NamedTuple):
@@ -90,7 +90,7 @@ class Rescaled(NamedTuple):
 
     def __call__(self, parts: Sequence[Tensor], x: Tensor, level: Tensor) -> Tensor:
         """Return the velocity of the parts, each `[B, ...]`, at samples x of noise levels `[B]`; computed in float64."""
-        w, c, x = _summed(self.weights, parts), parts[self.cond].double(), x.double()
+        w, c, x = _sum(self.weights, parts), parts[self.cond].double(), x.double()
         sigma = per_sample(level.double(), x)
         if self.clean:
             w, c = x - sigma * w, x - sigma * c
@@ -119,7 +119,7 @@ Combined = Combination | Fitted | Rescaled | Joined
 T = TypeVar("T", Fitted, Rescaled)
 
 
-def combinations_of(
+def find_combinations(
     parts: Sequence[Tensor],
     v: Tensor,
     x: Tensor,
@@ -147,14 +147,14 @@ def combinations_of(
         return _fitting(made, of, v, x, level)
 
     cut = tails(parts, v)
-    found = [known for made in _known(parts, v, scales) if (known := same(made, parts))]
+    found = [known for made in _list_known(parts, v, scales) if (known := same(made, parts))]
     if not found or any(len(part.shape) == 3 and part.shape != v.shape for part in parts):
-        of_cut = [made for made in _known(cut, v, scales) if made(cut, x, level).shape == v.shape]
+        of_cut = [made for made in _list_known(cut, v, scales) if made(cut, x, level).shape == v.shape]
         found = [made for made in of_cut if same(made, cut)] or found
     if found:  # the first half of the channels may be found as elements of the whole, too
         return [made for made in found if made.first_half] or [*found]
     if not sizes:
-        one = _rescaled(cut, v, x, level, rescales) or _fitted(cut, v, x, level)
+        one = _fit_rescaled(cut, v, x, level, rescales) or _fit(cut, v, x, level)
         return [] if one is None else [one]
     held, given = (None, x) if whole is None else whole
     if sum(sizes) != given.shape[1] or any(part.shape != given.shape for part in parts):
@@ -165,7 +165,7 @@ def combinations_of(
     for (*made, sample), velocity, at in zip(
         zip(*(tensor.split(sizes, dim=1) for tensor in (*parts, given)), strict=True), velocities, own, strict=True
     ):
-        one = _rescaled(made, velocity, sample, level, rescales, at) or _fitted(made, velocity, sample, level, at)
+        one = _fit_rescaled(made, velocity, sample, level, rescales, at) or _fit(made, velocity, sample, level, at)
         if one is None:
             return []
         sums.append(one)
@@ -178,7 +178,7 @@ def tails(parts: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     return [part[:, -x.shape[1] :] if cut else part for part, cut in zip(parts, longer, strict=True)]
 
 
-def _known(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -> Iterator[Combination]:
+def _list_known(parts: Sequence[Tensor], v: Tensor, scales: Sequence[float]) -> Iterator[Combination]:
     """Yield the combinations of parts that have the shape of v, simple ones first."""
     if len(parts) > 2 or any(part.shape != parts[0].shape for part in parts):
         return
@@ -201,11 +201,11 @@ def _fitting(combination: Combination, parts: Sequence[Tensor], v: Tensor, x: Te
     made = combination(parts, x, level)
     if made.shape == v.shape:
         return combination if made.dtype == v.dtype and torch.equal(made, v) else None
-    places = places_in_output(-v if combination.negative else v, combination._replace(negative=False)(parts, x, level))
+    places = find_in_output(-v if combination.negative else v, combination._replace(negative=False)(parts, x, level))
     return None if places is None else combination._replace(places=places)
 
 
-def _fitted(parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, at: Places | None = None) -> Fitted | None:
+def _fit(parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, at: Places | None = None) -> Fitted | None:
     """Return the weighted sum of parts and sample that v is up to rounding; None if it is not one.
 
     With `at`, the velocity is known at these elements of parts and sample only.
@@ -216,12 +216,12 @@ def _fitted(parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, at: Pl
     if not _can_be_fitted(_all_at(at, parts), v):
         return None
     solved = _least_squares([tensor.flatten() for tensor in _all_at(at, (*parts, x))], v.flatten())
-    each = [Fitted(_rounded(solved[:-1], digits), _rounded(solved[-1:], digits)[0], v.dtype) for digits in DIGITS]
+    each = [Fitted(_round(solved[:-1], digits), _round(solved[-1:], digits)[0], v.dtype) for digits in DIGITS]
     best = _best(each, parts, v, x, level, at)
     return None if best is None or (len(parts) == 1 and (best.weights[0] != 1 or best.of_sample != 0)) else best
 
 
-def _rescaled(
+def _fit_rescaled(
     parts: Sequence[Tensor], v: Tensor, x: Tensor, level: Tensor, strengths: Sequence[float], at: Places | None = None
 ) -> Rescaled | None:
     """Return the rescaled sum of parts that v is up to rounding; None if it is not one.
@@ -236,7 +236,7 @@ def _rescaled(
     fits = [_least_squares([tensor.flatten() for tensor in each[:-1]], each[-1].flatten()) for each in samples]
     weights = torch.tensor([[weight / sum(fit[:-1]) for weight in fit[:-1]] for fit in fits]).mean(0).tolist()
     for strength, cond, clean in product(filter(None, strengths), range(len(parts)), (True, False)):
-        each = [Rescaled(_rounded(weights, digits), cond, strength, clean, v.dtype) for digits in DIGITS]
+        each = [Rescaled(_round(weights, digits), cond, strength, clean, v.dtype) for digits in DIGITS]
         if (best := _best(each, parts, v, x, level, at)) is not None:
             return best
     return None
@@ -273,12 +273,12 @@ def _best(found: Sequence[T], parts: Sequence[Tensor], v: Tensor, x: Tensor, lev
     return best if errors[-1] <= min(ROUNDING[v.dtype], rounding / size) else None
 
 
-def _rounded(weights: Sequence[float], digits: int) -> tuple[float, ...]:
+def _round(weights: Sequence[float], digits: int) -> tuple[float, ...]:
     """Return weights rounded to a number of digits."""
     return tuple(0.0 if abs(weight) < LEAST_WEIGHT else float(f"{weight:.{digits}g}") for weight in weights)
 
 
-def _summed(weights: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
+def _sum(weights: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
     """Return the weighted sum of parts in float64."""
     first, *rest = (weight * part.double() for weight, part in zip(weights, parts, strict=True))
     return sum(rest, first)

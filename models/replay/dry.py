@@ -11,7 +11,7 @@ from fluvial.core.random import fold_in, key
 from fluvial.core.table import Record
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.replay.arguments import Form, called, shown
+from fluvial.models.replay.arguments import Form, build_arguments, format_arguments
 from fluvial.models.replay.capture import Capture, same_steps
 from fluvial.models.replay.checks import check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.recorded import RecordedModel, generators
@@ -88,7 +88,7 @@ def dry_run(
     name, seeds = type(pipe).__name__, generators(fold_in(key(0), torch.arange(copies)))
     given: list[Any] = seeds if form.single else [seeds]
     seen = [
-        _watched(pipe, called(takes, {**settings, **form.several, "generator": each}), settings, apart, form.single)
+        _watch(pipe, build_arguments(takes, {**settings, **form.several, "generator": each}), settings, apart, form.single)
         for each in given
     ]
     _, capture, recorder, timesteps = seen[0]
@@ -126,7 +126,7 @@ def dry_run(
     return Dry(known, rows_of_one, mixed[0].offset[:1] if mixed else None)
 
 
-def _watched(pipe: Any, asked: dict[str, Any], settings: dict[str, Any], apart: bool, single: bool) -> _Seen:
+def _watch(pipe: Any, asked: dict[str, Any], settings: dict[str, Any], apart: bool, single: bool) -> _Seen:
     """Call a pipeline and record its steps."""
     name, theirs = type(pipe).__name__, pipe.scheduler
     capture = Capture(pipe, COMPONENT, asked, apart=apart or single, single=single)
@@ -137,7 +137,7 @@ def _watched(pipe: Any, asked: dict[str, Any], settings: dict[str, Any], apart: 
         capture.watching(pipe, scheduler),
         scheduler.recording(key=key(0), record=Record(form="unscaled"), on_step=capture.step) as recorder,
     ):
-        with foreign(name, f"be called with {shown(settings)}"):
+        with foreign(name, f"be called with {format_arguments(settings)}"):
             pipe(**asked)
         if capture.initial is None:
             raise refusal(name, "its scheduler takes no step")

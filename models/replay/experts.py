@@ -43,7 +43,7 @@ def trained_parts(pipe: Any, component: str) -> tuple[str, ...]:
     return EXPERTS if component == EXPERTS[0] and pipe.components.get(EXPERTS[1]) is not None else (component,)
 
 
-def joined(pipe: Any, component: str) -> nn.Module:
+def join_experts(pipe: Any, component: str) -> nn.Module:
     """Return the network of a pipeline that is trained; two networks as one.
 
     Raises:
@@ -59,6 +59,6 @@ def joined(pipe: Any, component: str) -> nn.Module:
     return Experts({part: pipe.components[part] for part in EXPERTS}, boundary=1000 * pipe.config.boundary_ratio)
 
 
-def placed(module: nn.Module, part: str) -> nn.Module:
+def place_network(module: nn.Module, part: str) -> nn.Module:
     """Return what a pipeline calls as one of its networks, given the one that is trained."""
     return Through(module, part) if isinstance(module, Experts) else module

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 
-from fluvial.models.images import ENDINGS, as_seen, natural, read_image, shown
+from fluvial.models.images import ENDINGS, convert_image, describe_file, natural, read_image
 
 File = Path | bytes  # a file, or the bytes of one
 NUMPY = b"\x93NUMPY"  # first bytes of an array of numpy
@@ -47,7 +47,7 @@ def write_image(image: Image.Image) -> bytes:
         return file.getvalue()
 
 
-def inverted(image: Image.Image) -> Image.Image:
+def invert(image: Image.Image) -> Image.Image:
     """Return an image of the same size whose pixels all differ: its negative, upside down."""
     return ImageOps.flip(ImageOps.invert(image))
 
@@ -63,7 +63,7 @@ def read_video(file: File) -> list[Image.Image]:
         ValueError: it cannot be read as a video, or only with PyAV, which is missing; the message names it.
     """
     if isinstance(file, Path) and file.is_dir():
-        found = [read_image(one).convert("RGB") for one in frames_of(file)]
+        found = [read_image(one).convert("RGB") for one in list_frames(file)]
         if not found:
             raise ValueError(f"{file} is a folder without images, expected the frames of a video")
         return found
@@ -77,18 +77,18 @@ def read_video(file: File) -> list[Image.Image]:
         else:
             with opened:
                 return [_frame(opened, number) for number in range(_several(opened))]
-        with _opened(file, "video") as (container, stream):
+        with _open(file, "video") as (container, stream):
             return [frame.to_image() for frame in container.decode(stream)]
 
 
-def frames_in(file: File) -> int:
+def count_frames(file: File) -> int:
     """Return the number of frames of a video, by what its file says of itself if it does.
 
     Raises:
         ValueError: see `read_video`.
     """
     if isinstance(file, Path) and file.is_dir():
-        return len(frames_of(file))
+        return len(list_frames(file))
     with _readable(file, "video"):
         if _begins(file, NUMPY):
             return len(_array(file))
@@ -96,7 +96,7 @@ def frames_in(file: File) -> int:
             with Image.open(_source(file)) as opened:
                 return _several(opened)
         except Image.UnidentifiedImageError:
-            with _opened(file, "video") as (container, stream):
+            with _open(file, "video") as (container, stream):
                 return int(stream.frames) or sum(1 for _ in container.decode(stream))
 
 
@@ -114,7 +114,7 @@ def check_pixels(file: bytes, most: int) -> None:
             with Image.open(io.BytesIO(file), formats=ANIMATED) as opened:
                 count = opened.width * opened.height * _several(opened)
         except Image.UnidentifiedImageError:
-            with _opened(file, "video") as (container, stream):
+            with _open(file, "video") as (container, stream):
                 for frame in container.decode(stream):
                     count += frame.width * frame.height
                     if count > most:
@@ -142,7 +142,7 @@ def read_sound(file: File) -> Sound:
                 return _wave(file)
             except (wave.Error, EOFError):  # of real numbers, or of a codec
                 pass
-        with _opened(file, "audio") as (container, stream):
+        with _open(file, "audio") as (container, stream):
             from av.audio.resampler import AudioResampler
 
             plain = AudioResampler(format="fltp")  # float32, one plane per channel
@@ -180,14 +180,14 @@ IMAGE = Kind(
     ),
     read_image,
     write_image,
-    inverted,
+    invert,
 )
 VIDEO = Kind(
     "video",
     ("video", "control_video", "pose_video", "face_video", "background_video", "mask_video"),
     read_video,
     write_video,
-    lambda frames: [inverted(frame) for frame in frames],
+    lambda frames: [invert(frame) for frame in frames],
 )
 SOUND = Kind(
     "audio",
@@ -200,7 +200,7 @@ KINDS = (IMAGE, VIDEO, SOUND)
 ARGUMENTS = tuple(name for kind in KINDS for name in kind.arguments)
 
 
-def kind_of(argument: str, file: File) -> Kind:
+def find_kind(argument: str, file: File) -> Kind:
     """Return the kind of an argument of a pipeline's call; that of the file where the name says none, as `mask`."""
     named = next((kind for kind in KINDS if argument in kind.arguments), None)
     if named is not None:
@@ -244,11 +244,13 @@ def _readable(file: File, kind: str) -> Iterator[None]:
     try:
         yield
     except UNREADABLE as error:
-        raise ValueError(f"{shown(file, kind)} cannot be read as a {kind}: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{describe_file(file, kind)} cannot be read as a {kind}: {' '.join(str(error).split())}"
+        ) from error
 
 
 @contextmanager
-def _opened(file: File, part: str) -> Iterator[tuple[Any, Any]]:
+def _open(file: File, part: str) -> Iterator[tuple[Any, Any]]:
     """Yield a file that FFmpeg reads, and its first stream of video or audio."""
     if find_spec("av") is None:
         raise ValueError("its format needs PyAV, which is not installed: pip install av")
@@ -261,7 +263,7 @@ def _opened(file: File, part: str) -> Iterator[tuple[Any, Any]]:
         yield container, found[0]
 
 
-def frames_of(folder: Path) -> list[Path]:
+def list_frames(folder: Path) -> list[Path]:
     """Return the images of a folder in the natural order of their names, without hidden ones."""
     files = (file for file in folder.iterdir() if file.suffix.lower() in ENDINGS and not file.name.startswith("."))
     return sorted(files, key=natural)
@@ -277,7 +279,7 @@ def _several(opened: Image.Image) -> int:
 
 def _frame(opened: ImageFile.ImageFile, number: int) -> Image.Image:
     opened.seek(number)
-    return as_seen(opened).convert("RGB")
+    return convert_image(opened).convert("RGB")
 
 
 def _array(file: File) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.models.digests import digest_file
-from fluvial.models.replay.kinds import ARGUMENTS, File, Kind, frames_of, kind_of
+from fluvial.models.replay.kinds import ARGUMENTS, File, Kind, find_kind, list_frames
 
 Source = File | tuple[File, ...]  # of one argument; several for an argument that takes a list of images
 
@@ -35,24 +35,24 @@ class MediaPrompt:
         """Return the text with the digest of each file: the key of caches."""
         return "\n".join((self.text, *(f"{name} {digest(self.media[name])}" for name in sorted(self.media))))
 
-    def opened(self) -> dict[str, Any]:
+    def open(self) -> dict[str, Any]:
         """Return by argument an image of PIL, the list of a video's or of several images, or a `Sound`."""
-        return {name: _opened(name, source) for name, source in self.media.items()}
+        return {name: _open(name, source) for name, source in self.media.items()}
 
     def changed(self, *names: str) -> "MediaPrompt":
         """Return the prompt with other images, videos or sounds of the same sizes for some arguments."""
-        return MediaPrompt(self.text, {**self.media, **{name: _changed(name, self.media[name]) for name in names}})
+        return MediaPrompt(self.text, {**self.media, **{name: _change(name, self.media[name]) for name in names}})
 
 
 TextPrompt = str | MediaPrompt
 
 
-def text_of(prompt: TextPrompt) -> str:
+def get_text(prompt: TextPrompt) -> str:
     """Return the text of a prompt with or without media."""
     return prompt if isinstance(prompt, str) else prompt.text
 
 
-def arguments_of(model: Any) -> tuple[str, ...]:
+def list_arguments(model: Any) -> tuple[str, ...]:
     """Return the arguments that the media of a model's prompts are; none for a model of text alone.
 
     They are those of the prompt that a pipeline was recorded on, or else those that the model takes (`takes`), in the order
@@ -64,7 +64,7 @@ def arguments_of(model: Any) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (known.get(name, len(known)), name)))
 
 
-def lists_of(model: Any) -> set[str]:
+def find_list_arguments(model: Any) -> set[str]:
     """Return those of a model's arguments that take a list of images."""
     example = getattr(model, "example", None)
     if isinstance(example, MediaPrompt):
@@ -72,21 +72,21 @@ def lists_of(model: Any) -> set[str]:
     return {*getattr(model, "lists", ())}
 
 
-def media_of(prompt: TextPrompt) -> dict[str, Any]:
-    """Return the images, videos and sounds of a prompt by argument, see `MediaPrompt.opened`; none for plain text."""
-    return {} if isinstance(prompt, str) else prompt.opened()
+def get_media(prompt: TextPrompt) -> dict[str, Any]:
+    """Return the images, videos and sounds of a prompt by argument, see `MediaPrompt.open`; none for plain text."""
+    return {} if isinstance(prompt, str) else prompt.open()
 
 
-def _opened(argument: str, source: Source) -> Any:
+def _open(argument: str, source: Source) -> Any:
     if isinstance(source, tuple):
-        return [kind_of(argument, one).read(one) for one in source]
-    return kind_of(argument, source).read(source)
+        return [find_kind(argument, one).read(one) for one in source]
+    return find_kind(argument, source).read(source)
 
 
-def _changed(argument: str, source: Source) -> Source:
+def _change(argument: str, source: Source) -> Source:
     if isinstance(source, tuple):
-        return tuple(_other(kind_of(argument, one), one) for one in source)
-    return _other(kind_of(argument, source), source)
+        return tuple(_other(find_kind(argument, one), one) for one in source)
+    return _other(find_kind(argument, source), source)
 
 
 def _other(kind: Kind, file: File) -> bytes:
@@ -98,7 +98,7 @@ def digest(source: Source) -> str:
     if isinstance(source, tuple):
         return " ".join(map(digest, source))
     if isinstance(source, Path) and source.is_dir():
-        return digest_file(" ".join(map(digest_file, frames_of(source))).encode())
+        return digest_file(" ".join(map(digest_file, list_frames(source))).encode())
     return digest_file(source)
 
 

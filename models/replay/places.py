@@ -75,7 +75,7 @@ def locate(want: Tensor, have: Tensor) -> Tensor:
     return torch.where((have[:, place] == want).all(0), place, -1)
 
 
-def without_coincidences(place: Tensor) -> Tensor:
+def drop_coincidences(place: Tensor) -> Tensor:
     """Return elements of a sample, -1 for others, without those that are another's by coincidence, as one sample has some.
 
     They are found twice: beside others of the sample, and alone among other numbers.
@@ -86,7 +86,7 @@ def without_coincidences(place: Tensor) -> Tensor:
     return torch.where(inside & ~beside & twice, -1, place)
 
 
-def places_in_input(leaf: object, x: Tensor, known: Sequence[Places] = ()) -> tuple[Places, Tensor] | None:
+def find_in_input(leaf: object, x: Tensor, known: Sequence[Places] = ()) -> tuple[Places, Tensor] | None:
     """Return where an input has the sample, and its other numbers; None if it does not hold the sample.
 
     Args:
@@ -106,7 +106,7 @@ def places_in_input(leaf: object, x: Tensor, known: Sequence[Places] = ()) -> tu
     if rows.shape[-1] < least:
         return None
     expected = [places.index for places in known if places.shape == leaf.shape[1:]]
-    for index in expected or [without_coincidences(locate(rows[0], flat))]:
+    for index in expected or [drop_coincidences(locate(rows[0], flat))]:
         inside = (index >= 0) & (index < flat.shape[1])
         own = flat[:, index[inside].to(flat.device)]
         if len(index[inside].unique()) < max(least, 1) or any(
@@ -134,7 +134,7 @@ def blocks(shape: Sequence[int], event: Sequence[int]) -> Iterator[Places]:
                 yield Places(index.flatten(), tuple(shape))
 
 
-def places_in_output(v: Tensor, output: Tensor) -> Places | None:
+def find_in_output(v: Tensor, output: Tensor) -> Places | None:
     """Return the elements of an output `[B, ...]` that a velocity `[B, *event]` consists of; None if it has others."""
     if len(v) != len(output) or v.dtype != output.dtype:
         return None
@@ -142,7 +142,7 @@ def places_in_output(v: Tensor, output: Tensor) -> Places | None:
     return Places(place, tuple(v.shape[1:])) if bool((place >= 0).all()) else None
 
 
-def whole_of(inputs: Sequence[Places], outputs: Sequence[Tensor], count: int) -> Whole | None:
+def find_whole(inputs: Sequence[Places], outputs: Sequence[Tensor], count: int) -> Whole | None:
     """Return what of larger outputs is a flat sample of several pieces; None where they are no larger, or it is not found.
 
     Args:

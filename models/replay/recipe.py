@@ -121,9 +121,9 @@ class StepRecipe:
                     leaves.append(leaf.value.to(x.device) if isinstance(leaf.value, Tensor) else leaf.value)
             args, kwargs = unbound(optree.tree_unflatten(call.tree, leaves))
             output = frozen.get(call.component, module)(*args, **kwargs)
-            made.append(tensors_of(output))
+            made.append(list_tensors(output))
             if call.component not in CONTROL:
-                parts += parts_of(output, x)
+                parts += split_parts(output, x)
         if isinstance(self.combination, Joined) and self.combination.whole is not None:
             return self.combination(parts, self.combination.whole.joined(held).to(x.dtype), level)
         uncut = isinstance(self.combination, Combination) and (
@@ -132,7 +132,7 @@ class StepRecipe:
         return self.combination(parts if uncut else tails(parts, x), x, level)
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def list_tensors(output: Any) -> list[Tensor]:
     """Return the tensors of a network's output."""
     return [leaf for leaf in optree.tree_leaves(_plain(output)) if isinstance(leaf, Tensor)]
 
@@ -142,22 +142,22 @@ def _plain(output: Any) -> Any:
     return output.to_tuple() if hasattr(output, "to_tuple") else output
 
 
-def parts_of(output: Any, x: Tensor) -> list[Tensor]:
+def split_parts(output: Any, x: Tensor) -> list[Tensor]:
     """Return the transformer's outputs for each copy of a batch, `[B, ...]`; none if it does not return one per sample.
 
     If the samples x are flat, `[B, n]`, the outputs for their pieces are joined as they are.
     """
     batch, first = len(x), output if isinstance(output, Tensor) else _plain(output)[0]
     if x.ndim == 2 and isinstance(first, Tensor):
-        first = torch.cat([tensor.flatten(1) for tensor in tensors_of(output)], dim=1)
+        first = torch.cat([tensor.flatten(1) for tensor in list_tensors(output)], dim=1)
     if not isinstance(first, Tensor):
-        (first,) = stacked((first,), batch)
+        (first,) = stack_lists((first,), batch)
         return list(first.stacks) if isinstance(first, Unbound) else []
     copies, rest = divmod(len(first), batch)
     return list(first.chunk(copies)) if copies and not rest else []
 
 
-def stacked(given: Any, batch: int) -> Any:
+def stack_lists(given: Any, batch: int) -> Any:
     """Return inputs whose lists with one tensor per sample, or several times so many, are `Unbound`."""
 
     def listed(node: Any) -> bool:
@@ -167,7 +167,7 @@ def stacked(given: Any, batch: int) -> Any:
         if not listed(node) or len(node) % batch:
             return node
         copies = [node[first : first + batch] for first in range(0, len(node), batch)]
-        if any(kind_of(one) != kind_of(copy[0]) for copy in copies for one in copy):
+        if any(find_kind(one) != find_kind(copy[0]) for copy in copies for one in copy):
             return node
         return Unbound(tuple(torch.stack(copy) for copy in copies))
 
@@ -175,7 +175,7 @@ def stacked(given: Any, batch: int) -> Any:
 
 
 def unbound(given: Any) -> Any:
-    """Return inputs with lists of one tensor per sample, see `stacked`."""
+    """Return inputs with lists of one tensor per sample, see `stack_lists`."""
 
     def unbind(node: Any) -> Any:
         return [one for stack in node.stacks for one in stack.unbind()] if isinstance(node, Unbound) else node
@@ -183,5 +183,5 @@ def unbound(given: Any) -> Any:
     return optree.tree_map(unbind, given, is_leaf=lambda node: isinstance(node, Unbound))
 
 
-def kind_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+def find_kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype

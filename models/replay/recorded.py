@@ -36,11 +36,11 @@ from fluvial.models.host_values import to_device
 from fluvial.models.protocol import Cond, Prediction, Schedule
 from fluvial.models.replay.capture import Capture
 from fluvial.models.replay.checks import foreign, refusal
-from fluvial.models.replay.experts import joined
+from fluvial.models.replay.experts import join_experts
 from fluvial.models.replay.places import Places
 from fluvial.models.replay.recipe import StepRecipe
 from fluvial.models.replay.scheduler import RecordingScheduler
-from fluvial.models.replay.start import with_offset
+from fluvial.models.replay.start import add_offset
 
 # The initial noise and the noise of the steps are drawn from separate keys.
 INITIAL, STEPS = 0, 1
@@ -87,7 +87,7 @@ class RecordedModel:
         """
         if self.scale != 1:
             whole = dataclasses.replace(self, scale=1.0)
-            return whole.predict(module, with_offset(x, self.scale, cond[-1]), sigma, cond[:-1])
+            return whole.predict(module, add_offset(x, self.scale, cond[-1]), sigma, cond[:-1])
         if self.ragged:
             sizes = host_values.read(cond[-1]).tolist()
             alike = dataclasses.replace(self, ragged=False)
@@ -187,7 +187,7 @@ def record(
     if not isinstance(module, nn.Module):
         modules = [name for name, part in pipe.components.items() if isinstance(part, nn.Module)]
         raise ValueError(f"{name} has no {component} to train, expected one of {', '.join(modules)}")
-    module = joined(pipe, component)
+    module = join_experts(pipe, component)
     batch = len(prompts) * options.get("num_images_per_prompt", 1)
     keys = key if isinstance(key.low, Tensor) else fold_in(key, torch.arange(batch))
     asked: dict[str, Any] = {
@@ -243,7 +243,7 @@ def cut(cond: Cond, sizes: Sequence[int]) -> Cond:
     return tuple(tuple(own(row) for row in rows) for rows in cond)
 
 
-def within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:
+def fits_within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch.Size]]) -> bool:
     """Return whether inputs have as many dimensions as others, and none is larger."""
     return len(shapes) == len(most) and all(
         len(rows) == len(others)
@@ -254,7 +254,7 @@ def within(shapes: Sequence[Sequence[torch.Size]], most: Sequence[Sequence[torch
     )
 
 
-def padded_to(row: Tensor, shape: torch.Size) -> Tensor:
+def pad_to(row: Tensor, shape: torch.Size) -> Tensor:
     """Return an input `[1, ...]` with zeros up to a shape."""
     padded = row.new_zeros((len(row), *shape))
     padded[(slice(None), *map(slice, row.shape[1:]))] = row

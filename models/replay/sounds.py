@@ -43,7 +43,7 @@ def alone(run: Callable[P, R]) -> Callable[P, R]:
     return locked
 
 
-def output_of(returned: Any) -> Output:
+def split_output(returned: Any) -> Output:
     """Return the images and sounds of what a pipeline's call returned, a tuple of tensors.
 
     Images with a fourth channel, their opacity (Qwen-Image 2.1), are shown over white: rewards take red, green and blue.
@@ -61,7 +61,7 @@ def output_of(returned: Any) -> Output:
     return Output(images, waves)
 
 
-def rate_of(pipe: Any) -> int | None:
+def read_rate(pipe: Any) -> int | None:
     """Return the rate of a pipeline's sounds; None for a pipeline that makes none."""
     for part, name in RATES:
         rate = getattr(getattr(getattr(pipe, part, None), "config", None), name, None)

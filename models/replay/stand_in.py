@@ -12,7 +12,7 @@ from torch import Tensor
 from fluvial.models.replay.start import WithoutNoise
 
 
-def stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
+def make_stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
     """Return the empty network with another device and dtype, whose forward pass returns noise.
 
     The noise has the shapes and the type of output of the network itself, which runs on the meta device once for each kind
@@ -38,7 +38,7 @@ def stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             signature = _signature((args, kwargs))
             if signature not in known:
-                known[signature], unlike = _output_of(empty, args, kwargs)
+                known[signature], unlike = _probe_output(empty, args, kwargs)
                 type(self).unlike |= unlike
             output = known[signature]
             if not hasattr(output, "to_tuple"):
@@ -49,7 +49,7 @@ def stand_in(network: Any, on: torch.device, compute: torch.dtype) -> Any:
     return network
 
 
-def emptied(network: Any) -> Any:
+def copy_empty(network: Any) -> Any:
     """Return a network of diffusers of the same settings without values."""
     with torch.device("meta"):
         return type(network).from_config(network.config)
@@ -101,7 +101,7 @@ def first_samples(pipe: Any, asked: dict[str, Any]) -> Tensor:
     return found[0]
 
 
-def pieces_of(latents: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+def split_pieces(latents: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Return the pieces of flat samples `[B, n]`, each `[B, *shape]`; the samples themselves without shapes."""
     if not shapes:
         return [latents]
@@ -115,8 +115,8 @@ def _signature(given: Any) -> Any:
 
 
 @torch.no_grad()
-def _output_of(empty: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return the output of a network on the meta device, and whether it does not take the inputs' shapes, see `stand_in`."""
+def _probe_output(empty: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return the output of a network on the meta device, and whether it refuses the inputs' shapes, see `make_stand_in`."""
     try:
         meta = optree.tree_map(lambda leaf: _on_meta(leaf), (args, kwargs))
         return empty(*meta[0], **meta[1]), False

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fluvial.models.replay.checks import refusal
-from fluvial.models.replay.places import places_in_output
+from fluvial.models.replay.places import find_in_output
 
 LEAST_STEPS = {"invert_sigmas": 3, "shift_terminal": 2}  # of a schedule, by what its scheduler is set to
 TOLERANCE = 1e-2  # relative error of the sum in the lowest precision
@@ -54,7 +54,7 @@ def start_of(
     for mixture in reversed(mixtures):
         if len(mixture.mixed) != len(initial) or mixture.noise.shape != mixture.mixed.shape:
             continue
-        places = places_in_output(initial, mixture.mixed.to(initial.dtype))
+        places = find_in_output(initial, mixture.mixed.to(initial.dtype))
         if places is None:
             continue
         image = mixture.image.expand_as(mixture.mixed)
@@ -76,19 +76,19 @@ class WithoutNoise(TorchFunctionMode):
         return torch.zeros_like(made) if func in (torch.randn, torch.randn_like) else made
 
 
-def with_offset(x: Tensor, scale: float, offset: Tensor) -> Tensor:
+def add_offset(x: Tensor, scale: float, offset: Tensor) -> Tensor:
     """Return the pipeline's samples `[B, *event]` of those that start as noise, computed in float64."""
     return (scale * x.double() + offset.to(x.device)).to(x.dtype)
 
 
-def without_offset(x: Tensor, scale: float, offset: Tensor) -> Tensor:
-    """Return samples `[B, ..., *event]` in the coordinates that start as noise, see `with_offset`."""
+def remove_offset(x: Tensor, scale: float, offset: Tensor) -> Tensor:
+    """Return samples `[B, ..., *event]` in the coordinates that start as noise, see `add_offset`."""
     between = x.ndim - offset.ndim
     moved = x.double() - offset.to(x.device).reshape(len(offset), *[1] * between, *offset.shape[1:])
     return (moved / scale).to(x.dtype)
 
 
-def taken_of(steps: int, strength: float) -> tuple[int, ...]:
+def find_step_counts(steps: int, strength: float) -> tuple[int, ...]:
     """Return the numbers of steps to ask a pipeline for, so that it takes `steps` of them at a strength.
 
     Pipelines take n strength of n steps, and round it up or down.
@@ -114,4 +114,4 @@ def least_steps(settings: Mapping[str, Any], strength: float) -> int:
         settings: those of its scheduler, some of which need longer schedules.
         strength: the strength.
     """
-    return next((least for name, least in LEAST_STEPS.items() if settings.get(name)), max(taken_of(1, strength)))
+    return next((least for name, least in LEAST_STEPS.items() if settings.get(name)), max(find_step_counts(1, strength)))

@@ -16,7 +16,7 @@ from fluvial.models.pipelines.folder import quietly
 from fluvial.models.rewards.clip import Towers
 from fluvial.models.rewards.shared import loading
 from fluvial.models.rewards.shared.loading import LoadingError
-from fluvial.models.rewards.shared.pixels import in_batches
+from fluvial.models.rewards.shared.pixels import map_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
 FLOOR = 1e-10  # smallest power before the logarithm
@@ -51,7 +51,7 @@ class Clap(Towers):
         place = loading.place_of(self.weights)
         self.tokenizer = loading.load_tokenizer(place, commit)
         with quietly():
-            settings, _ = loading.fetched(
+            settings, _ = loading.fetch(
                 f"the feature extractor of {place}", ClapFeatureExtractor.get_feature_extractor_dict, place, revision=commit
             )
         self.features = LogMel(settings)
@@ -72,10 +72,10 @@ class Clap(Towers):
                 f"audio has the shape {list(audio.shape)} for {len(prompts)} prompts, expected [B, samples] or "
                 "[B, channels, samples] and one prompt per sound"
             )
-        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.placed(audio), torch.float64)
+        mono = (audio if audio.ndim == 2 else audio.mean(1)).to(self.place(audio), torch.float64)
         windows = self.features.windows(resample(mono, self.sampling_rate, self.features.rate))
         with torch.set_grad_enabled(torch.is_grad_enabled() and audio.requires_grad):
-            sounds = in_batches(self._sounds, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
+            sounds = map_batches(self._sounds, windows.flatten(0, 1), self.batch).unflatten(0, windows.shape[:2])
         return (sounds * self.embed_texts(prompts)[:, None]).sum(-1).mean(1)
 
     def _sounds(self, windows: Tensor) -> Tensor:

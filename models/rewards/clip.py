@@ -19,14 +19,14 @@ from fluvial.models.rewards.shared.loading import (
     ModelReward,
     Processor,
     check_choice,
+    find_processor,
     hub_file,
     load_model,
     load_preprocess,
     load_tokenizer,
-    processor_of,
     read_tensors,
 )
-from fluvial.models.rewards.shared.pixels import check_pairs, frames_of, in_batches
+from fluvial.models.rewards.shared.pixels import check_pairs, extract_frames, map_batches
 from fluvial.models.rewards.table import REWARD_MODELS, VIT_L
 
 # Processor of the models that are finetuned from OpenCLIP's ViT-H/14, and its commit.
@@ -49,7 +49,7 @@ class Towers(ModelReward):
 
         with torch.no_grad():
             inputs = {name: ids.to(self.where) for name, ids in self.tokenize(list(numbers)).items()}
-            found = in_batches(embedded, torch.arange(len(numbers), device=self.where), self.batch)
+            found = map_batches(embedded, torch.arange(len(numbers), device=self.where), self.batch)
         return found[torch.tensor([numbers[prompt] for prompt in prompts], device=found.device)]
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class ImageTowers(Towers):
         import transformers
 
         model = load_model(getattr(transformers, self.kind), self.weights, commit)
-        place = processor_of(self.weights, self.processor, self.default_processor(commit))
+        place = find_processor(self.weights, self.processor, self.default_processor(commit))
         self.preprocess = load_preprocess(*place)
         self.load_tokenizer(model, *place)
         return model
@@ -128,14 +128,14 @@ class ImageTowers(Towers):
 
     def embed_images(self, images: Tensor) -> Tensor:
         """Return the embedding of each frame, `[B, n, D]`, of length 1, in float32."""
-        device, frames = self.placed(images), frames_of(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
 
         def embedded(part: Tensor) -> Tensor:
             pixels = self.preprocess(part.to(device)).to(self.precision)
             return self.unit(self.model.vision_model(pixel_values=pixels), "visual_projection")
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return in_batches(embedded, frames.flatten(0, 1), self.batch).unflatten(0, frames.shape[:2])
+            return map_batches(embedded, frames.flatten(0, 1), self.batch).unflatten(0, frames.shape[:2])
 
 
 def scale(model: Any) -> Tensor:

@@ -119,7 +119,7 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
         ValueError: the record has another form, or names a colour, and `colours` is None.
     """
     threshold = COUNTING_THRESHOLD if record.get("tag") == "counting" else THRESHOLD
-    found = {name: kept(detections, threshold) for name, detections in detector(image).items()}
+    found = {name: select_objects(detections, threshold) for name, detections in detector(image).items()}
     wanted = record.get("include")
     if not isinstance(wanted, Sequence) or not wanted:
         raise ValueError("the prompt's metadata has no column include, expected the objects as in GenEval's files")
@@ -129,7 +129,7 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
     for number, entry in enumerate(wanted):
         name, count, colour, position = _entry(entry, number)
         objects = found.get(name, [])
-        named = _named(image, objects, name, colours) if colour and len(objects) >= count else []
+        named = _name(image, objects, name, colours) if colour and len(objects) >= count else []
         # GenEval: the `count` most confident objects.
         first = objects[:count]
         right = len(first) == count and (not colour or named[:count].count(colour) >= count)
@@ -156,7 +156,7 @@ def evaluate(image: Tensor, record: Mapping[str, Any], detector: Detector, colou
     return Verdict(correct, strict, sum(parts) / len(parts))
 
 
-def kept(detections: Sequence[Detection], threshold: float) -> list[Detection]:
+def select_objects(detections: Sequence[Detection], threshold: float) -> list[Detection]:
     """Return the objects of a class that count, the most confident first."""
     sure = [detection for detection in detections if detection.confidence > threshold]
     return sorted(sure, key=lambda detection: -detection.confidence)[:MOST_OBJECTS]
@@ -198,7 +198,7 @@ def _all_in(position: tuple[str, int], objects: Sequence[Detection], groups: Seq
     return others is not None and all(relation in positions(each, other) for each in objects for other in others)
 
 
-def _named(image: Tensor, objects: Sequence[Detection], name: str, colours: ColourNamer | None) -> list[str]:
+def _name(image: Tensor, objects: Sequence[Detection], name: str, colours: ColourNamer | None) -> list[str]:
     if colours is None:
         raise ValueError(f"the prompt names the colour of a {name}, and there is no function for colours: pass colours")
     return list(colours([crop(image, each) for each in objects], name))

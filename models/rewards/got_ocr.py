@@ -55,7 +55,7 @@ class GotOcr(TextReward, ModelReward):
     @torch.no_grad()
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each of the images `[N, H, W, 3]` in uint8."""
-        device, texts = self.placed(images), list[str]()
+        device, texts = self.place(images), list[str]()
         end = self.tokenizer.convert_tokens_to_ids(END)
         for part in images.split(self.batch):
             pixels = self.preprocess(part.to(device).permute(0, 3, 1, 2) / 255).to(self.precision)

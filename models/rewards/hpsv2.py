@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from fluvial.models.rewards.clip import VIT_H, ImageTowers
-from fluvial.models.rewards.shared.convert import count_layers, filled, renamed
-from fluvial.models.rewards.shared.loading import LoadingError, hub_file, processor_of, read_tensors
-from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, as_bytes, normalised, pad_to_square
+from fluvial.models.rewards.shared.convert import count_layers, fill, rename
+from fluvial.models.rewards.shared.loading import LoadingError, find_processor, hub_file, read_tensors
+from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, as_bytes, normalise, pad_to_square
 from fluvial.models.rewards.table import REWARD_MODELS
 
 FILE = "HPS_v2.1_compressed.pt"
@@ -72,18 +72,18 @@ class Hpsv2(ImageTowers):
 
         def preprocess(images: Tensor) -> Tensor:
             """Return images as the input of the vision model; padding is black before the normalisation."""
-            return normalised(pad_to_square(as_bytes(images) / 255, side), CLIP_MEAN, CLIP_STD)
+            return normalise(pad_to_square(as_bytes(images) / 255, side), CLIP_MEAN, CLIP_STD)
 
         self.preprocess = preprocess
-        self.load_tokenizer(model, *processor_of(file.parent, self.processor, VIT_H))
+        self.load_tokenizer(model, *find_processor(file.parent, self.processor, VIT_H))
         return model
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         """Return the input of the text tower, for prompts that are cleaned as open_clip's tokenizer does."""
-        return super().tokenize([cleaned(prompt) for prompt in prompts])
+        return super().tokenize([clean_prompt(prompt) for prompt in prompts])
 
 
-def cleaned(text: str) -> str:
+def clean_prompt(text: str) -> str:
     """Return a text with plain quotes, mended encoding errors, characters in place of HTML's names, and single blanks.
 
     Source: hpsv2 1.2.0, `src/open_clip/tokenizer.py`; lower case is the tokenizer's own.
@@ -105,11 +105,11 @@ def to_clip_model(tensors: Mapping[str, Tensor], source: Path, *, heads: tuple[i
             f"the weights {source} hold {', '.join(sorted(tensors)[:3])} ..., expected a state dict of open_clip with "
             "visual.conv1.weight, visual.proj, text_projection and token_embedding.weight"
         )
-    converted = {name: tensor for key, value in tensors.items() for name, tensor in _converted(key, value)}
-    return filled(CLIPModel(config_of(tensors, heads)), converted, source, kind="a CLIP model")
+    converted = {name: tensor for key, value in tensors.items() for name, tensor in _convert(key, value)}
+    return fill(CLIPModel(infer_config(tensors, heads)), converted, source, kind="a CLIP model")
 
 
-def config_of(tensors: Mapping[str, Tensor], heads: tuple[int, int] | None) -> Any:
+def infer_config(tensors: Mapping[str, Tensor], heads: tuple[int, int] | None) -> Any:
     """Return the CLIPConfig that the shapes of a state dict of open_clip tell."""
     from transformers import CLIPConfig
 
@@ -143,16 +143,16 @@ def config_of(tensors: Mapping[str, Tensor], heads: tuple[int, int] | None) -> A
     return CLIPConfig(projection_dim=out, vision_config=vision_config, text_config=text_config)
 
 
-def _converted(key: str, value: Tensor) -> list[tuple[str, Tensor]]:
+def _convert(key: str, value: Tensor) -> list[tuple[str, Tensor]]:
     """Return the tensors of transformers, with their names, that a tensor of open_clip becomes."""
     if key == "attn_mask":  # the causal mask, which older versions saved
         return []
     if not (found := re.match(rf"(visual\.)?{BLOCK}(.+)", key)):
-        return [(renamed(key, NAMES), value.T if key in TRANSPOSED else value)]
+        return [(rename(key, NAMES), value.T if key in TRANSPOSED else value)]
     tower = "vision_model" if found[1] else "text_model"
     prefix, rest = f"{tower}.encoder.layers.{found[2]}.", found[3]
     if not rest.startswith("attn.in_proj_"):
-        return [(prefix + renamed(rest, BLOCKS), value)]
+        return [(prefix + rename(rest, BLOCKS), value)]
     part = rest.removeprefix("attn.in_proj_")
     thirds = zip("qkv", value.chunk(3), strict=True)
     return [(f"{prefix}self_attn.{letter}_proj.{part}", third) for letter, third in thirds]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fluvial.models.rewards.shared.loading import LoadingError, ModelReward, load_model, load_preprocess, place_of
-from fluvial.models.rewards.shared.pixels import check_pairs, frames_of, in_batches
+from fluvial.models.rewards.shared.pixels import check_pairs, extract_frames, map_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
 
@@ -54,16 +54,18 @@ class EditPairs(ModelReward):
             condition_images: image before the edit, `[C, H, W]` in [0, 1] each, of any size.
         """
         check_pairs(images, prompts)
-        device, frames = self.placed(images), frames_of(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         with torch.no_grad():
-            before = torch.cat([self.features(frames_of(image[None].to(device), 1)[:, 0]) for image in condition_images])
+            before = torch.cat(
+                [self.features(extract_frames(image[None].to(device), 1)[:, 0]) for image in condition_images]
+            )
 
         def scored(rows: Tensor) -> Tensor:
             return self.compared(before[rows.to(device) // count], self.features(flat[rows].to(device)))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return in_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
+            return map_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
 
 
 @dataclass(eq=False)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.rewards.shared import loading
-from fluvial.models.rewards.shared.convert import LinearHead, count_layers, filled, renamed
+from fluvial.models.rewards.shared.convert import LinearHead, count_layers, fill, rename
 from fluvial.models.rewards.shared.loading import LoadingError, ModelReward
-from fluvial.models.rewards.shared.pixels import Preprocess, check_pairs, frames_of, in_batches
+from fluvial.models.rewards.shared.pixels import Preprocess, check_pairs, extract_frames, map_batches
 from fluvial.models.rewards.table import REWARD_MODELS
 
 FILE = "ImageReward.pt"
@@ -70,13 +70,13 @@ class ImageReward(ModelReward):
         text = text_model(parts["blip.text_encoder."], self.heads[1], file)
         self.head = LinearHead(parts["mlp."], text.config.hidden_size, file)
         self.preprocess = Preprocess(vision.config.image_size, (vision.config.image_size,) * 2)
-        self.tokenizer = loading.load_tokenizer(*loading.processor_of(file.parent, self.processor, TOKENIZER))
+        self.tokenizer = loading.load_tokenizer(*loading.find_processor(file.parent, self.processor, TOKENIZER))
         return nn.ModuleDict({"vision": vision, "text": text})
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images; see `ImageTowers`."""
         check_pairs(images, prompts)
-        device, frames = self.placed(images), frames_of(images, self.frames)
+        device, frames = self.place(images), extract_frames(images, self.frames)
         flat, count = frames.flatten(0, 1), frames.shape[1]
         tokens = self.tokenizer(
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
@@ -95,7 +95,7 @@ class ImageReward(ModelReward):
             return (self.head(read.last_hidden_state[:, 0].float()) - MEAN) / STD
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return in_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
+            return map_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
 
 
 def vision_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
@@ -118,7 +118,7 @@ def vision_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any
         layer_norm_eps=1e-6,
     )
     named = {_vision_name(name): value for name, value in tensors.items()}
-    return filled(BlipVisionModel(config), named, source, kind="BLIP")
+    return fill(BlipVisionModel(config), named, source, kind="BLIP")
 
 
 def text_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
@@ -136,14 +136,14 @@ def text_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:
         max_position_embeddings=_shape(tensors, "embeddings.position_embeddings.weight", 2, source)[0],
     )
     kept = {name: value for name, value in tensors.items() if name != "embeddings.position_ids"}  # a constant
-    return filled(BlipTextModel(config, add_pooling_layer=False), kept, source, kind="BLIP")
+    return fill(BlipTextModel(config, add_pooling_layer=False), kept, source, kind="BLIP")
 
 
 def _vision_name(name: str) -> str:
     """Return the name in transformers of a tensor of the vision model."""
     if found := re.match(r"blocks\.(\d+)\.(.+)", name):
-        return f"encoder.layers.{found[1]}.{renamed(found[2], BLOCKS)}"
-    return renamed(name, VISION)
+        return f"encoder.layers.{found[1]}.{rename(found[2], BLOCKS)}"
+    return rename(name, VISION)
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -19,16 +19,16 @@ from torch.nn import functional
 
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.rewards.shared import loading
-from fluvial.models.rewards.shared.convert import filled, renamed
+from fluvial.models.rewards.shared.convert import fill, rename
 from fluvial.models.rewards.shared.loading import LoadingError, ModelReward
 from fluvial.models.rewards.shared.pixels import (
     CLIP_MEAN,
     CLIP_STD,
     as_bytes,
     check_pairs,
-    frames_of,
-    in_batches,
-    normalised,
+    extract_frames,
+    map_batches,
+    normalise,
     resize,
     resize_as_tensor,
 )
@@ -86,7 +86,7 @@ class QwenVl(ModelReward):
         kind, base = getattr(transformers, self.kind), loading.place_of(self.base)
         revision = BASES.get(self.base)
         with quietly():
-            config = loading.fetched(
+            config = loading.fetch(
                 f"the settings of {base}", transformers.AutoConfig.from_pretrained, base, revision=revision
             )
         expected = kind.config_class.model_type
@@ -97,7 +97,7 @@ class QwenVl(ModelReward):
             raise LoadingError(f"the tokenizer of {base} has no chat template: give an instruction-tuned model")
         self.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
         self.ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(self.tokens)))
-        named = {renamed(name, NAMES): value for name, value in tensors.items() if name != "lm_head.weight"}
+        named = {rename(name, NAMES): value for name, value in tensors.items() if name != "lm_head.weight"}
         heads = {name: named.pop(name) for name in list(named) if name.startswith("rm_head")}
         rows = len(named.get("language_model.embed_tokens.weight", ()))
         if len(self.tokenizer) > rows:
@@ -109,7 +109,7 @@ class QwenVl(ModelReward):
         config.text_config.vocab_size = rows
         with init_empty_weights():
             model = kind(config)
-        return filled(model, named, file, kind=f"a {self.kind}", dtype=self.precision)
+        return fill(model, named, file, kind=f"a {self.kind}", dtype=self.precision)
 
     def read(self, file: Path, commit: str | None) -> dict[str, Tensor]:
         """Return the tensors of the weights by their names in transformers' class of generation."""
@@ -117,7 +117,7 @@ class QwenVl(ModelReward):
 
     def read_heads(self, tensors: Mapping[str, Tensor], file: Path, width: int) -> list[Layers]:
         """Return the heads of the weights."""
-        return [layers_of(tensors, "rm_head.", file, width)]
+        return [list_layers(tensors, "rm_head.", file, width)]
 
     def hidden(self, media: Sequence[Media], texts: Sequence[str]) -> Tensor:
         """Return the hidden states at the reward's tokens, `[B, k, D]` in float32.
@@ -130,7 +130,7 @@ class QwenVl(ModelReward):
         grids = [
             [(len(each) // FRAMES, *(edge // PATCH for edge in each.shape[-2:])) for each in sample] for sample in media
         ]
-        rows = [self.tokenized(text, grid) for text, grid in zip(texts, grids, strict=True)]
+        rows = [self.tokenize(text, grid) for text, grid in zip(texts, grids, strict=True)]
         longest = max(map(len, rows))
         # Attention looks backwards alone, so that padding on the right changes nothing and needs no mask.
         ids = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
@@ -147,7 +147,7 @@ class QwenVl(ModelReward):
         )
         return output.last_hidden_state[wanted.to(device)].float().view(len(rows), len(self.tokens), -1)
 
-    def tokenized(self, text: str, grids: Sequence[tuple[int, ...]]) -> list[int]:
+    def tokenize(self, text: str, grids: Sequence[tuple[int, ...]]) -> list[int]:
         """Return the tokens of a request with media before its text; a medium has a token per four patches."""
         content = [*({"type": self.medium} for _ in grids), {"type": "text", "text": text}]
         chat = self.tokenizer.apply_chat_template(
@@ -160,7 +160,7 @@ class QwenVl(ModelReward):
         whole = first + "".join(pad * count + other for count, other in zip(counts, others, strict=False))
         return list(self.tokenizer(whole + "".join(others[len(counts) :]), add_special_tokens=False)["input_ids"])
 
-    def scored(self, images: Tensor, media: Sequence[Media], texts: Sequence[str], head: Layers) -> Tensor:
+    def run_heads(self, images: Tensor, media: Sequence[Media], texts: Sequence[str], head: Layers) -> Tensor:
         """Return the outputs of a head, `[B, k, n]` in float32, with gradient if the images ask for it."""
 
         def part(rows: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class QwenVl(ModelReward):
             return through(head, self.hidden([media[i] for i in numbers], [texts[i] for i in numbers]))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return in_batches(part, torch.arange(len(media)), self.batch)
+            return map_batches(part, torch.arange(len(media)), self.batch)
 
 
 @dataclass(eq=False)
@@ -193,10 +193,10 @@ class Hpsv3(QwenVl):
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the score of each image, `[B]` in float32, differentiable in the images; see `ImageTowers`."""
         check_pairs(images, prompts)
-        device, frames = self.placed(images), frames_of(images, self.frames)
-        media = [[resized(image.to(device))] for image in frames.flatten(0, 1)]
+        device, frames = self.place(images), extract_frames(images, self.frames)
+        media = [[resize_image(image.to(device))] for image in frames.flatten(0, 1)]
         texts = [request("hpsv3", prompt) for prompt in prompts for _ in range(frames.shape[1])]
-        return self.scored(images, media, texts, self.heads[0])[:, 0, 0].view(len(prompts), -1).mean(1)
+        return self.run_heads(images, media, texts, self.heads[0])[:, 0, 0].view(len(prompts), -1).mean(1)
 
 
 @dataclass(eq=False)
@@ -219,7 +219,7 @@ class EditReward(QwenVl):
 
     def read_heads(self, tensors: Mapping[str, Tensor], file: Path, width: int) -> list[Layers]:
         """Return the two heads of the weights."""
-        return [layers_of(tensors, f"rm_heads.head_{i}.", file, width) for i in range(2)]
+        return [list_layers(tensors, f"rm_heads.head_{i}.", file, width) for i in range(2)]
 
     def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return `score`, and the two scores `following` and `quality`, `[B]` each in float32.
@@ -232,12 +232,12 @@ class EditReward(QwenVl):
         check_pairs(images, prompts)
         if images.ndim != 4:
             raise ValueError(f"editreward scores images, got samples of shape {list(images.shape[1:])}")
-        device = self.placed(images)
-        before = [resized(frames_of(image[None].to(device), 1)[0, 0]) for image in condition_images]
-        after = [resized(image.to(device)) for image in frames_of(images, 1)[:, 0]]
+        device = self.place(images)
+        before = [resize_image(extract_frames(image[None].to(device), 1)[0, 0]) for image in condition_images]
+        after = [resize_image(image.to(device)) for image in extract_frames(images, 1)[:, 0]]
         media = [list(pair) for pair in zip(before, after, strict=True)]
         scores = {
-            name: self.scored(images, media, [request(file, prompt) for prompt in prompts], head)[:, 0, 0]
+            name: self.run_heads(images, media, [request(file, prompt) for prompt in prompts], head)[:, 0, 0]
             for (name, file), head in zip(self.requests.items(), self.heads, strict=True)
         }
         return {"score": torch.stack(list(scores.values())).mean(0), **scores}
@@ -280,7 +280,7 @@ class VideoReward(QwenVl):
             scale = lora["lora_alpha"] / (lora["lora_r"] ** (0.5 if lora["use_rslora"] else 1))
         except (KeyError, TypeError, ValueError) as error:
             raise LoadingError(f"the settings {path} are not VideoReward's: {loading.first_line(error)}") from error
-        return merged(loading.read_tensors(file), scale)
+        return merge_lora(loading.read_tensors(file), scale)
 
     def __call__(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Return `score`, and the parts `VQ`, `MQ` and `TA`, `[B]` each in float32, differentiable in the videos.
@@ -292,12 +292,12 @@ class VideoReward(QwenVl):
         check_pairs(videos, prompts)
         if videos.ndim != 5 or videos.shape[2] < FRAMES:
             raise ValueError(f"videoreward scores videos of {FRAMES} frames or more, got samples {list(videos.shape[1:])}")
-        device, total = self.placed(videos), videos.shape[2]
-        chosen = frames_of(videos.to(device), sampled(total, total / self.fps * self.rate))
+        device, total = self.place(videos), videos.shape[2]
+        chosen = extract_frames(videos.to(device), choose_frame_count(total, total / self.fps * self.rate))
         size = fitting(*videos.shape[-2:], least=LEAST_VIDEO_AREA, most=self.most_pixels)
         media = [[resize_as_tensor(as_bytes(video), size)] for video in chosen]
         texts = [request("videoreward", prompt) for prompt in prompts]
-        found = self.scored(videos, media, texts, self.heads[0])[..., 0]
+        found = self.run_heads(videos, media, texts, self.heads[0])[..., 0]
         scores = {
             part: (found[:, i] - mean) / std for i, (part, (mean, std)) in enumerate(zip(self.parts, self.norm, strict=True))
         }
@@ -310,7 +310,7 @@ def request(name: str, prompt: str) -> str:
     return (PROMPTS / f"{name}.txt").read_text(encoding="utf-8").replace(PLACE, prompt)
 
 
-def layers_of(tensors: Mapping[str, Tensor], prefix: str, file: Path, width: int) -> Layers:
+def list_layers(tensors: Mapping[str, Tensor], prefix: str, file: Path, width: int) -> Layers:
     """Return the linear layers of a head, in their order: `PREFIXi.weight` and `PREFIXi.bias`, or one `PREFIXweight`.
 
     Raises:
@@ -331,7 +331,7 @@ def through(layers: Layers, x: Tensor) -> Tensor:
     return x
 
 
-def merged(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Return the weights of a PEFT model by the names of the model within, with W + scale B A in place of each W."""
     plain = {name.removeprefix("base_model.model."): value for name, value in tensors.items()}
     found = {name.replace(".base_layer.", "."): value for name, value in plain.items() if ".lora_" not in name}
@@ -342,7 +342,7 @@ def merged(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     return found
 
 
-def resized(image: Tensor) -> Tensor:
+def resize_image(image: Tensor) -> Tensor:
     """Return an image `[3, H, W]` in [0, 1] as two equal frames of about `AREA` pixels, integers from 0 to 255."""
     size = fitting(*image.shape[-2:], least=AREA, most=AREA)
     return resize(as_bytes(image), size).expand(FRAMES, -1, -1, -1)
@@ -363,7 +363,7 @@ def fitting(height: int, width: int, *, least: int, most: int) -> tuple[int, int
     return size
 
 
-def sampled(total: int, wanted: float) -> int:
+def choose_frame_count(total: int, wanted: float) -> int:
     """Return the number of frames that a video is scored by: an even one, at least `LEAST_FRAMES`, at most all.
 
     Source: qwen-vl-utils, `smart_nframes`.
@@ -377,6 +377,6 @@ def patches(frames: Tensor) -> Tensor:
 
     The four patches of a token follow each other; source: transformers' Qwen2VLImageProcessor.
     """
-    pixels = normalised(frames / 255, CLIP_MEAN, CLIP_STD)
+    pixels = normalise(frames / 255, CLIP_MEAN, CLIP_STD)
     order = "(t u) c (y m h) (x n w) -> (t y x m n) (c u h w)"
     return rearrange(pixels, order, u=FRAMES, m=MERGE, n=MERGE, h=PATCH, w=PATCH)

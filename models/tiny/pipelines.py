@@ -201,7 +201,7 @@ def scheduler_of_no_flow(name: str) -> str:
     return OTHERS.get(name, other if all(one.startswith(NO_FLOWS) for one in names) else "")
 
 
-def prompt_of(name: str, text: str) -> str:
+def make_prompt(name: str, text: str) -> str:
     """Return a prompt as a pipeline takes it: BRIA's edits take one in JSON."""
     return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
 
@@ -361,7 +361,7 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         return _scheduler(names, pipeline)
     if part == "transformer":
         kind = next(one for one in _classes(hint) if issubclass(one, nn.Module))
-        return _sized(kind, network_settings(kind, WIDER.get(pipeline, {})))
+        return _check_size(kind, network_settings(kind, WIDER.get(pipeline, {})))
     if part.endswith(("tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4")) and part not in NO_TEXT:
         # A tokenizer is that of the text encoder beside it.
         beside = hints.get(part.replace("tokenizer", "text_encoder"), hints.get("text_encoder"))
@@ -387,17 +387,17 @@ def _part(part: str, hint: Any, pipeline: str, hints: Mapping[str, Any]) -> Any:
         if kind.__name__ in PARTS:
             return PARTS[kind.__name__]()
         if kind.__name__ in AUTOENCODERS or part.endswith(("vae", "vqvae")):
-            return _sized(kind, autoencoder_settings(kind, pipeline))
+            return _check_size(kind, autoencoder_settings(kind, pipeline))
         if part.startswith("text_encoder") and issubclass(kind, nn.Module) and hasattr(kind, "config_class"):
             return encoders.language_model(kind, layers=DEPTHS.get(pipeline, 2))
         if part.endswith("guider"):
             return diffusers.ClassifierFreeGuidance() if kind.__name__ == "BaseGuidance" else kind()
         if issubclass(kind, diffusers.ModelMixin):
-            return _sized(kind, network_settings(kind, {}))
+            return _check_size(kind, network_settings(kind, {}))
     raise UnknownPart(f"no tiny {part} ({' or '.join(names) or hint}) is known")
 
 
-def _sized(kind: type, settings: Mapping[str, Any]) -> Any:
+def _check_size(kind: type, settings: Mapping[str, Any]) -> Any:
     """Return a network of diffusers; UnknownPart if it has more than `MOST` parameters, which are counted without memory."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind(**settings).parameters())

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fluvial.models.images import read_image
-from fluvial.models.replay.media import MediaPrompt, TextPrompt, text_of
+from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text
 from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, as_letters, draw, places, words
 from fluvial.models.words.model import CONFIG, Words
 
@@ -61,25 +61,25 @@ class EditWords(Words):
         Raises:
             ValueError: a word has no image, or one of another size; the message names the word.
         """
-        images = torch.stack([pixels_of(prompt) for prompt in prompts])
-        return EditCond(*super().encode([text_of(prompt) for prompt in prompts]), images)
+        images = torch.stack([read_pixels(prompt) for prompt in prompts])
+        return EditCond(*super().encode([get_text(prompt) for prompt in prompts]), images)
 
     def network_input(self, x: Tensor, cond: EditCond) -> Tensor:
         """Return the samples with their images as a second channel, `[B, 2, 24, 96]`."""
         return torch.cat([x, cond.image.to(x.dtype)], dim=1)
 
 
-def pixels_of(prompt: TextPrompt) -> Tensor:
+def read_pixels(prompt: TextPrompt) -> Tensor:
     """Return the image of a prompt, `[1, 24, 96]` in [-1, 1]; zeros for the empty prompt. See `EditWords.encode`."""
     if not prompt:
         return torch.zeros(1, HEIGHT, WIDTH)
     source = None if isinstance(prompt, str) else prompt.media.get(ARGUMENT)
     if not isinstance(source, Path | bytes):
-        raise ValueError(f"prompt {text_of(prompt)!r} has no image to correct: give its record a column {ARGUMENT}")
+        raise ValueError(f"prompt {get_text(prompt)!r} has no image to correct: give its record a column {ARGUMENT}")
     image = read_image(source)
     if image.size != (WIDTH, HEIGHT):
         raise ValueError(
-            f"the image of prompt {text_of(prompt)!r} has {image.width}x{image.height} pixels, expected {WIDTH}x{HEIGHT}"
+            f"the image of prompt {get_text(prompt)!r} has {image.width}x{image.height} pixels, expected {WIDTH}x{HEIGHT}"
         )
     return torch.from_numpy(np.array(image.convert("L"))).to(torch.float32)[None] / 127.5 - 1
 
@@ -100,7 +100,7 @@ def misspelt_images(split: Literal["train", "heldout"]) -> Mapping[str, bytes]:
 
 def correct(prompts: Sequence[MediaPrompt]) -> Tensor:
     """Return each prompt's word drawn where its image has it, `[B, 1, 24, 96]` in [-1, 1]."""
-    images = [draw(prompt.text, *comparison(prompt.text, pixels_of(prompt)).move) for prompt in prompts]
+    images = [draw(prompt.text, *comparison(prompt.text, read_pixels(prompt)).move) for prompt in prompts]
     pixels = np.stack(images) if images else np.zeros((0, HEIGHT, WIDTH), np.uint8)
     return torch.from_numpy(pixels).to(torch.float32)[:, None] / 127.5 - 1
 

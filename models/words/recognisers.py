@@ -46,7 +46,7 @@ class Recogniser:
 
     def read(self, images: Tensor) -> list[str]:
         """Return the text in each image, without blanks, in small letters."""
-        return [cleaned(text) for text in self.read_pixels(as_pixels(images))]
+        return [clean_text(text) for text in self.read_pixels(as_pixels(images))]
 
     def letters(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return 1 - min(levenshtein(t, w), |w|) / |w| of each word w that is read as t, float32 `[B]`.
@@ -64,7 +64,7 @@ def as_pixels(images: Tensor) -> np.ndarray:
     return (images.detach().float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()[:, 0]
 
 
-def cleaned(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return a text without blanks, in small letters."""
     return "".join(text.split()).lower()
 
@@ -81,24 +81,24 @@ def legibility(images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
     mean probability of the letters that it reads. Most words are read right early in training; this still tells them apart.
     """
     letters, sure = [], []
-    for (text, confidence), word in zip(in_threads(line(), as_pixels(images)), prompts, strict=True):
-        letters.append(agreement(cleaned(text), word))
-        sure.append(-math.log10(1 - confidence + 1e-3) / 3 if cleaned(text) == word else 0.0)
+    for (text, confidence), word in zip(map_threads(line(), as_pixels(images)), prompts, strict=True):
+        letters.append(agreement(clean_text(text), word))
+        sure.append(-math.log10(1 - confidence + 1e-3) / 3 if clean_text(text) == word else 0.0)
     first, second = (torch.tensor(values, dtype=torch.float32, device=images.device) for values in (letters, sure))
     return {"score": first + second, "letters": first, "sure": second}
 
 
 def reward_recogniser() -> Recogniser:
     """Return the recogniser of the reward: RapidOCR, which reads each image as one line. Its models are loaded when used."""
-    return Recogniser(lambda pixels: [text for text, _ in in_threads(line(), pixels)])
+    return Recogniser(lambda pixels: [text for text, _ in map_threads(line(), pixels)])
 
 
 def heldout_recogniser() -> Recogniser:
     """Return the recogniser of the evaluation: ddddocr's default model, which is loaded when used."""
-    return Recogniser(lambda pixels: in_threads(ddddocr(), pixels))
+    return Recogniser(lambda pixels: map_threads(ddddocr(), pixels))
 
 
-def in_threads(read: Callable[[np.ndarray], T], pixels: np.ndarray) -> list[T]:
+def map_threads(read: Callable[[np.ndarray], T], pixels: np.ndarray) -> list[T]:
     """Return a function's result for each of the images `[B, 24, 96]`, on as many threads as torch computes with.
 
     Each image is read alone, so results do not depend on the number of threads.
@@ -144,12 +144,12 @@ def ddddocr() -> Callable[[np.ndarray], str]:
         height, width = image.shape
         sized = Image.fromarray(image).resize((width * CTC_HEIGHT // height, CTC_HEIGHT), Image.Resampling.LANCZOS)
         (scores,) = session.run(None, {name: np.asarray(sized, np.float32)[None, None] / 255})  # [steps, 1, characters]
-        return decoded(scores[:, 0], characters)
+        return decode_ctc(scores[:, 0], characters)
 
     return read
 
 
-def decoded(scores: np.ndarray, characters: Sequence[str]) -> str:
+def decode_ctc(scores: np.ndarray, characters: Sequence[str]) -> str:
     """Return the text of a CTC network: the best character of each step; repeats are one, and 0 is a blank.
 
     Args:

@@ -324,13 +324,13 @@ CASES: dict[str, Case] = {
     ),
     "an integer clip": (lambda: surrogate(S, S, S, clip_high=GROUP), TypeError, "clip_high is torch.int64"),
     "an int as a key to fold": (
-        lambda: fold_in(0, GROUP),
+        lambda: fold_in(0, GROUP),  # type: ignore[arg-type]
         TypeError,
         r"fold_in: key is an int, expected a Key: .*key\(seed\)",
-    ),  # type: ignore[arg-type]
-    "an int as a key to draw": (lambda: random.normal(0, (3,)), TypeError, "key is an int, expected a Key"),  # type: ignore[arg-type]
+    ),
+    "an int as a key to draw": (lambda: random.normal(0, (3,)), TypeError, "key is an int"),  # type: ignore[arg-type]
     "an int as a rollout's key": (
-        lambda: walk(transition=partial(transitions.cps, eta=0.5), key=0),
+        lambda: walk(transition=partial(transitions.cps, eta=0.5), key=0),  # type: ignore[arg-type]
         TypeError,
         "key is an int, expected a Key",
     ),

@@ -13,7 +13,7 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
 
 import torch
-from core_functions import BATCH, ROWS, TRANSFORMS, Row, public
+from core_functions import BATCH, ROWS, Row, public
 from tables import DTYPES
 from tolerances import COMPUTE_DTYPE
 from torch import Tensor
@@ -27,12 +27,36 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 Arguments = dict[str, Tensor]
 
 
-def of(transform: str) -> pytest.MarkDecorator:
-    """Return the rows on which a transform makes sense."""
-    return pytest.mark.parametrize("row", [row for row in ROWS if transform not in row.cannot], ids=lambda row: row.name)
+def rows(accept: Callable[[Row], object]) -> pytest.MarkDecorator:
+    """Return the rows that are accepted as the tests of a function."""
+    return pytest.mark.parametrize("row", [row for row in ROWS if accept(row)], ids=lambda row: row.name)
 
 
-PLAIN = ("checks", "ema", "sigmas", "step.kl", "table", "types")  # their results keep the dtype of the arguments
+# Functions whose results have the dtype of what they are given, and those of one number per sample that depends on it alone.
+KEEP = ("checks", "ema", "sigmas", "step.kl", "table", "types")
+MATHEMATICS = (
+    "awm",
+    "correction",
+    "crd",
+    "dgpo",
+    "distill",
+    "dpo",
+    "flow_m",
+    "gaussian",
+    "guidance",
+    "nft",
+    "policy",
+    "step",
+    "trans",
+)
+TOGETHER = (
+    "dgpo.group_weight",
+    "dpo.best_and_worst",
+    "nft.check",
+    "transitions.check",
+    "transitions.sampler_name",
+    "step.check",
+)
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -49,12 +73,12 @@ def weigh(row: Row, arguments: Arguments) -> Tensor:
     """Return a number of a result that each of its elements changes by another amount."""
     floating = [leaf.double() for leaf in tensors(row.call(**arguments)) if leaf.is_floating_point()]
     weighed = [(leaf * weights(place, leaf)).sum() for place, leaf in enumerate(floating)]
-    return torch.stack(weighed).sum()
+    return torch.stack(weighed).sum() if weighed else torch.zeros(())
 
 
 def split(row: Row, seed: int = 0) -> tuple[Arguments, Callable[[Arguments], Tensor]]:
     """Return the arguments with a gradient, and the weighed result as a function of them."""
-    arguments, names = row.arguments(seed), row.gradients()
+    arguments, names = row.arguments(seed), row.learned()
     return {name: arguments[name] for name in names}, lambda learned: weigh(row, arguments | learned)
 
 
@@ -67,13 +91,11 @@ def equal(found: Any, expected: Any) -> None:
 
 
 def test_every_public_function_is_in_the_table() -> None:
-    """And nothing else, in this file's table of what each is called with."""
+    """And nothing else."""
     assert {row.name.split()[0] for row in ROWS} == set(public())
-    excepted = [(row.name, name) for row in ROWS for name in row.cannot]
-    assert {name for _, name in excepted} <= set(TRANSFORMS)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.name.startswith(PLAIN)], ids=lambda row: row.name)
+@rows(lambda row: not row.name.startswith(KEEP))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_computed_in_float32_or_float64(row: Row, dtype: torch.dtype) -> None:
     """Whatever the dtype of the arguments, and equals the float64 result of the same numbers."""
@@ -87,7 +109,7 @@ def test_it_is_computed_in_float32_or_float64(row: Row, dtype: torch.dtype) -> N
         assert_close(one.double(), other.double(), rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.numbers], ids=lambda row: row.name)
+@rows(lambda row: row.numbers)
 def test_a_number_is_a_float_or_a_tensor(row: Row) -> None:
     """0-d, or one per sample."""
     arguments = row.arguments()
@@ -101,21 +123,37 @@ def test_a_number_is_a_float_or_a_tensor(row: Row) -> None:
     )
 
 
-@of("grad")
+@rows(lambda row: row.name.startswith(MATHEMATICS) and not row.name.startswith(TOGETHER))
+@pytest.mark.parametrize("batch", [0, 1])
+def test_a_sample_does_not_depend_on_the_others(row: Row, batch: int) -> None:
+    """The first of a batch alone, or none."""
+    arguments = row.arguments()
+    part = tensors(row.call(**{name: tensor[:batch] for name, tensor in arguments.items()}))
+    for one, whole in zip(part, tensors(row.call(**arguments)), strict=True):
+        if whole.ndim > 0:
+            assert_close(one, whole[:batch], rtol=1e-13, atol=1e-15)
+
+
+@rows(bool)
 def test_grad(row: Row) -> None:
-    """It is autograd's, and that of differences where nothing is held constant."""
+    """Of the arguments that should have one; it is autograd's, and that of differences where nothing is held."""
     learned, function = split(row)
-    gradients = torch.func.grad(function)(learned)
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in learned.items()}
-    equal(gradients, torch.autograd.grad(function(leaves), [*leaves.values()]))
-    for name, gradient in gradients.items():
-        assert gradient.any(), name
-    if row.held is None:
-        names = [*leaves]
-        assert torch.autograd.gradcheck(lambda *values: function(dict(zip(names, values, strict=True))), (*leaves.values(),))
+    leaves = {name: t.requires_grad_() if t.is_floating_point() else t for name, t in row.arguments().items()}
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    result = weigh(row, leaves)
+    assert result.requires_grad == bool(learned)
+    if not learned:
+        return
+    gradients = torch.autograd.grad(result, [*floating.values()], materialize_grads=True)
+    moved = {name: gradient for name, gradient in zip(floating, gradients, strict=True) if gradient.any()}
+    assert set(moved) == set(learned)
+    equal(torch.func.grad(function)(learned), moved)
+    if not row.held:
+        values = tuple(tensor.requires_grad_() for tensor in learned.values())
+        assert torch.autograd.gradcheck(lambda *values: function(dict(zip(learned, values, strict=True))), values)
 
 
-@of("jvp")
+@rows(Row.learned)
 def test_jvp(row: Row) -> None:
     """The derivative along a direction is the gradient's product with it."""
     learned, function = split(row)
@@ -126,7 +164,7 @@ def test_jvp(row: Row) -> None:
     assert_close(derivative, expected, rtol=1e-8, atol=1e-12)
 
 
-@of("vmap")
+@rows(bool)
 def test_vmap(row: Row) -> None:
     """Over all arguments at once; the result of each is that of it alone."""
     each = [row.arguments(seed) for seed in range(3)]
@@ -136,14 +174,14 @@ def test_vmap(row: Row) -> None:
         equal([tensor[place] for tensor in found], row.call(**arguments))
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.cannot and row.gradients()], ids=lambda row: row.name)
+@rows(Row.learned)
 def test_vmap_of_grad(row: Row) -> None:
     """A gradient per batch."""
     each = [split(row, seed) for seed in range(2)]
     whole = [row.arguments(seed) for seed in range(2)]
     stacked = {name: torch.stack([arguments[name] for arguments in whole]) for name in whole[0]}
 
-    names = row.gradients()
+    names = row.learned()
 
     def gradient(arguments: Arguments) -> Arguments:
         return torch.func.grad(lambda learned: weigh(row, arguments | learned))({name: arguments[name] for name in names})
@@ -161,13 +199,13 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
-@of("compile")
+@rows(lambda row: not row.not_compiled)
 def test_compile(row: Row, compiled: Callable[..., Any]) -> None:
     """With its gradients."""
     results = []
     for function in (row.call, compiled(row.call)):
         arguments = row.arguments()
-        learned = [arguments[name].requires_grad_() for name in row.gradients() if not row.cannot.get("grad")]
+        learned = [arguments[name].requires_grad_() for name in row.learned()]
         found = tensors(function(**arguments))
         loss = sum((t * weights(i, t)).sum() for i, t in enumerate(found) if t.requires_grad)
         gradients = torch.autograd.grad(loss, learned) if isinstance(loss, Tensor) else ()
@@ -175,7 +213,7 @@ def test_compile(row: Row, compiled: Callable[..., Any]) -> None:
     equal(*results)
 
 
-@of("fake")
+@rows(bool)
 def test_fake(row: Row) -> None:
     """The shapes and dtypes are found without a value."""
     expected = tensors(row.call(**row.arguments()))
@@ -184,7 +222,7 @@ def test_fake(row: Row) -> None:
     assert [(tensor.shape, tensor.dtype) for tensor in found] == [(tensor.shape, tensor.dtype) for tensor in expected]
 
 
-@of("make_fx")
+@rows(bool)
 def test_make_fx(row: Row) -> None:
     """A graph that was traced with some numbers gives the results of others."""
     names = [*row.arguments()]

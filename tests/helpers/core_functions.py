@@ -6,6 +6,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -43,41 +44,41 @@ from fluvial.core.transitions import Transition
 BATCH, EVENT, STEPS = 4, (3, 2), 3
 GRID = torch.linspace(1, 0, STEPS + 1, dtype=torch.float64)
 GROUP = torch.tensor([7, 2, 7, 2])
-TRANSFORMS = ("grad", "jvp", "vmap", "compile", "fake", "make_fx")
+LEVELS = "sigma sigma_next"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A call of a function with tensors, `"module.function variant"`.
+    """A call of a function with tensors.
 
     Args:
-        name: see above.
+        name: "module.function variant".
         call: `call(**arguments)` returns a tree of tensors.
-        tensors: names of the arguments; `arguments` says what each name stands for.
-        numbers: hyper-parameters, and a value of each; passed as tensors `[B]`.
-        learned: names of the arguments with a gradient; by default all floating-point ones.
-        held: why the gradient is not that of the value: what is constant in it.
-        cannot: transforms that make no sense, each with the reason.
+        names: names of the tensors; `_drawn` says what each stands for.
+        numbers: hyper-parameters, each with a value, passed as tensors `[B]`.
+        still: names of the arguments without a gradient; "all" where no result has one.
+        held: what the function holds constant in its derivative, which differences do not.
+        not_compiled: why it makes no sense in a graph.
     """
 
     name: str
     call: Callable[..., Any]
-    tensors: tuple[str, ...] = ()
+    names: str
     numbers: dict[str, float] = field(default_factory=dict)
-    learned: tuple[str, ...] | None = None
-    held: str | None = None
-    cannot: dict[str, str] = field(default_factory=dict)
+    still: str = ""
+    held: str = ""
+    not_compiled: str = ""
 
     def arguments(self, seed: int = 0) -> dict[str, Tensor]:
         """Return the arguments, in float64, in the range that an update meets; other seeds give other values."""
-        drawn = {name: _drawn(name, 100 * seed + place) for place, name in enumerate(self.tensors)}
+        drawn = {name: _drawn(name, 100 * seed + place) for place, name in enumerate(self.names.split())}
         scale = 1 + 0.1 * torch.sigmoid(normals(100 * seed + 99, BATCH))
         return drawn | {name: value * scale for name, value in self.numbers.items()}
 
-    def gradients(self) -> list[str]:
+    def learned(self) -> list[str]:
         """Return the names of the arguments with a gradient."""
-        floating = [name for name, tensor in self.arguments().items() if tensor.is_floating_point()]
-        return floating if self.learned is None else [*self.learned]
+        names = [name for name, tensor in self.arguments().items() if tensor.is_floating_point()]
+        return [] if self.still == "all" else [name for name in names if name not in self.still.split()]
 
 
 def _drawn(name: str, seed: int) -> Tensor:
@@ -90,7 +91,7 @@ def _drawn(name: str, seed: int) -> Tensor:
     unit = torch.sigmoid(tensor)
     if name in ("sigma", "alpha_bar_next"):
         return 0.55 + 0.4 * unit
-    if name in ("sigma_next", "alpha_bar", "a", "b", "std", "t", "prob"):
+    if name in ("sigma_next", "alpha_bar", "a", "b", "std", "t", "reward_prob"):
         return 0.1 + 0.4 * unit
     if name.startswith("err"):
         return torch.exp(tensor / 2)
@@ -120,8 +121,8 @@ def host(function: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def checking(function: Callable[[Tensor], None]) -> Callable[..., Tensor]:
-    """Return a call of a check, which returns nothing, inside a function of the tensor that it checks."""
+def checking(function: Callable[[Tensor], object]) -> Callable[..., Tensor]:
+    """Return a call of a check, inside a function of the tensor that it checks."""
 
     def call(**arguments: Tensor) -> Tensor:
         (tensor,) = arguments.values()
@@ -162,341 +163,290 @@ def planned(window: Any = None, **options: Any) -> table.Plan:
 
 WINDOWS = torch.tensor([[0, 1], [1, 2], [0, 2], [0, 1]])
 PLAN = planned(WINDOWS)
-NUMBERED = Transition(*(torch.tensor(value, dtype=torch.float64) for value in (0.9, -0.2, 0.3)))
-
-
-def moved(a: Tensor, b: Tensor, std: Tensor) -> Transition:
-    """Return a transition whose two coefficients differ in sign, as those of a step do."""
-    return Transition(a, -b, std)
 
 
 def _step(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Return a function whose first argument is a transition as one of its coefficients and the rest."""
+    """Return a function of a transition as one of its coefficients, of which b is negative, and the rest."""
 
     def call(a: Tensor, b: Tensor, std: Tensor, **rest: Tensor) -> Any:
-        return function(moved(a, b, std), *(rest.pop(name) for name in names), **rest)
+        return function(Transition(a, -b, std), *(rest.pop(name) for name in names), **rest)
 
     return call
 
 
-_ABS, _DATA = ("a", "b", "std"), ("log_prob_old", "advantage")
-_SAMPLER = ("sigma", "sigma_next")
-CLIPS = {"clip_low": 0.03, "clip_high": 0.02}  # within the ratios that are drawn
-HOST = "a decision of the host"
-_TAKES_KEYS = {"learned": (), "cannot": {"grad": "keys are integers", "jvp": "keys are integers"}}
-_INTEGERS = {"cannot": {"grad": "its results are integers", "jvp": "its results are integers"}, "learned": ()}
+def weigh_steps(steps_old: Tensor, steps_other: Tensor, **options: Any) -> Any:
+    """Return the weights of a rollout's steps."""
+    return correction.rollout_weights(steps_old, steps_other, threshold=1.2, **options)
 
 
 def _policy(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Return a surrogate of pairs with a transition."""
-
-    def call(
-        a: Tensor, b: Tensor, std: Tensor, log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, **rest: Any
-    ) -> Any:
-        step = moved(a, b, std)
-        return function(log_prob, log_prob_old, advantage, step, *(rest.pop(name) for name in names), **rest)
-
-    return call
+    """Return a surrogate of pairs with a transition, of its coefficients and the rest."""
+    return _step(lambda step, *pairs, **rest: function(*pairs[:3], step, *pairs[3:], **rest), *PAIRS.split(), *names)
 
 
 def _keyed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a key as one of its words and the rest."""
     return lambda low, high, **rest: function(Key(low, high), **rest)
 
 
-def _policy_loss(a: Tensor, b: Tensor, std: Tensor, x: Tensor, v: Tensor, x_next: Tensor, **rest: Any) -> Any:
-    return step.policy_loss(moved(a, b, std), x, v, x_next, **rest)
+def _scaled(std: Tensor, v: Tensor, kl_coef: Tensor) -> Tensor:
+    scale = step.kl_scale(Transition(std, std, std), v, v_ref=v, kl_coef=kl_coef, kl_weight="mse", dt=None)
+    return std * scale
 
 
-_LOSS = (*_ABS, "x", "v", "x_next", *_DATA, "v_ref", "v_uncond", "dt")
+PAIRS = "log_prob log_prob_old advantage"
+CLIPS = {"clip_low": 0.03, "clip_high": 0.02}  # within the ratios that are drawn
+INFO, SCORED = "diagnostics", "the sample that is scored"
+group_advantages = partial(advantages.group_advantages, group=GROUP)
+weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
+log_probs = product(gaussian.FORMS, gaussian.REDUCTIONS)
+stochastic = [name for name in transitions.SAMPLERS if name != "ode"]
+debug = table.Record([1], velocity=True, debug=True)
+taken = partial(rollout.unroll, velocity, plan=PLAN, key=random.key(1))
+
 ROWS = (
-    Row("advantages.group_advantages", partial(advantages.group_advantages, group=GROUP), ("reward",)),
-    Row("advantages.group_advantages batch", partial(advantages.group_advantages, group=GROUP, scale="batch"), ("reward",)),
+    Row("advantages.group_advantages", group_advantages, "reward"),
+    Row("advantages.group_advantages batch", partial(group_advantages, scale="batch"), "reward"),
     Row(
         "advantages.multi_reward_advantages",
-        partial(advantages.multi_reward_advantages, weights=torch.tensor([0.3, 0.7]).double(), group=GROUP),
-        ("rewards",),
+        partial(advantages.multi_reward_advantages, weights=weights, group=GROUP),
+        "rewards",
     ),
-    Row("advantages.check_rewards", checking(lambda reward: advantages.check_rewards("f", reward, GROUP)), ("reward",)),
+    Row("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
     *(
         Row(
-            f"awm.awm_log_prob {weighting}",
-            partial(awm.awm_log_prob, weighting=weighting),
-            ("error", "t"),
+            f"awm.awm_log_prob {kind}",
+            partial(awm.awm_log_prob, weighting=kind),
+            "error t",
             {"delta": 0.1, "power": 0.25},
-            learned={"uniform": ("error",), "huber": ("error", "t", "delta"), "ghuber": None}.get(weighting, ("error", "t")),
+            still,
         )
-        for weighting in awm.WEIGHTINGS
+        for kind, still in zip(awm.WEIGHTINGS, ("t delta power", "delta power", "delta power", "power", ""), strict=True)
     ),
-    Row(
-        "correction.rollout_weights",
-        lambda steps_old, steps_other: correction.rollout_weights(steps_old, steps_other, mode="truncate", threshold=1.2),
-        ("steps_old", "steps_other"),
-        learned=(),
-        cannot={"grad": "weights have no gradient", "jvp": "weights have no gradient"},
+    *(
+        Row(
+            f"correction.rollout_weights {mode} {level}",
+            partial(weigh_steps, mode=mode, level=level),
+            "steps_old steps_other",
+            still="all",
+        )
+        for mode, level in product(correction.MODES, correction.LEVELS)
     ),
     Row(
         "crd.implicit_reward",
         crd.implicit_reward,
-        ("v", "v_old", "target"),
+        "v v_old target",
         {"weight_min": 0.1},
-        ("v",),
-        "the sizes that errors are divided by",
+        "v_old target weight_min",
+        "errors' sizes",
     ),
     *(
         Row(
             f"crd.crd_loss {match}",
             partial(crd.crd_loss, match=match),
-            ("implicit", "centre", "reward_centred"),
+            "implicit centre reward_centred",
             {"beta": 0.5, "scale": 2.0},
-            ("implicit", "beta", "scale"),
+            "centre reward_centred",
         )
         for match in ("mse", "bce")
     ),
-    Row("dgpo.group_weight", partial(dgpo.group_weight, group=GROUP), ("margin",)),
-    Row("dgpo.preference_margin", dgpo.preference_margin, ("error", "error_ref", "advantage"), {"beta": 0.5}),
+    Row("dgpo.group_weight", partial(dgpo.group_weight, group=GROUP), "margin"),
+    Row("dgpo.preference_margin", dgpo.preference_margin, "error error_ref advantage", {"beta": 0.5}),
     Row(
         "dgpo.dgpo_loss",
         dgpo.dgpo_loss,
-        ("error", "error_old", "advantage", "weight"),
+        "error error_old advantage weight",
         CLIPS,
-        ("error",),
-        "the error where the clip holds it",
+        "error_old weight clip_low clip_high",
+        "the ratio",
     ),
-    Row("distill.mean_kl", _step(distill.mean_kl, "v", "v_teacher"), (*_ABS, "v", "v_teacher"), learned=("b", "std", "v")),
-    Row("distill.velocity_mse", distill.velocity_mse, ("v", "v_teacher"), learned=("v",)),
+    Row("distill.mean_kl", _step(distill.mean_kl, "v", "v_teacher"), "a b std v v_teacher", still="a v_teacher"),
+    Row("distill.velocity_mse", distill.velocity_mse, "v v_teacher", still="v_teacher"),
     Row(
         "dpo.dpo_loss",
         dpo.dpo_loss,
-        ("err_win", "err_lose", "err_win_ref", "err_lose_ref"),
+        "err_win err_lose err_win_ref err_lose_ref",
         {"beta": 3.0, "lose_weight": 0.7},
-        ("err_win", "err_lose", "beta", "lose_weight"),
-        "the diagnostics",
+        "err_win_ref err_lose_ref",
+        INFO,
     ),
-    Row("dpo.clipped_log_ratio", dpo.clipped_log_ratio, ("log_prob", "log_prob_ref"), {"eps": 0.1}),
+    Row("dpo.clipped_log_ratio", dpo.clipped_log_ratio, "log_prob log_prob_ref", {"eps": 0.1}),
     Row(
         "dpo.d3po_loss",
         dpo.d3po_loss,
-        ("log_ratio", "log_ratio_other", "preferred"),
+        "log_ratio log_ratio_other preferred",
         {"beta": 0.7},
-        ("log_ratio",),
+        "log_ratio_other",
         "half of the pair's loss",
     ),
-    Row("dpo.best_and_worst", partial(dpo.best_and_worst, group=GROUP), ("reward",), **_INTEGERS),  # type: ignore[arg-type]
-    Row(
-        "ema.init",
-        lambda x: ema.init({"w": x}),
-        ("x",),
-        learned=(),
-        cannot={"grad": "an average has no gradient", "jvp": "an average has no gradient"},
-    ),
-    Row("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), ("x", "x_next"), learned=("x",)),
-    Row("ema.warmed_decay", host(lambda: ema.warmed_decay(0.9, 3)), ("x",)),
-    Row("flow_matching.interpolate", flow_matching.interpolate, ("x0", "noise", "sigma")),
-    Row("flow_matching.velocity_error", flow_matching.velocity_error, ("v", "target")),
-    Row("gaussian.mean", _step(gaussian.mean, "x", "v"), (*_ABS, "x", "v"), learned=("a", "b", "x", "v")),
-    Row("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), (*_ABS, "x", "v", "noise")),
+    Row("dpo.best_and_worst", partial(dpo.best_and_worst, group=GROUP), "reward", still="all"),
+    Row("ema.init", lambda x: ema.init({"w": x}), "x", still="all"),
+    Row("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), "x x_next", still="x_next"),
+    Row("ema.warmed_decay", host(lambda: ema.warmed_decay(0.9, 3)), "x"),
+    Row("flow_matching.interpolate", flow_matching.interpolate, "x0 noise sigma"),
+    Row("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
+    Row("gaussian.mean", _step(gaussian.mean, "x", "v"), "a b std x v", still="std"),
+    Row("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), "a b std x v noise"),
     *(
         Row(
-            f"gaussian.log_prob {form} {reduction}",
-            _step(partial(gaussian.log_prob, form=form, reduction=reduction), "x", "v", "x_next"),
-            (*_ABS, "x", "v", "x_next"),
-            learned=("a", "b", "x", "v", "x_next") if form == "unscaled" else None,
+            f"gaussian.log_prob {form} {by}",
+            _step(partial(gaussian.log_prob, form=form, reduction=by), "x", "v", "x_next"),
+            "a b std x v x_next",
+            still="std" if form == "unscaled" else "",
         )
-        for form in gaussian.FORMS
-        for reduction in gaussian.REDUCTIONS
+        for form, by in log_probs
     ),
-    Row(
-        "gaussian.draw",
-        _step(gaussian.draw, "x", "v", "noise"),
-        (*_ABS, "x", "v", "noise"),
-        held="the sample that is scored",
-    ),
-    Row("gaussian.kl", _step(gaussian.kl, "v", "v_ref"), (*_ABS, "v", "v_ref"), learned=("b", "std", "v", "v_ref")),
-    Row("gaussian.check_stochastic", checking(lambda std: gaussian.check_stochastic("f", std)), ("std",)),
-    Row("guidance.classifier_free", guidance.classifier_free, ("v", "v_uncond"), {"guidance": 2.0}),
+    Row("gaussian.draw", _step(gaussian.draw, "x", "v", "noise"), "a b std x v noise", held=SCORED),
+    Row("gaussian.kl", _step(gaussian.kl, "v", "v_ref"), "a b std v v_ref", still="a"),
+    Row("gaussian.check_stochastic", checking(lambda t: gaussian.check_stochastic("f", t)), "std"),
+    Row("guidance.classifier_free", guidance.classifier_free, "v v_uncond", {"guidance": 2.0}),
     Row(
         "nft.nft_loss",
-        lambda t, prob, **rest: nft.nft_loss(t=t, reward_prob=prob, **rest),
-        ("v", "v_old", "x0", "xt", "t", "prob"),
+        nft.nft_loss,
+        "v v_old x0 xt t reward_prob",
         {"beta": 0.3, "adv_clip": 5.0, "weight_min": 0.01},
-        ("v", "t", "prob", "beta", "adv_clip"),
-        "the weights",
+        "v_old x0 xt weight_min",
+        "errors' sizes",
     ),
     *(
         Row(
             f"nft.reward_prob {mode}",
             partial(nft.reward_prob, mode=mode),
-            ("advantage",),
+            "advantage",
             {"adv_clip": 2.0},
-            learned=("adv_clip",) if mode in ("one_only", "binary") else None,
+            "advantage" if mode in ("one_only", "binary") else "",
         )
         for mode in nft.MODES
     ),
     Row(
         "nft.check_nft_numbers",
         checking(lambda t: nft.check_nft_numbers(beta=t, adv_clip=2.0, weight_min=t, batch=BATCH)),
-        ("t",),
+        "t",
     ),
-    Row("policy.clipped_surrogate", policy.clipped_surrogate, ("log_prob", *_DATA), CLIPS, held="the diagnostics"),
+    Row("policy.clipped_surrogate", policy.clipped_surrogate, PAIRS, CLIPS, held=INFO),
     Row(
-        "policy.noise_weighted_surrogate",
-        policy.noise_weighted_surrogate,
-        ("log_prob", *_DATA, "std"),
-        CLIPS | {"scale": 1.7},
-        held="the diagnostics",
+        "policy.noise_weighted_surrogate", policy.noise_weighted_surrogate, f"{PAIRS} std", CLIPS | {"scale": 1.7}, held=INFO
     ),
     Row(
         "policy.guard_surrogate",
         _policy(policy.guard_surrogate, "v", "v_old", "dt"),
-        (*_ABS, "log_prob", *_DATA, "v", "v_old", "dt"),
+        f"a b std {PAIRS} v v_old dt",
         {"clip": 0.03},
-        ("b", "std", "log_prob", *_DATA, "v", "v_old", "dt", "clip"),
-        "the diagnostics",
+        "a",
+        INFO,
     ),
     Row(
         "policy.dppo_surrogate",
         _policy(policy.dppo_surrogate, "v", "v_old"),
-        (*_ABS, "log_prob", *_DATA, "v", "v_old"),
+        f"a b std {PAIRS} v v_old",
         {"kl_threshold": 0.5},
-        ("log_prob", *_DATA),
-        "the diagnostics",
+        "a b std v v_old kl_threshold",
+        INFO,
     ),
-    Row("random.key", host(lambda: random.key(2**40 + 1)), ("x",)),
-    Row("random.check_key", host(lambda: random.check_key("f", random.key(0))), ("x",)),
-    Row(
-        "random.fold_in",
-        _keyed(lambda key, ids: random.fold_in(random.fold_in(key, ids), 3)),
-        ("low", "high", "ids"),
-        **_TAKES_KEYS,
-    ),  # type: ignore[arg-type]
-    Row("random.fold_in one", lambda ids: random.fold_in(random.key(2**40), ids), ("ids",), **_TAKES_KEYS),  # type: ignore[arg-type]
-    Row("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), ("low", "high"), **_TAKES_KEYS),  # type: ignore[arg-type]
-    Row("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), ("low", "high"), **_TAKES_KEYS),  # type: ignore[arg-type]
-    Row("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), ("x",)),
-    *(
-        Row(f"random.{function.__name__}", _keyed(partial(function, shape=(BATCH, 5))), ("low", "high"), **_TAKES_KEYS)  # type: ignore[arg-type]
-        for function in (random.bits, random.uniform, random.normal)
-    ),
+    Row("random.key", host(lambda: random.key(2**40 + 1)), "x"),
+    Row("random.check_key", host(lambda: random.check_key("f", random.key(0))), "x"),
+    Row("random.fold_in", _keyed(lambda key, ids: random.fold_in(random.fold_in(key, ids), 3)), "low high ids", still="all"),
+    Row("random.fold_in one", lambda ids: random.fold_in(random.key(2**40), ids), "ids", still="all"),
+    Row("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), "low high", still="all"),
+    Row("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), "low high", still="all"),
+    Row("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), "x"),
+    Row("random.bits", _keyed(partial(random.bits, shape=(BATCH, 5))), "low high", still="all"),
+    Row("random.uniform", _keyed(partial(random.uniform, shape=(BATCH, 5))), "low high", still="all"),
+    Row("random.normal", _keyed(partial(random.normal, shape=(BATCH, 5))), "low high", still="all"),
     Row(
         "random.step_noises",
-        _keyed(lambda key: list(random.step_noises(key, [0, 2], (BATCH, *EVENT), torch.float64))),
-        ("low", "high"),
-        **_TAKES_KEYS,
-    ),  # type: ignore[arg-type]
-    Row("random.step_keys", _keyed(lambda key: list(random.step_keys(key, [0, 2], BATCH))), ("low", "high"), **_TAKES_KEYS),  # type: ignore[arg-type]
-    *(
-        Row(f"rollout.rollout {name}", partial(sampled, name=name), ("sigma_next",), {"eta": 0.6})
-        for name in transitions.SAMPLERS
-        if name != "ode"
+        _keyed(lambda key: [*random.step_noises(key, [0, 2], (BATCH, *EVENT), torch.float64)]),
+        "low high",
+        still="all",
     ),
+    Row("random.step_keys", _keyed(lambda key: [*random.step_keys(key, [0, 2], BATCH)]), "low high", still="all"),
+    *(Row(f"rollout.rollout {name}", partial(sampled, name=name), "sigma_next", {"eta": 0.6}) for name in stochastic),
     Row(
         "rollout.rollout keys",
-        lambda sigma_next, low, high: sampled(sigma_next, key=Key(low, high), window=[0, 1]),
-        ("sigma_next", "low", "high"),
-        learned=("sigma_next",),
+        _keyed(lambda key, sigma_next: sampled(sigma_next, key=key, window=[0, 1])),
+        "low high sigma_next",
     ),
-    Row(
-        "rollout.rollout part",
-        partial(sampled, steps=range(1, 3), record=table.Record([1], velocity=True, debug=True)),
-        ("sigma_next",),
-    ),
-    Row("rollout.rollout all", partial(sampled, record=None), ("sigma_next",), {"eta": 0.6}),
+    Row("rollout.rollout part", partial(sampled, steps=range(1, 3), record=debug), "sigma_next"),
+    Row("rollout.rollout all", partial(sampled, record=None), "sigma_next", {"eta": 0.6}),
     Row(
         "rollout.rollout windows",
         partial(sampled, window=WINDOWS, record=None),
-        ("sigma_next",),
-        cannot={"compile": "steps of each sample are values: `plan` outside, `scan` inside"},
+        "sigma_next",
+        not_compiled="steps are values: `plan` outside, `scan` inside",
     ),
-    Row("rollout.scan", lambda x: floats(rollout.scan(velocity, x, PLAN, random.key(1))), ("x",)),
-    Row("rollout.unroll", lambda x: [step.x_next for step in rollout.unroll(velocity, x, PLAN, random.key(1))], ("x",)),
-    Row("rollout.stack", lambda x: floats(rollout.stack(PLAN, rollout.unroll(velocity, x, PLAN, random.key(1)), x)), ("x",)),
-    Row("rollout.unrecorded", lambda final: rollout.unrecorded(final).final * 2, ("final",)),
-    Row("sigmas.linear", lambda x: x * sigmas.linear(3).sum(), ("x",)),
-    Row("sigmas.shifted", lambda x: x * sigmas.shifted(3, 3.0).sum(), ("x",)),
-    Row("sigmas.shifted_twice", lambda x: x * sigmas.shifted_twice(3, 3.0).sum(), ("x",)),
-    Row("sigmas.dynamic_shift", lambda x: x * sigmas.dynamic_shift(3, 1024, shift_terminal=0.02).sum(), ("x",)),
+    Row("rollout.scan", lambda x: floats(rollout.scan(velocity, x, PLAN, random.key(1))), "x"),
+    Row("rollout.unroll", lambda x: [step.x_next for step in taken(x=x)], "x"),
+    Row("rollout.stack", lambda x: floats(rollout.stack(PLAN, taken(x=x), x)), "x"),
+    Row("rollout.unrecorded", lambda final: rollout.unrecorded(final).final * 2, "final"),
+    Row("sigmas.linear", lambda x: x * sigmas.linear(3).sum(), "x"),
+    Row("sigmas.shifted", lambda x: x * sigmas.shifted(3, 3.0).sum(), "x"),
+    Row("sigmas.shifted_twice", lambda x: x * sigmas.shifted_twice(3, 3.0).sum(), "x"),
+    Row("sigmas.dynamic_shift", lambda x: x * sigmas.dynamic_shift(3, 1024, shift_terminal=0.02).sum(), "x"),
     Row(
-        "sigmas.from_scheduler", lambda sigma: sigmas.from_scheduler(scheduler(sigma)), ("sigma",), held="rounded to float32"
+        "sigmas.from_scheduler",
+        lambda sigma: sigmas.from_scheduler(scheduler(sigma)),
+        "sigma",
+        held="the rounding to float32",
     ),
-    Row("sigmas.check_sigmas", checking(lambda sigma: sigmas.check_sigmas(scheduler(sigma).sigmas)), ("sigma",)),
-    Row("sigmas.sde_window", host(lambda: sigmas.sde_window(random.key(3), 9, 2)), ("x",)),
-    Row("sigmas.sde_steps", host(lambda: sigmas.sde_steps(random.key(3), 9, 2)), ("x",)),
-    Row("sigmas.moving_window", host(lambda: sigmas.moving_window(5, 9, 2, every=2, decay=0.1)), ("x",)),
+    Row("sigmas.check_sigmas", checking(lambda t: sigmas.check_sigmas(scheduler(t).sigmas)), "sigma"),
+    Row("sigmas.sde_window", host(lambda: sigmas.sde_window(random.key(3), 9, 2)), "x"),
+    Row("sigmas.sde_steps", host(lambda: sigmas.sde_steps(random.key(3), 9, 2)), "x"),
+    Row("sigmas.moving_window", host(lambda: sigmas.moving_window(5, 9, 2, every=2, decay=0.1)), "x"),
     Row(
         "step.step_log_prob",
         _step(step.step_log_prob, "x", "v", "x_next"),
-        (*_ABS, "x", "v", "x_next", "v_ref", "v_uncond"),
+        "a b std x v x_next v_ref v_uncond",
         {"guidance": 2.0},
     ),
-    Row(
-        "step.sde_step",
-        _step(partial(step.sde_step, key=random.key(3)), "x", "v"),
-        (*_ABS, "x", "v"),
-        held="the sample that is scored",
-    ),
+    Row("step.sde_step", _step(partial(step.sde_step, key=random.key(3)), "x", "v"), "a b std x v", held=SCORED),
     *(
         Row(
             f"step.policy_loss {weight}",
-            partial(_policy_loss, kl_weight=weight),
-            _LOSS,
+            _step(partial(step.policy_loss, kl_weight=weight), "x", "v", "x_next"),
+            "a b std x v x_next log_prob_old advantage v_ref v_uncond dt",
             CLIPS | {"kl_coef": 0.5, "guidance": 2.0},
-            ("v", "std", "clip_low", "kl_coef"),
-            "the diagnostics",
+            "clip_high" if weight == "rate" else "clip_high dt",  # no ratio that is drawn is so large
+            INFO,
         )
         for weight in step.KL_WEIGHTS
     ),
+    Row("step.kl_scale", _scaled, "std v", {"kl_coef": 0.5}, "v kl_coef"),
+    Row("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
+    Row("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
+    Row("step.guided", partial(step.guided, "f"), "v v_uncond", {"guidance": 2.0}),
+    Row("table.plan", lambda x: x * planned(record=[0, 1]).table.std.sum(), "x"),
+    Row("table.mask", lambda x: x * table.mask(((0,), (1,)), 3, x.device).sum(), "x"),
     Row(
-        "step.kl_scale",
-        lambda std, v, kl_coef: (
-            2 * std * step.kl_scale(NUMBERED._replace(std=std), v, v_ref=v, kl_coef=kl_coef, kl_weight="mse", dt=None)
-        ),
-        ("std", "v"),
-        {"kl_coef": 0.5},
-        ("std",),
+        "transitions.bind", lambda eta, **levels: transitions.bind("cps", eta, GRID)(*levels.values()), LEVELS, {"eta": 0.6}
     ),
-    Row("step.kl_factor", lambda dt: step.kl_factor(NUMBERED, dt, "rate"), ("dt",)),
-    Row("step.check_guidance", checking(lambda v: step.check_guidance("f", v, 2.0)), ("v",)),
-    Row("step.guided", partial(step.guided, "f"), ("v", "v_uncond"), {"guidance": 2.0}),
-    Row(
-        "table.plan",
-        lambda sigma: planned(record=[0, 1])._replace(levels=sigma).levels * planned(record=[0, 1]).table.std.sum(),
-        ("sigma",),
-    ),
-    Row("table.mask", lambda x: x * table.mask(((0,), (1,)), 3, x.device).sum(), ("x",)),
-    Row(
-        "transitions.bind",
-        lambda sigma, sigma_next, eta: transitions.bind("cps", eta, GRID)(sigma, sigma_next),
-        _SAMPLER,
-        {"eta": 0.6},
-    ),
-    Row("transitions.check_eta", checking(lambda t: transitions.check_eta("f", "cps", t)), ("t",)),
-    Row("transitions.sampler_name", host(lambda: len(transitions.sampler_name(partial(transitions.cps, eta=0.5)))), ("x",)),
-    Row("transitions.ode", transitions.ode, _SAMPLER),
-    Row("transitions.flow_sde", partial(transitions.flow_sde, sigma_max=0.97), _SAMPLER, {"eta": 0.6}),
-    Row("transitions.wan_sde", partial(transitions.wan_sde, sigma_max=0.97), _SAMPLER, {"eta": 0.6}),
-    Row("transitions.dance_sde", transitions.dance_sde, _SAMPLER, {"eta": 0.6}),
-    Row("transitions.cps", transitions.cps, _SAMPLER, {"eta": 0.6}),
-    Row("transitions.ddim", transitions.ddim, ("alpha_bar", "alpha_bar_next"), {"eta": 0.6}),
-    Row("types.to_device", lambda x: 2 * types.to_device(x, x.device), ("x",)),
-    Row("checks.compute_dtype", lambda x: x.to(checks.compute_dtype("f", x=x)) * 2, ("x",)),
-    Row("checks.check_same_shape", checking(lambda x: checks.check_same_shape("f", x=x, y=x)), ("x",)),
-    Row("checks.matched", lambda x: checks.matched("f", x=x, y=2 * x), ("x",)),
-    Row("checks.check_same_device", checking(lambda x: checks.check_same_device("f", x=x, y=x)), ("x",)),
-    Row("checks.check_per_sample", checking(lambda t: checks.check_per_sample("f", BATCH, t=t)), ("t",)),
-    Row("checks.check_group", checking(lambda t: checks.check_group("f", GROUP, len(t))), ("t",)),
-    Row("checks.check_choice", host(lambda: checks.check_choice("f", "x", "a", ("a", "b"))), ("x",)),
-    Row("checks.check_number", checking(lambda t: checks.check_number("f", "t", t, low=0, high=1, batch=BATCH)), ("t",)),
-    Row("checks.number", lambda t: 2 * checks.number("f", "t", t, t, low=0, high=1), ("t",)),
+    Row("transitions.check_eta", checking(lambda t: transitions.check_eta("f", "cps", t)), "t"),
+    Row("transitions.sampler_name", host(lambda: len(transitions.sampler_name(partial(transitions.cps, eta=0.5)))), "x"),
+    Row("transitions.ode", transitions.ode, LEVELS),
+    Row("transitions.flow_sde", partial(transitions.flow_sde, sigma_max=0.97), LEVELS, {"eta": 0.6}),
+    Row("transitions.wan_sde", transitions.wan_sde, LEVELS, {"eta": 0.6, "sigma_max": 0.9}),
+    Row("transitions.dance_sde", transitions.dance_sde, LEVELS, {"eta": 0.6}),
+    Row("transitions.cps", transitions.cps, LEVELS, {"eta": 0.6}),
+    Row("transitions.ddim", transitions.ddim, "alpha_bar alpha_bar_next", {"eta": 0.6}),
+    Row("types.to_device", lambda x: 2 * types.to_device(x, x.device), "x"),
+    Row("checks.compute_dtype", lambda x: x.to(checks.compute_dtype("f", x=x)) * 2, "x"),
+    Row("checks.check_same_shape", checking(lambda t: checks.check_same_shape("f", x=t, y=t)), "x"),
+    Row("checks.matched", lambda x: checks.matched("f", x=x, y=2 * x), "x"),
+    Row("checks.check_same_device", checking(lambda t: checks.check_same_device("f", x=t, y=t)), "x"),
+    Row("checks.check_per_sample", checking(lambda t: checks.check_per_sample("f", BATCH, t=t)), "t"),
+    Row("checks.check_group", checking(lambda t: checks.check_group("f", GROUP, len(t))), "t"),
+    Row("checks.check_choice", host(lambda: checks.check_choice("f", "x", "a", ("a", "b"))), "x"),
+    Row("checks.check_number", checking(lambda t: checks.check_number("f", "t", t, low=0, high=1, batch=BATCH)), "t"),
+    Row("checks.number", lambda t: 2 * checks.number("f", "t", t, t, low=0, high=1), "t"),
     Row(
         "checks.check_fields",
         host(lambda: checks.check_fields(table.RECORD)),
-        ("x",),
-        cannot={"compile": "a graph cannot hold the types of fields"},
+        "x",
+        not_compiled="it reads the types of fields",
     ),
-    Row("checks.type_of", host(lambda: len(checks.type_of(3))), ("x",)),
-    Row("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), ("x",)),
-    Row("checks.clip", lambda t, low, high: checks.clip(t, low, high), ("t",), {"low": 0.2, "high": 0.4}),
-    Row("checks.per_sample", lambda t, x: checks.per_sample(t, x) * x, ("t", "x")),
+    Row("checks.type_of", host(lambda: len(checks.type_of(3))), "x"),
+    Row("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), "x"),
+    Row("checks.clip", lambda t, low, high: checks.clip(t, low, high), "t", {"low": 0.2, "high": 0.4}),
+    Row("checks.per_sample", lambda t, x: checks.per_sample(t, x) * x, "t x"),
 )
 
 

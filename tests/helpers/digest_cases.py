@@ -18,9 +18,9 @@ from fluvial.engines import EngineConfig, Job, KLConfig, OptimizerConfig, Rollou
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.methods import table as o
-from fluvial.engines.methods.nft import LinearOld, NoOld
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.networks import LinearOld, NoOld
 from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from fluvial.engines.methods.nft import LinearOld, NoOld
 from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import (
     AlignProp,
@@ -20,6 +19,7 @@ from fluvial.engines.methods.table import (
     Sft,
     TempFlow,
 )
+from fluvial.engines.run.networks import LinearOld, NoOld
 
 TEACHER, GIVEN = Path("teacher"), Path("given")
 OBJECTIVE_ROWS: dict[str, Objective] = {

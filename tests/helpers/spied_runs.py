@@ -39,7 +39,7 @@ class Spied(tiny.Run):
         self.updates: list[Update] = []
         self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
         trainer = self.trainer
-        optimize, learn, pair_up = trainer.engine.update, trainer.learn, trainer.sampler.pair_up
+        optimize, learn, pair_up = trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up
 
         def noted(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
             self.updates.append(Update(items, weight, options["count"], self.weights()))
@@ -57,7 +57,7 @@ class Spied(tiny.Run):
             self.preferences = list(chosen)
             return pair_up(chosen, *args)
 
-        trainer.engine.update, trainer.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
+        trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
 
     def velocity(self, items: Any) -> Tensor:
         """Return the velocity of the policy as it is, or of the adapter that computes."""

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.core import awm, correction, distill, dpo, flow_matching, gaussian, nft, policy, transitions
+from fluvial.core import gaussian, transitions
 from fluvial.core.transitions import Sampler
 
 Levels = tuple[Tensor, Tensor]  # (level, level_next), float64 `[B]`
@@ -214,95 +214,3 @@ def reference_coefficients(row: SamplerRow, level: Tensor, level_next: Tensor, e
     """Return (a, b, std), float64 `[B]`, from the formulas as published, one Python float at a time."""
     rows = [row.reference(*pair, eta) for pair in zip(level.tolist(), level_next.tolist(), strict=True)]
     return torch.tensor(rows, dtype=torch.float64).reshape(-1, 3).unbind(1)
-
-
-@dataclass(frozen=True)
-class ObjectiveRow:
-    """An objective: one number per sample (pair, row of steps), from tensors whose first axis is the batch."""
-
-    name: str
-    policy: tuple[str, ...]  # what the current policy computed, which gets gradients
-    data: tuple[str, ...]  # what gets none, where it could
-    call: Callable[..., Tensor]  # by the names above and `scalars` -> [B], or [B, S]
-    scalars: tuple[str, ...] = ()  # per-sample numbers that nothing is said of
-
-
-EVENT = (3, 5)  # of the objectives' samples
-STEPS = 4  # of their rows of steps
-_SAMPLES = ("v", "v_old", "v_teacher", "x0", "xt", "target")
-_ERRORS = ("error", "err_win", "err_lose", "err_win_ref", "err_lose_ref")
-
-
-def objective_inputs(
-    row: ObjectiveRow, batch: int, *, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """Return arguments in the range that an update meets, which differ for each sample, exact in `dtype`."""
-    inputs = {}
-    for place, name in enumerate((*row.policy, *row.data, *row.scalars)):
-        shape = (*EVENT,) if name in _SAMPLES else (STEPS,) if name.startswith("steps") else ()
-        tensor = normals(100 * seed + place, batch, *shape)
-        if name in _ERRORS:
-            tensor = torch.exp(tensor / 2)
-        elif name in ("a", "b", "std", "t", "prob"):
-            tensor = 0.1 + 0.8 * torch.sigmoid(tensor)
-        elif name == "dt":
-            tensor = -0.1 - torch.sigmoid(tensor)
-        elif name != "advantage" and name not in _SAMPLES:
-            tensor = tensor / 5  # log-probs: ratios of order 1
-        inputs[name] = tensor.to(dtype)
-    return inputs
-
-
-def _guard(v: Tensor, v_old: Tensor, log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, **of: Tensor) -> Tensor:
-    step = transitions.Transition(of["a"], of["b"], of["std"])
-    return policy.guard_surrogate(log_prob, log_prob_old, advantage, step, v, v_old, of["dt"], clip=0.2)[0]
-
-
-def _dppo(v: Tensor, v_old: Tensor, log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor, **of: Tensor) -> Tensor:
-    step = transitions.Transition(of["a"], of["b"], of["std"])
-    return policy.dppo_surrogate(log_prob, log_prob_old, advantage, step, v, v_old, kl_threshold=1.0)[0]
-
-
-def _dpo(err_win: Tensor, err_lose: Tensor, err_win_ref: Tensor, err_lose_ref: Tensor) -> Tensor:
-    return dpo.dpo_loss(err_win, err_lose, err_win_ref, err_lose_ref, beta=3.0)[0]
-
-
-def _nft(v: Tensor, v_old: Tensor, x0: Tensor, xt: Tensor, t: Tensor, prob: Tensor) -> Tensor:
-    return nft.nft_loss(v, v_old, x0, xt, t, prob, beta=0.3, adv_clip=5.0)
-
-
-def _mean_kl(v: Tensor, v_teacher: Tensor, a: Tensor, b: Tensor, std: Tensor) -> Tensor:
-    return distill.mean_kl(transitions.Transition(a, b, std), v, v_teacher)
-
-
-def _clipped(log_prob: Tensor, log_prob_old: Tensor, advantage: Tensor) -> Tensor:
-    return policy.clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=0.1, clip_high=0.2)[0]
-
-
-def _weights(steps_old: Tensor, steps_rollout: Tensor, *, mode: correction.Mode, level: correction.Level) -> Tensor:
-    return correction.rollout_weights(steps_old, steps_rollout, mode=mode, threshold=1.2, level=level)[0]
-
-
-_PROBS = ("log_prob_old", "advantage")
-
-OBJECTIVES = (
-    ObjectiveRow("clipped_surrogate", ("log_prob",), (), _clipped, scalars=_PROBS),
-    ObjectiveRow("guard_surrogate", ("log_prob", "v"), (), _guard, scalars=("v_old", *_PROBS, "a", "b", "std", "dt")),
-    ObjectiveRow("dppo_surrogate", ("log_prob",), ("v", "v_old"), _dppo, scalars=(*_PROBS, "a", "b", "std")),
-    ObjectiveRow("nft_loss", ("v",), ("v_old", "x0", "xt"), _nft, scalars=("t", "prob")),
-    ObjectiveRow("dpo_loss", ("err_win", "err_lose"), ("err_win_ref", "err_lose_ref"), _dpo),
-    *(
-        ObjectiveRow(f"awm_log_prob {weighting}", ("error",), (), partial(awm.awm_log_prob, weighting=weighting), ("t",))
-        for weighting in awm.WEIGHTINGS
-    ),
-    ObjectiveRow("velocity_error", ("v", "target"), (), flow_matching.velocity_error),
-    ObjectiveRow("mean_kl", ("v",), ("v_teacher",), _mean_kl, scalars=("a", "b", "std")),
-    ObjectiveRow("velocity_mse", ("v",), ("v_teacher",), distill.velocity_mse),
-    *(
-        ObjectiveRow(
-            f"rollout_weights {mode} {level}", (), ("steps_old", "steps_rollout"), partial(_weights, mode=mode, level=level)
-        )
-        for mode in correction.MODES
-        for level in correction.LEVELS
-    ),
-)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.library import opcheck
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime import interpreter
 
 from fluvial import kernels

@@ -33,11 +33,11 @@ from fluvial.models.lora import (
     adapter_names,
     adapter_parameters,
     add_lora,
-    form_of,
     is_adapter,
     lora_layers,
     lora_settings,
     merge_lora,
+    read_form,
     recorded_lora,
     use_adapter,
 )
@@ -287,7 +287,7 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     again = copy.deepcopy(plain)
     add_lora(again, LoraConfig(rank=found.rank, alpha=found.alpha, form=found.form), found.layers)
     load_lora(again, found.tensors, "default")
-    assert form_of(again) == form
+    assert read_form(again) == form
     held = adapter_parameters(network, "default")
     for name, parameter in adapter_parameters(again, "default").items():
         torch.testing.assert_close(parameter, held[name], rtol=1e-6, atol=1e-6)

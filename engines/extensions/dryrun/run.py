@@ -150,7 +150,7 @@ class _Run:
         updates = ShortUpdates(engine)
         changes: list[tuple[Any, str, Callable[..., Any]]] = [
             (sampler, "generate", stored),
-            (trainer, "learn", self._in("update", trainer.learn)),
+            (trainer.loop, "learn", self._in("update", trainer.loop.learn)),
             (engine, "update", updates),
         ]
         if trainer.ahead is not None:

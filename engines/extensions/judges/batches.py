@@ -12,7 +12,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.wire.client import HttpClient, shown
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.threads import in_threads
-from fluvial.engines.scoring.scores import LARGEST, described, number_of, numbers_of
+from fluvial.engines.scoring.scores import LARGEST, describe, read_number, read_numbers
 
 T = TypeVar("T")
 
@@ -87,14 +87,14 @@ def scores(reply: Any, name: str, count: int, *, where: str) -> list[float]:
     found: list[Any] = field(reply, name, list[Any], where=where)
     if len(found) != count:
         raise RunError(f"{where}: {name} has {len(found)} values, expected {count}, one per sample")
-    if numbers_of(found) is None:
-        raise RunError(f"{where} answered with another form: {name} is {described(found)}, expected numbers")
+    if read_numbers(found) is None:
+        raise RunError(f"{where} answered with another form: {name} is {describe(found)}, expected numbers")
     return [score(value) for value in found]
 
 
 def score(value: Any) -> float:
     """Return a number as a score; NaN, which is no score, for all else, what is not finite, and more than `LARGEST`."""
-    number = number_of(value)
+    number = read_number(value)
     return number if number is not None and abs(number) <= LARGEST else math.nan
 
 

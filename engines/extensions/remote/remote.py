@@ -31,7 +31,7 @@ from fluvial.engines.sampling.sampler_copy import Copy
 from fluvial.engines.sampling.source import Behaviour, Holder, RolloutSource
 from fluvial.models import DiffusionModel
 from fluvial.models.lora_layer import Product
-from fluvial.models.replay.media import arguments_of
+from fluvial.models.replay.media import list_arguments
 
 GENERATE, INFO = "/rollout/generate", "/v1/model_info"
 REMEMBERED = 2  # rollouts whose samples are not taken a second time
@@ -221,7 +221,7 @@ class Remote(RolloutSource):
                     f"{address} serves a model that predicts {info.prediction}, and the run trains one that predicts "
                     f"{self.model.prediction}: serve the model of the run"
                 )
-            expected = {*arguments_of(self.model)}
+            expected = {*list_arguments(self.model)}
             # sglang takes the image, or the list of images, of an edit or a video, and says so only when it is asked.
             if expected != {*info.media} and (info.kind, expected) != ("sglang", {"image"}):
                 images = [", ".join(names) or "no images" for names in (info.media, sorted(expected))]

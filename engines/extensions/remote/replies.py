@@ -14,7 +14,7 @@ from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.response import MSGPACK, DitTrajectory, Kind, RolloutSample, read_response
 from fluvial.engines.sampling.generate import Sampling
 from fluvial.models import DiffusionModel
-from fluvial.models.pipelines.layouts import layout_of
+from fluvial.models.pipelines.layouts import find_layout
 
 NEAR = 1e-5  # largest difference of noise levels
 TIMESTEPS = 1000.0  # training timesteps: a timestep of the wire is its sigma times this
@@ -170,7 +170,7 @@ def _of_steps(tensor: Tensor | None, recorded: tuple[int, ...], shape: tuple[int
 
 def _events(latents: Tensor, expected: Expected, what: str, where: str) -> Tensor:
     """Return latents `[K, *event]` from those of a server, which may be in sglang's layout."""
-    layout, event = layout_of(expected.model), expected.sampling.shape
+    layout, event = find_layout(expected.model), expected.sampling.shape
     shape = tuple(latents.shape[1:])
     if shape not in (event, layout.shape(event)):
         raise WireError(f"{where} has {what} of shape {list(shape)}, expected {list(layout.shape(event))}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.tensors import DTYPES, Shape
-from fluvial.models.digests import bytes_of
+from fluvial.models.digests import read_bytes
 
 # What a server calls the dtype of its weights (`dit_precision` of GET /v1/models).
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,7 +45,7 @@ class Checksum:
             raise ValueError(f"checksum: {name} comes after {self._last}, expected names in ascending order")
         plain = tensor.detach() if self.dtype is None or not tensor.is_floating_point() else tensor.detach().to(self.dtype)
         self._digest.update(name.encode())
-        self._digest.update(bytes_of(plain))
+        self._digest.update(read_bytes(plain))
         self._last = name
 
     def hex(self) -> str:

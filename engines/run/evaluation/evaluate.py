@@ -16,10 +16,10 @@ from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.invalid import check_scores
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunner
-from fluvial.engines.scoring.scores import together
+from fluvial.engines.scoring.scores import concatenate
 from fluvial.engines.streams import Stream
 from fluvial.models import DiffusionModel, Schedule
-from fluvial.models.images import shown_frames
+from fluvial.models.images import pick_frames
 from fluvial.models.protocol import Sounds, sound_rate
 
 SEED = 20_26  # of prompts and noise: the same in every run, so that runs compare
@@ -171,7 +171,7 @@ def evaluate(
                 with world.agreed():
                     keep([plan.names[slot] for slot in mine[first : first + count]], chunk.images[:count].clone())
         with world.agreed():
-            found = [together(runner.results()) for runner in runners]
+            found = [concatenate(runner.results()) for runner in runners]
     finally:
         for runner in runners:
             runner.close()
@@ -207,7 +207,7 @@ def _of_all_ranks(images: Sequence[Tensor], world: World) -> Tensor:
     if world.size == 1:
         return torch.cat([*images])
     # As a sheet shows them: in 8 bits, and of a video only some frames.
-    shown = [batch[:, :, shown_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
+    shown = [batch[:, :, pick_frames(batch.shape[2])] if batch.ndim == 5 else batch for batch in images]
     own = [(batch.clamp(0, 1) * 255).round().byte() for batch in shown]
     by_rank = world.gather_items(own)[:: world.sequence]
     return torch.cat([batch for part in by_rank for batch in part]).float() / 255

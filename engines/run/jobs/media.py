@@ -9,7 +9,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.scoring.signature import CONDITIONS, signature_of
 from fluvial.models import is_recorded
 from fluvial.models.replay.arguments import FRAMES
-from fluvial.models.replay.kinds import ARGUMENTS, VIDEO, frames_in, kind_of
+from fluvial.models.replay.kinds import ARGUMENTS, VIDEO, count_frames, find_kind
 from fluvial.models.replay.media import Source
 
 SIZE = ("height", "width")  # columns of a size, which are for runs of several sizes
@@ -95,10 +95,10 @@ def _check_frames(model: Any, prompts: Sequence[Prompt], columns: Mapping[str, s
     counts = dict[str, tuple[int, Prompt]]()
     for prompt in prompts:
         for argument, source in prompt.media.items():
-            if isinstance(source, tuple) or kind_of(argument, source) is not VIDEO:
+            if isinstance(source, tuple) or find_kind(argument, source) is not VIDEO:
                 continue
             try:
-                count = frames_in(source)
+                count = count_frames(source)
             except ValueError as error:
                 raise UsageError(f"prompt {prompt.text[:40]!r}, column {columns[argument]}: {error}") from error
             if expected not in (None, count):

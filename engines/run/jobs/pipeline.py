@@ -14,7 +14,7 @@ from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preference_records
 from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
 from fluvial.engines.data.records import Prompt, model_inputs, texts
-from fluvial.engines.data.sizes import shapes_of
+from fluvial.engines.data.sizes import parse_shapes
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.run.config import PipelineConfig
@@ -105,7 +105,7 @@ def opened(
         if prompts is not None:
             model, found = prompts(model)
         shape = _shape(model, config, adapted=adapted)
-        sizes = shapes_of(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
+        sizes = parse_shapes(config.sizes, lambda height, width: model.latent_shape(height, width, config.frames))
     except UsageError:
         raise
     except (ValueError, OSError) as error:
@@ -125,7 +125,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
     """Return the model of a diffusers pipeline, by its adapter or replayed as it is."""
     from fluvial.models.pipelines.base import VaeOptions
     from fluvial.models.pipelines.folder import local_folder
-    from fluvial.models.pipelines.open import calls_of, has_adapter, open_model
+    from fluvial.models.pipelines.open import has_adapter, list_call_options, open_model
     from fluvial.models.replay.any_pipeline import AnyPipeline
 
     half = config.frozen == "bfloat16" or (config.frozen == "auto" and is_accelerator(default_device()))
@@ -135,7 +135,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         options["text_tokens"] = config.text_tokens
     folder = local_folder(name, trust_remote_code=config.trust_remote_code)
     if has_adapter(folder):
-        call, known = dict(map(_named_value, config.call)), calls_of(folder)
+        call, known = dict(map(_named_value, config.call)), list_call_options(folder)
         if not call.keys() <= {*known}:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
         options |= call

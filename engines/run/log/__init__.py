@@ -1,1 +1,1 @@
-"""Log of a run: samples, sounds, records, the line of its progress, trackers."""
+"""Records, images, sounds, progress and trackers of a run."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from fluvial.models.rewards.shared.loading import LoadingError, check_complete
 
 
-def renamed(name: str, beginnings: Mapping[str, str]) -> str:
+def rename(name: str, beginnings: Mapping[str, str]) -> str:
     """Return the name of a tensor with its beginning replaced by the first entry that fits."""
     return next((new + name.removeprefix(old) for old, new in beginnings.items() if name.startswith(old)), name)
 
@@ -22,7 +22,7 @@ def count_layers(tensors: Mapping[str, Tensor], pattern: str) -> int:
     return 1 + max((int(found[1]) for name in tensors if (found := re.match(pattern, name))), default=-1)
 
 
-def filled(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def fill(model: Any, tensors: Mapping[str, Tensor], source: Path, *, kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return a model with the tensors of a file in place of its own, which may be on the meta device.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fluvial.models.hub import reachable_or_cached
+from fluvial.models.hub import probe_hub
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.rewards.shared.pixels import Preprocess, read_preprocess
 from fluvial.models.rewards.table import RewardModel
@@ -69,7 +69,7 @@ class ModelReward(ABC):
             LoadingError: something is missing or does not fit, in one line without the reward's name.
         """
 
-    def placed(self, samples: Tensor) -> torch.device:
+    def place(self, samples: Tensor) -> torch.device:
         """Return the model's device; without one of its own, the model moves to that of the first samples."""
         if self.where is None:
             self.where = samples.device
@@ -101,10 +101,10 @@ def load_model(kind: Any, weights: str | Path, revision: str | None) -> Any:
 
     place, expected = place_of(weights), kind.config_class.model_type
     with quietly():
-        config = fetched(f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
+        config = fetch(f"the weights {weights}", AutoConfig.from_pretrained, place, revision=revision)
         if config.model_type != expected:
             raise LoadingError(f"the weights {weights} are of the architecture {config.model_type!r}, expected {expected!r}")
-        model, report = fetched(
+        model, report = fetch(
             f"the weights {weights}", kind.from_pretrained, place, revision=revision, output_loading_info=True
         )
     # Numbers of positions are constants that some versions of transformers saved.
@@ -138,7 +138,7 @@ def load_tokenizer(place: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     with quietly():
-        return fetched(f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
+        return fetch(f"the tokenizer of {place}", AutoTokenizer.from_pretrained, place, revision=revision)
 
 
 def load_preprocess(place: str, revision: str | None) -> Preprocess:
@@ -146,7 +146,7 @@ def load_preprocess(place: str, revision: str | None) -> Preprocess:
     from transformers.image_processing_utils import BaseImageProcessor
 
     with quietly():
-        settings, _ = fetched(
+        settings, _ = fetch(
             f"the image processor of {place}", BaseImageProcessor.get_image_processor_dict, place, revision=revision
         )
     try:
@@ -171,7 +171,7 @@ def hub_file(weights: str | Path, name: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     with quietly():
-        return Path(fetched(f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
+        return Path(fetch(f"{name} of {weights}", hf_hub_download, place, name, revision=revision))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     return found
 
 
-def processor_of(weights: str | Path, processor: str | None, default: Processor) -> Processor:
+def find_processor(weights: str | Path, processor: str | None, default: Processor) -> Processor:
     """Return the folder or id, and the commit, that the tokenizer and the preprocessing come from.
 
     Args:
@@ -231,9 +231,9 @@ def attempt(what: str, function: Any, *args: Any, **options: Any) -> Any:
         raise LoadingError(f"{what} cannot be loaded: {first_line(error)}") from error
 
 
-def fetched(what: str, function: Any, place: str | Path, *args: Any, **options: Any) -> Any:
+def fetch(what: str, function: Any, place: str | Path, *args: Any, **options: Any) -> Any:
     """Return `attempt` of a function that downloads `place` from the Hub, unless that is a file or a folder."""
-    with nullcontext() if Path(place).exists() else reachable_or_cached():
+    with nullcontext() if Path(place).exists() else probe_hub():
         return attempt(what, function, place, *args, **options)
 
 

@@ -55,7 +55,7 @@ class Preprocess:
             spare = [have - want for have, want in zip(size, self.crop, strict=True)]
             top, left = (round(rest / 2) if as_tensor else rest // 2 for rest in spare)
             pixels = pixels[..., top : top + self.crop[0], left : left + self.crop[1]]
-        return normalised(pixels / 255, self.mean, self.std)
+        return normalise(pixels / 255, self.mean, self.std)
 
 
 def read_preprocess(settings: Mapping[str, Any]) -> Preprocess:
@@ -94,7 +94,7 @@ def _size(value: Any, name: str) -> int | tuple[int, int]:
     raise ValueError(f"its image processor has {name}={value}, expected shortest_edge, or height and width")
 
 
-def frames_of(images: Tensor, count: int) -> Tensor:
+def extract_frames(images: Tensor, count: int) -> Tensor:
     """Return images `[B, C, H, W]` or evenly spaced frames of videos `[B, C, F, H, W]` as `[B, n, 3, H, W]`.
 
     Args:
@@ -175,7 +175,7 @@ def pad_to_square(images: Tensor, side: int) -> Tensor:
     return functional.pad(images, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
 
 
-def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """Return (x - mean) / std per channel in float32."""
     shift, scale = (torch.tensor(values, dtype=images.dtype, device=images.device)[:, None, None] for values in (mean, std))
     return ((images - shift) / scale).to(torch.float32)
@@ -231,6 +231,6 @@ def _with_value(tensor: Tensor, value: Tensor) -> Tensor:
     return replaced
 
 
-def in_batches(function: Callable[[Tensor], Tensor], images: Tensor, batch: int) -> Tensor:
+def map_batches(function: Callable[[Tensor], Tensor], images: Tensor, batch: int) -> Tensor:
     """Return the results of a function on batches of at most `batch` images, concatenated."""
     return torch.cat([function(part) for part in images.split(max(batch, 1))]) if len(images) else function(images)

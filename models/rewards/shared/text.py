@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fluvial.models.rewards.shared.pixels import as_bytes, check_pairs, frames_of
+from fluvial.models.rewards.shared.pixels import as_bytes, check_pairs, extract_frames
 
 TYPOGRAPHIC = re.compile("(?<=“)[^”]+(?=”)|(?<=„)[^“]+(?=“)|(?<=«)[^»]+(?=»)")
 
 
-def quoted(prompt: str) -> str:
+def extract_quoted(prompt: str) -> str:
     """Return the text after the first `"` of a prompt, up to the next one or to the end, as flow_grpo's `ocr.py` does.
 
     A prompt without `"` may have typographic quotes.
@@ -70,14 +70,14 @@ def score_texts(
     """
     wanted = [target(prompt) for prompt in prompts]
     check_pairs(images, prompts)
-    chosen = frames_of(images.detach(), frames)
+    chosen = extract_frames(images.detach(), frames)
     texts = read(as_bytes(chosen.flatten(0, 1)).to(torch.uint8).permute(0, 2, 3, 1).contiguous())
     count = chosen.shape[1]
     scores = [text_score(text, wanted[i // count]) for i, text in enumerate(texts)]
     return torch.tensor(scores, dtype=torch.float32, device=images.device).view(len(wanted), count).mean(1)
 
 
-TARGETS: dict[str, Callable[[str], str]] = {"quoted": quoted, "prompt": str}  # from a prompt to the text to draw
+TARGETS: dict[str, Callable[[str], str]] = {"quoted": extract_quoted, "prompt": str}  # from a prompt to the text to draw
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,7 +87,7 @@ class TextReward(ABC):
     Blanks and case are ignored, and the score is 1 if w is a part of t. Of videos the mean over frames.
 
     Args:
-        target: "quoted", the text in the prompt's first double quotes (see `quoted`), or "prompt", the whole prompt.
+        target: "quoted", the text in the prompt's first double quotes (see `extract_quoted`), or "prompt", the whole prompt.
         frames: largest number of evenly spaced frames that a video is scored by.
     """
 

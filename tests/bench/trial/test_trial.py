@@ -134,7 +134,7 @@ def test_a_part_that_no_setting_makes_small_is_not_built() -> None:
             self.layer = nn.Linear(width, width)
 
     with pytest.raises(tiny.UnknownPart, match=r"Wide has 1099513 million parameters"):
-        tiny._sized(Wide, {})
+        tiny._check_size(Wide, {})
 
 
 @pytest.mark.long

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fluvial.core.random import key
 from fluvial.engines.data.image_cache import ImageCache
-from fluvial.engines.data.images import size_of
+from fluvial.engines.data.images import read_size
 from fluvial.engines.data.order import BatchOrder, PromptOrder, drawn_batch, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecord
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
-from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_size, shapes_of
+from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_shapes, parse_size
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 
@@ -73,12 +73,12 @@ def test_of_equal_ratios_the_nearest_area_counts() -> None:
 
 def test_sizes_of_a_model() -> None:
     """Each has a shape of its own."""
-    assert shapes_of(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2)) == {
+    assert parse_shapes(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2)) == {
         SQUARE: (3, 4, 4),
         TALL: (3, 6, 4),
     }
     with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have one shape"):
-        shapes_of(("8x8", "9x8"), lambda height, width: (height // 2, width // 2))
+        parse_shapes(("8x8", "9x8"), lambda height, width: (height // 2, width // 2))
 
 
 def prompts_of(*counts: int) -> list[Prompt]:
@@ -180,7 +180,7 @@ def test_each_image_is_cut_to_its_bucket(tmp_path: Path, one: World) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned
     Image.new("RGB", (90, 64)).save(tmp_path / "turned.jpg", exif=exif)
-    assert size_of(tmp_path / "turned.jpg") == Size(height=90, width=64)
+    assert read_size(tmp_path / "turned.jpg") == Size(height=90, width=64)
     made = cache(tmp_path)
     made.fill([(path,) for path in (*found.values(), tmp_path / "turned.jpg")], one)
     assert list(made.sizes.values()) == [SQUARE, TALL, WIDE, TALL]

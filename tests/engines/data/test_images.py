@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.engines.data import image_cache
 from fluvial.engines.data.image_cache import MANIFEST, ImageCache
-from fluvial.engines.data.images import read_image, read_images, size_of
+from fluvial.engines.data.images import read_image, read_images, read_size
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World, init_world
@@ -138,7 +138,7 @@ def test_every_door_opens_an_image_as_it_is_seen(name: str, tmp_path: Path) -> N
     (tmp_path / "image").write_bytes(file)
     data = (read_image(tmp_path / "image") * 255).permute(1, 2, 0).numpy()
     assert np.abs(data - expected.reshape(data.shape)).max() < 1
-    assert size_of(file) == Size(*expected.shape[:2])
+    assert read_size(file) == Size(*expected.shape[:2])
     given = np.asarray(kinds.read_image(file))
     assert np.array_equal(given, data.astype(np.uint8).reshape(given.shape))
     if file[:4] != b"II*\0" and not file.startswith(b"P5"):
@@ -193,7 +193,7 @@ def test_a_folder_is_read_as_people_see_it(tmp_path: Path) -> None:
     found = [prompt.image for prompt in read_images(tmp_path, check=anything)]
     assert found == [tmp_path / f"{name}.png" for name in names[:5]]
     assert [frame.getpixel((0, 0)) for frame in kinds.read_video(tmp_path)] == [(number,) * 3 for number in range(3)]
-    assert kinds.frames_in(tmp_path) == 3
+    assert kinds.count_frames(tmp_path) == 3
 
 
 def lone_image(folder: Path) -> Path:

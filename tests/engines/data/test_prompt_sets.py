@@ -12,7 +12,7 @@ from fluvial.engines.data.prompt_sets import PROMPT_SETS, records
 from fluvial.engines.data.prompts import hold_out, read_heldout, read_prompts, read_sources
 from fluvial.engines.errors import UsageError
 from fluvial.models.rewards.geneval import Detection, GenEval
-from fluvial.models.rewards.shared.text import quoted
+from fluvial.models.rewards.shared.text import extract_quoted
 
 # Number of prompts of each part, and the beginning of the SHA-256 of all records: a set never changes unnoticed.
 CONTENTS = {
@@ -51,7 +51,7 @@ def test_a_set_is_the_same_everywhere(name: str) -> None:
 
 def test_ocr_asks_for_quoted_texts_and_holds_texts_out() -> None:
     """The reward finds each text, and no held-out text is drawn in training."""
-    train, heldout = ({quoted(record["prompt"]) for record in of("ocr", part)} for part in ("train", "heldout"))
+    train, heldout = ({extract_quoted(record["prompt"]) for record in of("ocr", part)} for part in ("train", "heldout"))
     assert not train & heldout
     assert all(text.isprintable() for text in train | heldout)
 

@@ -11,7 +11,7 @@ import pytest
 from fluvial.engines.data.images import read_images
 from fluvial.engines.data.preferences import preference_records
 from fluvial.engines.data.prompts import is_prompt_file, read_heldout, read_prompts, read_sources, sources, split_off
-from fluvial.engines.data.records import Prompt, as_prompts, metadata_of, negatives, texts
+from fluvial.engines.data.records import Prompt, as_prompts, copy_metadata, negatives, texts
 from fluvial.engines.errors import UsageError
 
 RECORDS: list[dict[str, Any]] = [
@@ -109,7 +109,7 @@ def test_records_keep_their_columns(tmp_path: Path, write: Callable[[Path, Any],
     assert isinstance(fox, Prompt)
     assert (fox.text, fox.tag, fox.negative, fox.weight, fox.source) == ("a red fox", "colour", "blurry", 1.0, "mine")
     assert (cats.text, cats.tag, cats.negative, cats.weight) == ("two cats", None, None, 2.5)
-    assert metadata_of([fox, cats, Prompt("text")]) == [
+    assert copy_metadata([fox, cats, Prompt("text")]) == [
         {"tag": "colour", "count": 1},
         {"count": 2, "boxes": [[0, 1], [2, 3]]},
         {},
@@ -130,7 +130,7 @@ def test_the_files_of_flow_grpo(tmp_path: Path) -> None:
     """GenEval's metadata load as they are and reach the reward whole; its OCR prompts are lines of text."""
     (found,) = read_prompts(jsonl(tmp_path / "train_metadata.jsonl", [GENEVAL]), check=anything)
     assert (found.text, found.tag) == ("four benches", "counting")
-    assert metadata_of([found])[0] == {name: value for name, value in GENEVAL.items() if name != "prompt"}
+    assert copy_metadata([found])[0] == {name: value for name, value in GENEVAL.items() if name != "prompt"}
     (tmp_path / "train.txt").write_text('A sign that reads "Hello, {world}"\n')
     assert texts(read_prompts(tmp_path / "train.txt", check=anything)) == ['A sign that reads "Hello, {world}"']
 

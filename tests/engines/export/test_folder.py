@@ -21,7 +21,7 @@ def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path,
 
     monkeypatch.setattr(folder, "sync", lambda path: noted(Path(path).name, sync, path))
     monkeypatch.setattr(os, "rename", lambda old, new: noted("rename", rename, old, new))
-    with init_world() as world, folder.drafted(tmp_path / "out", {"format": "lora"}, world) as draft:
+    with init_world() as world, folder.open_draft(tmp_path / "out", {"format": "lora"}, world) as draft:
         (draft / "part").mkdir()
         for name in ("a.safetensors", "part/b.safetensors"):
             (draft / name).write_bytes(b"weights")

@@ -16,7 +16,6 @@ from fluvial.core.guidance import classifier_free
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import LossConfig, grpo, losses
-from fluvial.engines.methods.nft import LinearOld, NoOld
 from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import (
     Awm,
@@ -37,6 +36,7 @@ from fluvial.engines.run.config import (
     NoisingConfig,
     RolloutConfig,
 )
+from fluvial.engines.run.networks import LinearOld, NoOld
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 from fluvial.engines.sampling.noising import ContinuousLevels

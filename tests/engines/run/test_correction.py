@@ -15,8 +15,8 @@ from fluvial.core import correction, gaussian, transitions
 from fluvial.core.advantages import group_advantages
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.grpo import correct
 from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.surrogates import correct
 from fluvial.engines.methods.table import Clipped, Guard
 from fluvial.engines.run.batch import Batch, Items
 from fluvial.engines.run.config import CorrectionConfig

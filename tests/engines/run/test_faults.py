@@ -27,7 +27,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, init_world, leave
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
-from fluvial.engines.run import loop, train
+from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
@@ -324,7 +324,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def continued(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as a restart by torchrun goes on with it."""
-    return loop._restarted(config, world)
+    return training._restarted(config, world)
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:
@@ -390,7 +390,7 @@ def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
 ) -> None:
     """A package that is missing, and a place that refuses; the run can be started again."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.setattr(loop, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
+    monkeypatch.setattr(training, "Trainer", lambda *args, **options: pytest.fail("the run was built"))
     (tmp_path / "file").write_text("")
     for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
         with pytest.raises(UsageError, match=says):

@@ -19,13 +19,13 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.nft import NoOld
 from fluvial.engines.methods.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
 from fluvial.engines.run.config import (
     AdvantageConfig,
     KLConfig,
 )
+from fluvial.engines.run.networks import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
@@ -311,14 +311,14 @@ def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path
     alone, together = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
     for number in (0, 1):
         with trained() as trainer:
-            trainer.learn(*made(trainer, number))
+            trainer.loop.learn(*made(trainer, number))
             alone.append(weights(trainer))
     with trained() as trainer:
         state, counters = trainer.engine.state(), trainer.engine.counters()
         start = {name: tensor.clone() for name, tensor in state.items()}
         for batch, keys in [made(trainer, number) for number in (0, 1)]:
             trainer.engine.restore({name: tensor.clone() for name, tensor in start.items()}, counters)
-            trainer.learn(batch, keys)
+            trainer.loop.learn(batch, keys)
             together.append(weights(trainer))
     assert any(not torch.equal(alone[0][name], alone[1][name]) for name in alone[0])
     for each, other in zip(alone, together, strict=True):

@@ -13,7 +13,6 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.nft import LinearOld
 from fluvial.engines.methods.table import OBJECTIVES, Distill, Dpo, Nft, name_of
 from fluvial.engines.run.config import (
     AdvantageConfig,
@@ -24,6 +23,7 @@ from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
 )
+from fluvial.engines.run.networks import LinearOld
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, recorded
 from fluvial.engines.run.validate import check_model

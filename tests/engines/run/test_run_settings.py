@@ -15,12 +15,12 @@ from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.nft import LinearOld
 from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.networks import LinearOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -41,13 +41,13 @@ def one() -> Iterator[World]:
 
 def noted(trainer: Trainer) -> list[Any]:
     """Return a list that each rollout's samples will be added to."""
-    learn, seen = trainer.learn, list[Any]()
+    learn, seen = trainer.loop.learn, list[Any]()
 
     def learnt(batch: Batch, root: Any) -> Any:
         seen.append(batch.made.result())
         return learn(batch, root)
 
-    trainer.learn = learnt  # type: ignore[method-assign]
+    trainer.loop.learn = learnt  # type: ignore[method-assign]
     return seen
 
 

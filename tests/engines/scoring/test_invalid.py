@@ -8,7 +8,7 @@ import torch
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.scoring.invalid import check_invalid, kept_samples
+from fluvial.engines.scoring.invalid import check_invalid, find_kept_samples
 
 NAN = math.nan
 
@@ -16,9 +16,9 @@ NAN = math.nan
 def test_a_group_is_left_out_as_a_whole() -> None:
     """Also where another reward of another sample is the invalid one."""
     rewards = torch.tensor([[1.0, 1.0], [1.0, NAN], [1.0, 1.0], [1.0, 1.0], [NAN, 1.0], [NAN, 1.0]])
-    kept = kept_samples(rewards, 2)
+    kept = find_kept_samples(rewards, 2)
     assert kept.tolist() == [False, False, True, True, False, False]
-    assert kept_samples(torch.zeros(4, 0), 2).all()
+    assert find_kept_samples(torch.zeros(4, 0), 2).all()
 
 
 @pytest.fixture(scope="module")

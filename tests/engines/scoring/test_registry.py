@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError
-from fluvial.engines.scoring.registry import check_rewards, select, without_weight
+from fluvial.engines.scoring.registry import check_rewards, select, strip_weight
 from fluvial.engines.scoring.runner import score
 
 REWARDS: dict[str, Any] = {"brightness": tiny.brightness, "contrast": tiny.contrast}
@@ -87,7 +87,7 @@ def test_options_of_a_class(text: str, expected: tuple[Any, ...], weight: float)
     assert (name, found) == ("own_rewards:Scaled", weight)
     made: Any = reward
     assert made.options == expected
-    assert without_weight(f"own_rewards:Scaled:{text}") == f"own_rewards:Scaled:{text.removesuffix(f'={weight:g}')}"
+    assert strip_weight(f"own_rewards:Scaled:{text}") == f"own_rewards:Scaled:{text.removesuffix(f'={weight:g}')}"
 
 
 def test_options_of_a_function_and_of_a_client() -> None:
@@ -101,8 +101,8 @@ def test_options_of_a_function_and_of_a_client() -> None:
     ((name, (plain, weight)),) = select({}, ("jpeg_incompressibility=-1",)).items()
     assert (name, weight) == ("jpeg_incompressibility", -1.0)
     assert len(score(plain, torch.zeros(2, 3, 8, 8), ["", ""])) == 2
-    assert without_weight("jpeg=0.5") == "jpeg"
-    assert without_weight("mine:score=0.5") == "mine:score"
+    assert strip_weight("jpeg=0.5") == "jpeg"
+    assert strip_weight("mine:score=0.5") == "mine:score"
 
 
 def test_options_of_a_reward_model(tmp_path: Path) -> None:

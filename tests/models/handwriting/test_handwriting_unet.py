@@ -42,7 +42,7 @@ from fluvial.models.handwriting import (
     reward_recogniser,
     write,
 )
-from fluvial.models.handwriting.unet import alphas_cumprod, timestep_of
+from fluvial.models.handwriting.unet import alphas_cumprod, find_timestep
 
 MODEL = HandwritingUNet()
 DDIM = partial(ddim, eta=0.0)
@@ -138,7 +138,7 @@ def test_any_schedule_rises(steps: int) -> None:
     schedule = MODEL.schedule(steps)
     assert (schedule.levels.diff() > 0).all()
     assert 0.004 < schedule.levels[0] < schedule.levels[-1] < 1
-    assert torch.equal(timestep_of(schedule.levels[:-1]), schedule.timesteps)
+    assert torch.equal(find_timestep(schedule.levels[:-1]), schedule.timesteps)
 
 
 @pytest.mark.parametrize("steps", [0, 667, 1000])
@@ -151,11 +151,11 @@ def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
 def test_the_timestep_follows_from_the_level() -> None:
     """Each timestep has its own level; between two levels the nearer counts, beyond the ends the last."""
     powers = alphas_cumprod(torch.device("cpu"))
-    assert torch.equal(timestep_of(powers), torch.arange(1000.0))
-    assert torch.equal(timestep_of(powers.double()), torch.arange(1000.0))
-    assert torch.equal(timestep_of(torch.lerp(powers[:-1], powers[1:], 0.4)), torch.arange(999.0))
-    assert torch.equal(timestep_of(torch.lerp(powers[:-1], powers[1:], 0.6)), torch.arange(1, 1000.0))
-    assert timestep_of(torch.tensor([0.0, 1.0])).tolist() == [999, 0]
+    assert torch.equal(find_timestep(powers), torch.arange(1000.0))
+    assert torch.equal(find_timestep(powers.double()), torch.arange(1000.0))
+    assert torch.equal(find_timestep(torch.lerp(powers[:-1], powers[1:], 0.4)), torch.arange(999.0))
+    assert torch.equal(find_timestep(torch.lerp(powers[:-1], powers[1:], 0.6)), torch.arange(1, 1000.0))
+    assert find_timestep(torch.tensor([0.0, 1.0])).tolist() == [999, 0]
 
 
 @torch.no_grad()
@@ -201,7 +201,7 @@ def test_training_noises_as_the_scheduler_does() -> None:
     """Levels are those of uniform timesteps; noised images and targets are DDIMScheduler's."""
     u = uniform(key(2), (20_000,))
     level = levels(u, "epsilon")
-    timestep = timestep_of(level)
+    timestep = find_timestep(level)
     assert torch.equal(timestep, (u * 1000).floor())
     assert torch.equal(levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), alphas_cumprod(u.device)[[0, 999]])
     x0, drawn = write(key(3), CODES), noise(3)

@@ -9,13 +9,13 @@ from tiny_pipelines import ROWS
 
 from fluvial.models.pipelines.base import TextCond
 from fluvial.models.pipelines.flux import FluxCond
-from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAIN, TOKENS, embedded_guidance, layout_of
+from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAIN, TOKENS, embedded_guidance, find_layout
 from fluvial.models.pipelines.qwen_image_edit import QwenEditCond, QwenImageEdit
 
 
 def test_each_architecture_has_the_layout_of_sglang() -> None:
     adapters: dict[str, Any] = {name: row.adapter for name, row in ROWS.items()}
-    found = {name: layout_of(object.__new__(adapter)) for name, adapter in adapters.items()}
+    found = {name: find_layout(object.__new__(adapter)) for name, adapter in adapters.items()}
     packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": FRAMED_TOKENS, "z-image": FRAME}
     assert found == dict.fromkeys(ROWS, PLAIN) | packed
 
@@ -26,7 +26,7 @@ def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: py
     monkeypatch.setattr(QwenImageEdit, "vae_scale", 2)
     model.size, model.scaled = (16, 24), lambda *size: (8, 8)
     cond = QwenEditCond(torch.ones(5, 3), torch.arange(5) < 4, torch.ones(8, 16))
-    layout = layout_of(model)
+    layout = find_layout(model)
     found = layout.arguments(cond, (4, 4, 6))
     assert found["img_shapes"] == [[(1, 2, 3), (1, 2, 2), (1, 2, 2)]]
     assert found["txt_seq_lens"] == [4]

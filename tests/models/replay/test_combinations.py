@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.combinations import Combination, Fitted, Joined, Rescaled, combinations_of
+from fluvial.models.replay.combinations import Combination, Fitted, Joined, Rescaled, find_combinations
 from fluvial.models.replay.places import Places, Whole
 
 SIGMA = 0.6
@@ -24,7 +24,7 @@ def found(
 ) -> Any:
     """Return the one function that gives a velocity; None if there is none."""
     level = torch.tensor(SIGMA).expand(len(x))
-    every = combinations_of(parts, v, x, level, scales=[3.0], rescales=rescales, sizes=sizes)
+    every = find_combinations(parts, v, x, level, scales=[3.0], rescales=rescales, sizes=sizes)
     assert len(every) < 2
     return every[0] if every else None
 
@@ -117,6 +117,6 @@ def test_guidance_of_larger_outputs_is_rescaled_by_the_whole() -> None:
     whole = Whole((0, 1), (Places(torch.arange(10, 30), (20,)), Places(torch.arange(9, -1, -1), (10,))))
     pieces = [of_clean_samples(*(each[:, part] for each in (*parts, x))) for part in (slice(0, 30), slice(30, 40))]
     v = torch.cat([pieces[0][:, 10:], pieces[1].flip(1)], dim=1)
-    (one,) = combinations_of(parts, v, v, level, scales=[3.0], rescales=(0.7,), sizes=(30, 10), whole=(whole, x))
+    (one,) = find_combinations(parts, v, v, level, scales=[3.0], rescales=(0.7,), sizes=(30, 10), whole=(whole, x))
     assert one == Joined((30, 10), (Rescaled((3.0, -2.0), 0, 0.7, True, torch.float32),) * 2, whole)
     torch.testing.assert_close(one(parts, x, level), v, rtol=0, atol=1e-5)

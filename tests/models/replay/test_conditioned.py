@@ -17,7 +17,7 @@ from fluvial.core.random import key
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.media import MediaPrompt, use_modes
 from fluvial.models.replay.recorded import generators
-from fluvial.models.replay.start import without_offset
+from fluvial.models.replay.start import remove_offset
 
 pytestmark = [  # diffusers' own use
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
@@ -98,7 +98,7 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
         noise.append(seen[0])
     x = torch.cat(noise).float()
     if (scale := model.known.model.scale) != 1:
-        x = without_offset(x, scale, cond[-1])
+        x = remove_offset(x, scale, cond[-1])
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fluvial.models.pipelines.wan import EXPERTS, Experts
 from fluvial.models.replay.checks import ReplayError
-from fluvial.models.replay.experts import joined, placed
+from fluvial.models.replay.experts import join_experts, place_network
 
 
 class Negates(nn.Module):
@@ -26,14 +26,14 @@ def pipe(boundary: float | None) -> SimpleNamespace:
 
 def test_two_networks_without_a_boundary_are_refused() -> None:
     with pytest.raises(ReplayError, match=r"it has two networks and no boundary between their noise levels$"):
-        joined(pipe(None), EXPERTS[0])
+        join_experts(pipe(None), EXPERTS[0])
 
 
 def test_a_call_on_the_other_side_of_the_boundary_is_refused() -> None:
     """A pipeline that changes networks at another level, or that has both see a batch."""
-    module = joined(pipe(0.5), EXPERTS[0])
+    module = join_experts(pipe(0.5), EXPERTS[0])
     assert isinstance(module, Experts)
-    high, low = (placed(module, part) for part in EXPERTS)
+    high, low = (place_network(module, part) for part in EXPERTS)
     x, above, below = torch.ones(2, 3), torch.tensor([500.0, 900]), torch.tensor([499.0, 100])
     assert torch.equal(high(x, above)[0], -x)
     assert torch.equal(low(x, below)[0], -x)

@@ -12,7 +12,17 @@ import torch
 from PIL import Image
 
 from fluvial.models.replay import kinds
-from fluvial.models.replay.kinds import KINDS, SOUND, VIDEO, Sound, check_pixels, frames_in, kind_of, read_sound, read_video
+from fluvial.models.replay.kinds import (
+    KINDS,
+    SOUND,
+    VIDEO,
+    Sound,
+    check_pixels,
+    count_frames,
+    find_kind,
+    read_sound,
+    read_video,
+)
 from fluvial.models.replay.media import MediaPrompt, digest
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 16, 24, 3), dtype=np.uint8)
@@ -62,8 +72,8 @@ def test_frames_of_a_video_are_those_written(write: Callable[[Path], Path], tmp_
     sources: list[Path | bytes] = [file] if file.is_dir() else [file, file.read_bytes()]
     for source in sources:
         assert np.array_equal(np.stack([np.asarray(frame) for frame in read_video(source)]), FRAMES)
-        assert frames_in(source) == len(FRAMES)
-        assert kind_of("mask", source) is VIDEO
+        assert count_frames(source) == len(FRAMES)
+        assert find_kind("mask", source) is VIDEO
 
 
 def pcm(width: int, channels: int = 2, count: int = 50) -> tuple[bytes, torch.Tensor]:
@@ -86,7 +96,7 @@ def test_sounds_of_whole_numbers_are_those_written(width: int) -> None:
     found = read_sound(file)
     assert found.rate == 400
     torch.testing.assert_close(found.wave, expected, rtol=0, atol=0)
-    assert kind_of("sound", file) is SOUND
+    assert find_kind("sound", file) is SOUND
 
 
 def test_sounds_of_other_formats_are_read_by_ffmpeg(tmp_path: Path) -> None:
@@ -102,7 +112,7 @@ def test_sounds_of_other_formats_are_read_by_ffmpeg(tmp_path: Path) -> None:
         container.mux(stream.encode(frame))
         container.mux(stream.encode())
     found = read_sound(file)
-    assert (found.rate, kind_of("tone", file)) == (8000, SOUND)
+    assert (found.rate, find_kind("tone", file)) == (8000, SOUND)
     torch.testing.assert_close(found.wave, torch.from_numpy(numbers / 2**15).float(), rtol=0, atol=1e-6)
 
 
@@ -220,5 +230,5 @@ def test_prompts_are_equal_by_the_contents_of_all_their_files(tmp_path: Path) ->
     ]
     assert pairs[0] == pairs[2] != pairs[1]
     assert digest((first, second)) == f"{digest(first)} {digest(second)}"
-    assert [image.size for image in pairs[0].opened()["images"]] == [(24, 16)] * 2
+    assert [image.size for image in pairs[0].open()["images"]] == [(24, 16)] * 2
     assert pairs[0].changed("images") != pairs[0]

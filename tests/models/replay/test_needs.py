@@ -15,7 +15,7 @@ from fluvial.models.replay.checks import foreign
 from fluvial.models.replay.kinds import SOUND, Sound
 from fluvial.models.replay.media import MediaPrompt
 from fluvial.models.replay.recipe import tails
-from fluvial.models.replay.stand_in import stand_in
+from fluvial.models.replay.stand_in import make_stand_in
 from fluvial.models.tiny import pipelines as tiny
 
 
@@ -121,7 +121,7 @@ def test_a_network_that_takes_no_batch_is_told_from_one_that_reads_values() -> N
         def forward(self, hidden_states: Tensor, timestep: Tensor) -> tuple[Tensor]:
             return (hidden_states + timestep[:, None],)
 
-    network = stand_in(Adds(), torch.device("cpu"), torch.float32)
+    network = make_stand_in(Adds(), torch.device("cpu"), torch.float32)
     network(hidden_states=torch.zeros(2, 3), timestep=torch.zeros(2))
     assert not network.unlike
     network(hidden_states=torch.zeros(6, 3), timestep=torch.zeros(2))
@@ -139,7 +139,7 @@ class Reads(nn.Module):
 
 def test_the_output_of_a_network_that_reads_values_is_guessed_by_its_input() -> None:
     """Tokens as many as channels are no channels."""
-    network = stand_in(Reads(), torch.device("cpu"), torch.float32)
+    network = make_stand_in(Reads(), torch.device("cpu"), torch.float32)
     assert network(hidden_states=torch.ones(3, 4, 8))[0].shape == (3, 4, 8)
     assert network(hidden_states=torch.ones(3, 4, 8, 8))[0].shape == (3, 2, 8, 8)
 

@@ -20,7 +20,7 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay.capture import _sought, _sources, frozen_networks
-from fluvial.models.replay.combinations import Combination, Fitted, _known
+from fluvial.models.replay.combinations import Combination, Fitted, _list_known
 from fluvial.models.replay.recipe import Fixed, Latent, Made, Row
 from fluvial.models.replay.recorded import Recording, check_replay, cut, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
@@ -436,7 +436,7 @@ def test_the_norm_of_guidance_is_told_apart(norm: str, load: Callable[[str], Any
     close = prompt + 0.1 * other  # guidance away from it makes some rows shorter
     found = [
         one
-        for one in _known([prompt, close], v, [3.0])
+        for one in _list_known([prompt, close], v, [3.0])
         if torch.equal(one([prompt, close], v, level), combination([prompt, close], v, level))
     ]
     assert found == [combination]

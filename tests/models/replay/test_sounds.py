@@ -16,8 +16,8 @@ from fluvial.core.table import Record
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.checks import ReplayError
 from fluvial.models.replay.scheduler import RecordingScheduler
-from fluvial.models.replay.sounds import Output, drawings, output_of
-from fluvial.models.replay.stand_in import pieces_of
+from fluvial.models.replay.sounds import Output, drawings, split_output
+from fluvial.models.replay.stand_in import split_pieces
 from fluvial.models.tiny import pipelines as tiny
 from fluvial.models.tiny.networks import LATENT
 
@@ -87,12 +87,12 @@ def test_a_drawing_shows_the_wave() -> None:
 def test_outputs_are_told_apart() -> None:
     """A video with a sound, and a sound alone."""
     video, sound = torch.rand(1, 5, 3, 8, 8), torch.rand(1, 2, 100)
-    both = output_of((video, sound))
+    both = split_output((video, sound))
     assert both.images is not None
     assert both.images.shape == (1, 3, 5, 8, 8)
     assert both.waves is not None
     assert torch.equal(both.waves, sound)
-    alone = output_of((sound[:, 0],))
+    alone = split_output((sound[:, 0],))
     assert alone == Output(None, alone.waves)
     assert alone.shown((64, 256)).shape == (1, 1, 64, 256)
 
@@ -101,7 +101,7 @@ def test_images_with_an_opacity_are_shown_over_white() -> None:
     """Rewards take three channels; where an image is transparent, it is white."""
     image = torch.full((1, 4, 2, 2), 0.25)
     image[..., 0, 0] = torch.tensor([0.5, 0.0, 1.0, 0.0])
-    shown = output_of((image,)).images
+    shown = split_output((image,)).images
     assert shown is not None
     assert shown.shape == (1, 3, 2, 2)
     assert torch.equal(shown[0, :, 0, 0], torch.ones(3))
@@ -133,7 +133,7 @@ def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, f
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "ltx2", local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     x = torch.randn(1, *model.known.shape, generator=torch.Generator().manual_seed(1))
-    latents, audio = pieces_of(x, model.known.pieces)
+    latents, audio = split_pieces(x, model.known.pieces)
     size = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": STEPS, "max_sequence_length": 32}
     theirs = pipe(
         "rain",
@@ -150,7 +150,7 @@ def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, f
     with torch.no_grad():
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(1), cond)
-    expected = output_of(tuple(part.detach() for part in theirs))
+    expected = split_output(tuple(part.detach() for part in theirs))
     assert expected.images is not None
     assert expected.waves is not None
     assert expected.waves.std() > 1e-3

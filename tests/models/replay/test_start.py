@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.models.replay.checks import ReplayError
-from fluvial.models.replay.start import Mixture, WithoutNoise, start_of, taken_of, with_offset, without_offset
+from fluvial.models.replay.start import Mixture, WithoutNoise, add_offset, find_step_counts, remove_offset, start_of
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_other_samples_are_refused() -> None:
 @given(steps=st.integers(1, 60), strength=st.floats(0.05, 1))
 def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float) -> None:
     """By the rule of diffusers' `get_timesteps`, in both of its forms."""
-    counts = taken_of(steps, strength)
+    counts = find_step_counts(steps, strength)
     up, down = counts[0], counts[-1]
     assert up - int(max(up - min(up * strength, up), 0)) == steps
     assert down - max(down - min(int(down * strength), down), 0) == steps
@@ -76,11 +76,11 @@ def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float
 
 def test_a_strength_of_none_takes_no_steps() -> None:
     with pytest.raises(ValueError, match="strength is 0, with which no schedule takes 3 steps"):
-        taken_of(3, 0.0)
+        find_step_counts(3, 0.0)
 
 
 def test_the_coordinates_are_each_others_inverse() -> None:
     """For samples, and for all steps of a trajectory."""
     x, offset = noise(2, 5, 4), noise(2, 4, seed=1)
     for step in range(5):
-        torch.testing.assert_close(with_offset(without_offset(x, 0.7, offset)[:, step], 0.7, offset), x[:, step])
+        torch.testing.assert_close(add_offset(remove_offset(x, 0.7, offset)[:, step], 0.7, offset), x[:, step])

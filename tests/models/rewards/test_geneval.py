@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.models.rewards.geneval import COLOURS, Detection, EmbeddedColours, GenEval, crop, evaluate, kept, positions
+from fluvial.models.rewards.geneval import (
+    COLOURS,
+    Detection,
+    EmbeddedColours,
+    GenEval,
+    crop,
+    evaluate,
+    positions,
+    select_objects,
+)
 
 RGB = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "white": (1, 1, 1), "black": (0, 0, 0)}
 CLASSES = {"square": 8, "bar": 4}  # objects by their height; a square is 8 x 8, a bar 4 high and 12 wide
@@ -132,7 +141,7 @@ def test_an_offset_along_the_diagonal_is_two_positions() -> None:
 
 def test_the_surest_sixteen_objects_count() -> None:
     many = [Detection((0, 0, 1, 1), confidence / 100) for confidence in range(25, 60)]
-    found = kept(many, 0.3)
+    found = select_objects(many, 0.3)
     assert len(found) == 16
     assert [each.confidence for each in found] == [confidence / 100 for confidence in range(59, 43, -1)]
 

@@ -16,7 +16,7 @@ from numpy_towers import Array
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards import table
-from fluvial.models.rewards.hpsv2 import FILE, Hpsv2, cleaned
+from fluvial.models.rewards.hpsv2 import FILE, Hpsv2, clean_prompt
 from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD, pad_to_square
 from fluvial.models.tiny.encoders import clip_tokenizer
 
@@ -156,7 +156,7 @@ def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> 
     file = wheels.install("hpsv2", "1.2.0") / "hpsv2" / "src" / "open_clip" / "tokenizer.py"
     package = wheels.definitions(file, "basic_clean", "whitespace_clean", ftfy=ftfy, html=html, re=import_module("regex"))
     wanted = package["whitespace_clean"](package["basic_clean"](prompt))
-    assert cleaned(prompt) == wanted
+    assert clean_prompt(prompt) == wanted
     reward = Hpsv2(folder, heads=(HEADS, HEADS))
     ids = reward.tokenize([prompt])["input_ids"]
     assert torch.equal(ids, super(Hpsv2, reward).tokenize([wanted])["input_ids"])
@@ -205,7 +205,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
 
 def test_heads_of_the_published_model_are_known() -> None:
     """ViT-H/14 has 16 heads of 80 in its vision tower and 16 of 64 in its text tower."""
-    from fluvial.models.rewards.hpsv2 import config_of
+    from fluvial.models.rewards.hpsv2 import infer_config
 
     tensors = {name: torch.empty(0) for name in ("logit_scale",)}
     shapes = {
@@ -220,7 +220,7 @@ def test_heads_of_the_published_model_are_known() -> None:
         "transformer.resblocks.0.mlp.c_fc.weight": (4096, 1024),
     }
     tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    config = config_of(tensors, None)
+    config = infer_config(tensors, None)
     vision, text = config.vision_config, config.text_config
     assert (vision.num_attention_heads, vision.num_hidden_layers, vision.image_size, vision.hidden_act) == (
         16,

@@ -26,12 +26,12 @@ from fluvial.models.rewards.qwen_vl import (
     EditReward,
     Hpsv3,
     VideoReward,
+    choose_frame_count,
     fitting,
-    merged,
+    merge_lora,
     patches,
     request,
-    resized,
-    sampled,
+    resize_image,
 )
 
 PROMPTS = ["a red cat", "two dogs and a {prompt} of the <|image_pad|> kind", "a red cat"]
@@ -201,7 +201,7 @@ def test_images_are_prepared_as_the_original_does(height: int, width: int, monke
     assert fitting(height, width, least=area, most=area) == wanted
     (image,) = tiny_rewards.images(1, height, width)
     pixels, grid = processed([as_pil(image).resize(wanted[::-1], Image.Resampling.BICUBIC)])
-    found = resized(image)
+    found = resize_image(image)
     assert (1, found.shape[-2] // 14, found.shape[-1] // 14) == tuple(grid[0].tolist())
     torch.testing.assert_close(patches(found), pixels, rtol=1e-5, atol=1e-5)
 
@@ -286,7 +286,7 @@ def test_frames_of_a_video_are_counted_as_the_original_does() -> None:
     original = from_wheel("dataset/utils.py", *names, math=math, **constants)["smart_nframes"]
     for total in (4, 5, 16, 33, 81, 121):
         for fps in (8.0, 16.0, 24.0):
-            assert sampled(total, total / fps * 2) == original({"fps": 2.0}, total, fps), (total, fps)
+            assert choose_frame_count(total, total / fps * 2) == original({"fps": 2.0}, total, fps), (total, fps)
 
 
 def test_adapters_are_merged_as_peft_merges_them() -> None:
@@ -305,7 +305,7 @@ def test_adapters_are_merged_as_peft_merges_them() -> None:
     tiny_rewards.randomise(model)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     wanted = model.merge_and_unload().state_dict()
-    found = merged(state, 3.0)
+    found = merge_lora(state, 3.0)
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value)

@@ -14,7 +14,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.models.replay.media import MediaPrompt
 from fluvial.models.words import EDIT_BASE, EditWords, Words, correct, misspelt_images, unchanged, words
 from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, draw, places
-from fluvial.models.words.edits import MOVES, comparison, pixels_of
+from fluvial.models.words.edits import MOVES, comparison, read_pixels
 
 
 def file_of(image: Image.Image) -> bytes:
@@ -39,7 +39,7 @@ def test_every_image_has_one_wrong_letter() -> None:
     """Every word has an image, which differs from the word, moved as it is, within one letter; all moves occur."""
     seen = set()
     for word, file in list(misspelt_images("heldout").items())[::3]:
-        shown = pixels_of(MediaPrompt(word, {"image": file}))
+        shown = read_pixels(MediaPrompt(word, {"image": file}))
         move, columns = comparison(word, shown)
         same = torch.tensor(draw(word, *move)).float() / 127.5 - 1 == shown[0]
         assert not same[:, columns].all()

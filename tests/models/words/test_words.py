@@ -106,7 +106,7 @@ def test_the_unseen_recogniser_is_the_packages_own() -> None:
 def test_a_character_that_a_ctc_network_repeats_is_one() -> None:
     """Unless a blank is between the two."""
     best = [0, 1, 1, 0, 1, 2, 2, 2, 0, 0]
-    assert recognisers.decoded(np.eye(3)[best], ["", "a", "b"]) == "aab"
+    assert recognisers.decode_ctc(np.eye(3)[best], ["", "a", "b"]) == "aab"
 
 
 def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
@@ -152,9 +152,9 @@ def test_images_are_read_on_torchs_threads_and_in_order() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert recognisers.in_threads(read, images) == list(range(12))
+        assert recognisers.map_threads(read, images) == list(range(12))
         torch.set_num_threads(1)
-        assert len(set(recognisers.in_threads(lambda image: get_ident(), images))) == 1
+        assert len(set(recognisers.map_threads(lambda image: get_ident(), images))) == 1
     finally:
         torch.set_num_threads(before)
 

@@ -21,7 +21,7 @@ from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.engines.extensions.wire.response import DitTrajectory
 from fluvial.models import Cond, DiffusionModel, Schedule
 from fluvial.models.guidance import Guided
-from fluvial.models.pipelines.layouts import PLAIN, embedded_guidance, layout_of
+from fluvial.models.pipelines.layouts import PLAIN, embedded_guidance, find_layout
 
 NOT_LAID_OUT = "rollout_noise_std_devs"  # debug tensor of a number per step
 
@@ -31,7 +31,7 @@ class Form:
 
     def __init__(self, request: RolloutRequest, model: DiffusionModel, event: tuple[int, ...]) -> None:
         self.sglang, self.event, self.video_dtype = request.wants_sglang_form, event, request.rollout_video_dtype
-        self.layout = layout_of(model) if self.sglang else PLAIN
+        self.layout = find_layout(model) if self.sglang else PLAIN
 
     def image(self, image: Tensor) -> Tensor:
         """Return an image or a video; videos are quantised where that is asked for."""

@@ -11,7 +11,7 @@ from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.models.images import open_image
 from fluvial.models.replay.kinds import SOUND, VIDEO, check_pixels
-from fluvial.models.replay.media import arguments_of, lists_of
+from fluvial.models.replay.media import find_list_arguments, list_arguments
 
 MOST_NAME = 4096  # characters
 FORMATS = ("PNG", "JPEG", "WEBP")  # decoders that a stranger's bytes reach
@@ -27,7 +27,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
     Raises:
         RequestError: there are other images than the model was recorded with, or one cannot be read.
     """
-    expected, given = arguments_of(policy.model), request.image_path or ()
+    expected, given = list_arguments(policy.model), request.image_path or ()
     names = request.fluvial.media if request.fluvial.media is not None else expected
     if given and not expected:
         raise RequestError(
@@ -40,7 +40,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
     if len(given) != len(names) or {*names} != {*expected}:
         got = f"{len(given)} images" + (f" ({', '.join(names)})" if request.fluvial.media else "")
         raise RequestError(400, f"image_path holds {got}, expected {len(expected)}: {', '.join(expected) or 'none'}")
-    lists = lists_of(policy.model)
+    lists = find_list_arguments(policy.model)
     for name in names:
         if (count := names.count(name)) > 1 and name not in lists:
             raise RequestError(400, f"image_path holds {count} images for {name}, expected one")

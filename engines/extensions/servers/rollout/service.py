@@ -29,7 +29,7 @@ from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
 from fluvial.engines.extensions.wire.response import MSGPACK, RolloutSample, write_response
 from fluvial.models.device import is_accelerator
-from fluvial.models.replay.media import arguments_of
+from fluvial.models.replay.media import list_arguments
 
 GENERATE = "/rollout/generate"
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # sglang's names
@@ -131,7 +131,7 @@ class RolloutService:
             "is_generation": True,
             "model_type": "diffusion",
             "architectures": [self._about()["pipeline_class"]],
-            "has_image_understanding": bool(arguments_of(policy.model)),
+            "has_image_understanding": bool(list_arguments(policy.model)),
             "has_audio_understanding": False,
             "output_types": ["VIDEO" if self._makes_videos else "IMAGE"],
             "is_image_gen": not self._makes_videos,
@@ -144,7 +144,7 @@ class RolloutService:
             "guidance_scale": policy.guidance.scale,
             "prediction": policy.model.prediction,
             "micro_batch": self.batcher.size,
-            "media": list(arguments_of(policy.model)),
+            "media": list(list_arguments(policy.model)),
             "weight_version": policy.version,
             "takes_options": True,
         }

@@ -49,7 +49,7 @@ def test_every_recipe_runs(name: str, ranks: int) -> None:
     with simulations() as found:
         check(dry_run(recipe(name), ranks=ranks))
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
-    assert waits in ({}, {("_local_scalar_dense", "engines/run/monitoring/diagnostics.py"): 1}), waits
+    assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
 
 
 def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
@@ -72,7 +72,7 @@ def test_every_adapter_runs(name: str, ranks: int, tmp_path: Path) -> None:
     assert config.pipeline.text_cache is not None
     assert not config.pipeline.text_cache.exists(), "prompts without values are in the run's own cache"
     reads = [wait for wait in between(found[0]) if "models/pipelines/" not in wait.line]  # prompts that are encoded
-    assert [wait.line.split(":")[0] for wait in reads] == ["engines/run/monitoring/diagnostics.py"], reads
+    assert [wait.line.split(":")[0] for wait in reads] == ["engines/sampling/diversity.py"], reads
     assert report.phase("decode").operations > 0
     assert report.phase("rollout").flops > 0
 
@@ -84,7 +84,8 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     height, width, scale = (options.pop(option) for option in ("height", "width", "guidance_scale"))
     tiny_replayed.load(name, tmp_path / name)
     (tmp_path / "prompts.txt").write_text("a red fox\ntwo cats\na blue cup\n")
-    config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=(str(tmp_path / "prompts.txt"),))
+    prompts = (str(tmp_path / "prompts.txt"),)
+    config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=prompts, rewards=("jpeg",))
     call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
     rollout = RolloutConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
     changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "rollout": rollout}
@@ -118,7 +119,8 @@ def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
         call = tuple(f"{argument}={value}" for argument, value in row.call.items())
         size = {"height": shape[0], "width": shape[1], "call": call}
     pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")
-    given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "train": "lora", "pipeline": pipeline}
+    given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "rewards": ("jpeg",)}
+    given |= {"train": "lora", "pipeline": pipeline}
     report = dry_run(replace(config, **given, micro_batch=2, update_micro_batch="rollout"), ranks=2)
     check(report)
     assert report.phase("rollout").flops > 0

@@ -47,7 +47,7 @@ from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import lora_layers
-from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout, layout_of
+from fluvial.models.pipelines.layouts import FRAME, PLAIN, TOKENS, Layout, find_layout
 from fluvial.models.pipelines.open import open_model
 
 pytestmark = pytest.mark.long  # it installs a wheel
@@ -230,7 +230,7 @@ def test_sglang_edits_images(one: World, monkeypatch: pytest.MonkeyPatch, tmp_pa
     schedule = model.schedule(3, shape)
     steps = StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1))
     sampling = Sampling(shape, schedule, Guidance(2.0, "dull"), stochastic=steps)
-    server = Sglang(layout_of(model), lambda images: images.unsqueeze(2), model=model, shape=shape, order=order)
+    server = Sglang(find_layout(model), lambda images: images.unsqueeze(2), model=model, shape=shape, order=order)
     with source_of(server, rollout, one) as source:
         (chunk,) = source.generate(Requests(prompts, [5, 6, 7, 8], key(1)), sampling, micro_batch=4)
         assert [asked["num_outputs_per_prompt"] for asked in server.asked] == [1] * 4

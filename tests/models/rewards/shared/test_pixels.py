@@ -99,12 +99,12 @@ def test_padding_to_a_square_keeps_the_whole_image_in_the_middle() -> None:
 
 def test_frames_are_spread_evenly_and_grey_becomes_rgb() -> None:
     video = torch.arange(9.0).view(1, 1, 9, 1, 1).expand(2, 1, 9, 4, 5)
-    assert pixels.frames_of(video, 3)[0, :, 0, 0, 0].tolist() == [0, 4, 8]
-    assert pixels.frames_of(video, 3).shape == (2, 3, 3, 4, 5)
-    assert pixels.frames_of(video, 20).shape == (2, 9, 3, 4, 5)
-    assert pixels.frames_of(video[:, :, 0], 8).shape == (2, 1, 3, 4, 5)
+    assert pixels.extract_frames(video, 3)[0, :, 0, 0, 0].tolist() == [0, 4, 8]
+    assert pixels.extract_frames(video, 3).shape == (2, 3, 3, 4, 5)
+    assert pixels.extract_frames(video, 20).shape == (2, 9, 3, 4, 5)
+    assert pixels.extract_frames(video[:, :, 0], 8).shape == (2, 1, 3, 4, 5)
     with pytest.raises(ValueError, match=r"images have the shape \[3, 4, 5\], expected \[B, C, H, W\]"):
-        pixels.frames_of(torch.zeros(3, 4, 5), 1)
+        pixels.extract_frames(torch.zeros(3, 4, 5), 1)
 
 
 @pytest.mark.parametrize(

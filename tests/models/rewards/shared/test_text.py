@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fluvial.models.rewards.shared.text import levenshtein, quoted, score_texts, text_score
+from fluvial.models.rewards.shared.text import extract_quoted, levenshtein, score_texts, text_score
 
 WORDS = st.text(alphabet="abcd", max_size=6)
 
@@ -47,12 +47,12 @@ def test_blanks_and_case_do_not_count(found: str, target: str, score: float) -> 
 
 
 def test_the_target_is_between_the_first_double_quotes() -> None:
-    assert quoted('a shop with the sign "OPEN" and "CLOSED"') == "OPEN"
-    assert quoted("a cake that says “Happy Day”") == "Happy Day"
-    assert quoted("says „Guten Tag“ and «salut»") == "Guten Tag"
+    assert extract_quoted('a shop with the sign "OPEN" and "CLOSED"') == "OPEN"
+    assert extract_quoted("a cake that says “Happy Day”") == "Happy Day"
+    assert extract_quoted("says „Guten Tag“ and «salut»") == "Guten Tag"
     for prompt in ("a shop", 'a sign "" in red', 'a sign "', "it's 'single'", "“open", "“”"):
         with pytest.raises(ValueError, match="has no text in double quotes"):
-            quoted(prompt)
+            extract_quoted(prompt)
     with pytest.raises(ValueError, match="is empty"):
         text_score("x", "  ")
 
@@ -62,10 +62,10 @@ def test_the_target_is_that_of_flow_grpo(prompt: str) -> None:
     """`prompt.split('"')[1]` in its `ocr.py`, where that is a text to draw; typographic quotes are a part of it."""
     target = prompt.split('"')[1]
     if target.strip():
-        assert quoted(prompt) == target
+        assert extract_quoted(prompt) == target
     else:  # flow_grpo divides by 0
         with pytest.raises(ValueError, match="has no text in double quotes"):
-            quoted(prompt)
+            extract_quoted(prompt)
 
 
 def test_readings_of_frames_are_averaged() -> None:
@@ -78,10 +78,10 @@ def test_readings_of_frames_are_averaged() -> None:
 
     dark, light = torch.zeros(3, 4, 5), torch.ones(3, 4, 5)
     prompts = ['"open"', '"shut"']
-    scores = score_texts(read, quoted, torch.stack([light, light]), prompts, 4)
+    scores = score_texts(read, extract_quoted, torch.stack([light, light]), prompts, 4)
     assert scores.tolist() == [1.0, 0.0]
     assert (seen[0].dtype, seen[0].shape, int(seen[0].max())) == (torch.uint8, (2, 4, 5, 3), 255)
     videos = torch.stack([torch.stack([light, dark], 1), torch.stack([dark, dark], 1)])
-    assert score_texts(read, quoted, videos, prompts, 4).tolist() == [0.5, 1.0]
+    assert score_texts(read, extract_quoted, videos, prompts, 4).tolist() == [0.5, 1.0]
     with pytest.raises(ValueError, match="2 images and 1 prompts"):
-        score_texts(read, quoted, torch.stack([light, light]), prompts[:1], 4)
+        score_texts(read, extract_quoted, torch.stack([light, light]), prompts[:1], 4)

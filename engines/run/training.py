@@ -1,0 +1,331 @@
+"""Whole runs: updates, with evaluations, records, images and checkpoints between them, in a run folder."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from fluvial.engines import plugins
+from fluvial.engines.data.records import texts
+from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.errors import FluvialError, LostProcessError, UsageError, is_out_of_memory
+from fluvial.engines.run import exports, metrics
+from fluvial.engines.run import job as jobs
+from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.checkpoint.storage import open_store
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.evaluation.evaluate import Evaluation
+from fluvial.engines.run.evaluation.table import as_records, rows
+from fluvial.engines.run.job import Job
+from fluvial.engines.run.log import images, trackers
+from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.run.monitoring.extremes import KeptImages
+from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
+from fluvial.engines.run.monitoring.shortage import explain
+from fluvial.engines.run.passes.probe import notes
+from fluvial.engines.run.process import restart, run_folder
+from fluvial.engines.run.process.heap import keep_freed_memory
+from fluvial.engines.run.process.lock import FolderLock
+from fluvial.engines.run.process.run_folder import RunFolder
+from fluvial.engines.run.process.stop import stop_request
+from fluvial.engines.run.record import as_record, with_absolute_paths
+from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.scoring.gather import AbandonedRolloutError
+
+EXTREMES = 8  # best and worst samples that a report shows
+
+
+def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
+    """Run a training job, see `fluvial.engines.run.train`."""
+    keep_freed_memory()
+    with init_world(timeout=config.collective_timeout) as world, stop_request() as stop, ExitStack() as holds:
+
+        def say(line: str) -> None:
+            if console and world.is_main:
+                console.print(line, highlight=False, soft_wrap=True)
+
+        asked = config if job is not None else jobs.from_run(config)
+        config = _restarted(asked, world)
+        with world.agreed():
+            trackers.find(config.tracker)  # before anything is written
+            for group in ("reports", "curves"):
+                plugins.load_all(group)
+            open_store(config.checkpoint_folder)
+            if job is None:
+                job = jobs.of_run(config)
+            lock = None
+            if world.is_main:
+                resumes = config.resume or config.resume_from is not None
+                lock = run_folder.claim(config.out, resume=resumes, say=say)
+                holds.callback(lock.release)
+        checkpoint.check_writable(config.checkpoint_folder, world=world)
+        start: Path | str | None = config.resume_from  # None: from the beginning
+        if config.resume and (start is None or config is not asked):
+            start = checkpoint.newest_whole(config.checkpoint_folders, world=world, skipped=say) or start
+        shown = console if world.is_main else None
+        try:
+            trainer = Trainer(config, job, world, console=shown, stop=stop, resume_from=start)
+        except (MemoryError, RuntimeError) as error:
+            error.add_note("while the run was built: lower it by `engine.base` int8, `micro_batch`, or more ranks")
+            raise
+        with trainer:
+            record = as_record(with_absolute_paths(trainer.config))  # with the micro-batch that was chosen
+            with ExitStack() as stack:
+                done, folder = trainer.engine.updates, None
+                progress = stack.enter_context(RunProgress(trainer.console, total=config.updates, done=done))
+                if world.is_main:
+                    folder = RunFolder(config.out, record, update=done, tracker=config.tracker, say=progress.say)
+                    stack.callback(folder.close)
+                    stack.enter_context(folder.keeping_warnings())
+                if config.resume and start is None:
+                    progress.say(f"{config.checkpoint_folder} holds no checkpoint yet: the run starts from the beginning")
+                for note in notes(trainer.config, trainer.engine):
+                    progress.say(note)
+                for name, choice in trainer.choices.items():
+                    progress.say(str(choice))
+                    if folder:
+                        folder.log({"update": done, name: choice.record})
+                if (compiled := trainer.warm_up(progress)) is not None:
+                    progress.say(str(compiled))
+                if (handshake := trainer.sampler.compare_with_servers()) is not None:
+                    progress.say(str(handshake))
+                    if folder:
+                        folder.log({"update": done, "handshake": handshake.record})
+                return Training(trainer, folder, progress, lock).run()
+
+
+class Training:
+    """The loop of a run: updates, with evaluations, records and checkpoints between them.
+
+    Args:
+        folder: run folder, on the main rank.
+        lock: hold of the run folder, on the main rank.
+    """
+
+    def __init__(
+        self, trainer: Trainer, folder: RunFolder | None, progress: RunProgress, lock: FolderLock | None = None
+    ) -> None:
+        self.lock = lock
+        self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
+        self.final_samples = self.config.evaluation.whole(len(trainer.evaluated.heldout), self.config.final_samples)
+
+    def run(self) -> dict[str, Any]:
+        """Train until the last update or a request to stop, and return the summary (empty if stopped).
+
+        Raises:
+            RunError: the run cannot go on; the newest finished update is saved if every rank is there to save it.
+        """
+        trainer = self.trainer
+        try:
+            return self._run()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, AbandonedRolloutError | LostProcessError):
+                raise
+            failure: BaseException = explain(error, trainer.loop.phase, trainer.engine) if is_out_of_memory(error) else error
+            if failure is error:
+                error.add_note(f"in the phase {trainer.loop.phase}")
+            stopped = self._save_finished(error)
+            if stopped and isinstance(error, FluvialError):
+                self.progress.say(f"{error}; what was begun after update {trainer.engine.updates} is made again")
+                return self._stopped()
+            if failure is error:
+                raise
+            raise failure from error
+
+    def _save_finished(self, error: BaseException) -> bool:
+        """Save the newest finished update if every rank has raised, and return whether that was asked for."""
+        trainer, world = self.trainer, self.trainer.world
+        if trainer.loop.phase == "checkpoint" or (world.size > 1 and not getattr(error, "on_all_ranks", False)):
+            return False
+        try:
+            self._check_lock()
+            trainer.saver.wait(trainer.progress)
+            saved = trainer.save_finished()
+        except (MemoryError, RuntimeError) as second:
+            self.progress.say(f"update {trainer.engine.updates} could not be saved either: {second}")
+            return False
+        if saved:
+            self.progress.say(f"saved after update {trainer.engine.updates}")
+        return saved and any(world.gather_items(bool(trainer.stop)))
+
+    def _run(self) -> dict[str, Any]:
+        trainer, config = self.trainer, self.config
+        if any(trainer.world.gather_items(bool(trainer.stop))):
+            return self._stopped()
+        self._check()
+        probe = self._probe()
+        if trainer.progress.before is None:
+            evaluation = self._evaluate("before", self.final_samples, probe)
+            trainer.progress.before = {"score": evaluation.score, "exact": evaluation.exact}
+            self.progress.say(metrics.evaluation_line("before training", evaluation))
+        end = ""  # why the run ends early
+        for record in trainer:
+            if self.folder:
+                self.folder.log(record)
+            if "reward" in record and config.eval_every:
+                trainer.progress.recent.append(record["reward"]["mean"])
+            self.progress.advance(metrics.shown(record), record["seconds"], updates=config.updates_per_rollout)
+            done = trainer.engine.updates
+            if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
+                evaluation = self._evaluate(f"update {done:04d}", config.eval_samples, probe)
+                self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
+                end = self._watched(evaluation)
+            if self._due(config.export_every) and done < config.updates:
+                self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
+            if trainer.stopping or end or self._due(config.checkpoint_every) or done == config.updates:
+                self._save(ends=trainer.stopping)
+            if end:
+                break
+        if trainer.stopping:
+            self._save(ends=True)  # unless the last update has a checkpoint: the run may have stopped within a rollout
+        trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
+        if trainer.stopping and not end:
+            return self._stopped()
+        summary = self._finish(probe, end)
+        if end:
+            self.progress.say(end)
+        return summary
+
+    def _stopped(self) -> dict[str, Any]:
+        """Say that the run was stopped and how to continue it, and return its empty summary."""
+        done = self.trainer.engine.updates
+        saved = self.trainer.saver.saved_at == done
+        what = f"stopped after update {done}, all saved" if saved else "stopped before the first update"
+        self.progress.say(f"{self.trainer.stop.name or 'asked'}: {what}; continue with --resume --out {self.config.out}")
+        return {}
+
+    def _save(self, *, ends: bool = False) -> None:
+        """Write a checkpoint, unless another process has taken the run folder; every rank must take part."""
+        self.trainer.loop.phase = "checkpoint"
+        self._check_lock()
+        self.trainer.save(ends=ends)
+
+    def _check_lock(self) -> None:
+        with self.trainer.world.agreed():
+            if self.lock is not None:
+                self.lock.check()
+
+    def _watched(self, evaluation: Evaluation) -> str:
+        """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
+        trainer, count, update = self.trainer, self.config.stop_when_gamed, self.trainer.engine.updates
+        if not evaluation.score:
+            return ""
+        points, recent, evaluator = trainer.progress.evaluations, trainer.progress.recent, evaluator_of([*evaluation.score])
+        if recent:
+            points.append(Point(update, evaluation.score[evaluator], fmean(recent)))
+            recent.clear()
+        best = best_of(points)
+        if not count or best is None:
+            return ""
+        if best.update == update:
+            self._save()
+        found = gamed(points, count)
+        if not found:
+            return ""
+        where = f"{self.config.checkpoint_folder}/{best.update:06d}"
+        why = described(found, evaluator)
+        return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
+
+    def _check(self) -> None:
+        """Try whether the job's model can be trained at all, if the job says how, and exported as asked."""
+        exports.check_exports(self.config, self.trainer.job.model)
+        check = self.trainer.job.check
+        if check is None:
+            return
+        with self.trainer.engine.inference() as module, self.trainer.world.agreed():
+            try:
+                self.progress.say(check(module))
+            except ValueError as error:
+                raise UsageError(f"model {self.config.model}: {error}") from error
+
+    def _due(self, every: int) -> bool:
+        """Return whether the updates of the last rollout reached a multiple of `every`; 0 is never."""
+        done = self.trainer.engine.updates
+        return bool(every) and done // every > (done - self.config.updates_per_rollout) // every
+
+    def _evaluate(self, name: str, samples: int, probe: Probe, *, extremes: int = 0) -> Evaluation:
+        kept = KeptImages() if extremes and self.trainer.evaluated.evaluators else None
+        result = self.trainer.evaluate(samples, keep=kept, probe=probe)
+        if self.folder:
+            self.folder.log({"update": self.trainer.engine.updates, **metrics.evaluation_record(result)})
+            self.folder.scores(name, result.scores)
+            title = metrics.evaluation_title(name, result)
+            shown = result.images, texts(result.prompts), result.images_score
+            self.folder.samples(name, *shown, title=title, update=self.trainer.engine.updates)
+            if result.sounds is not None:
+                self.folder.sounds(name, result.sounds)
+        if kept is not None:
+            self._show(kept, result, extremes)
+        return result
+
+    def _show(self, kept: KeptImages, result: Evaluation, count: int) -> None:
+        """Write the best and the worst samples of an evaluation; every rank must take part."""
+        for kind, chosen in zip(
+            ("best", "worst"), kept.extremes(result.scores, self.trainer.world, count=count), strict=True
+        ):
+            if self.folder and chosen.images:
+                title = f"{kind} of {result.samples} samples, by {result.scores.evaluators[-1]}"
+                self.folder.samples(kind, *chosen, title=title, update=self.trainer.engine.updates)
+
+    def _probe(self) -> Probe:
+        """Return the probe of the model that training began with: taken now, or read where the run is resumed."""
+        trainer, path = self.trainer, self.config.out / "probe.safetensors"
+        with trainer.world.agreed():
+            known = Probe.load(path, trainer.world.device) if trainer.progress.before is not None else None
+        if known is not None:
+            return known
+        with trainer.engine.inference(average=True) as module:
+            probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=self.config.largest_pass)
+        if trainer.world.is_main:
+            probe.save(path)
+        return probe
+
+    def _finish(self, probe: Probe, end: str) -> dict[str, Any]:
+        """Evaluate, export, draw, and return the summary; `end` says why the run stopped early, if it did."""
+        trainer, config, out = self.trainer, self.config, self.config.out
+        after = self._evaluate("after", self.final_samples, probe, extremes=EXTREMES)
+        trainer.export(out)
+        counted, seconds = trainer.progress, sum(trainer.progress.seconds.values())
+        assert counted.before is not None
+        summary: dict[str, Any] = {
+            **metrics.evaluation_summary(counted.before, after),
+            "train_seconds": seconds,
+            "train_seconds_by_phase": dict(counted.seconds),
+            "train_samples": counted.samples,
+            "samples_per_second": counted.samples / seconds if seconds else 0.0,
+            "first_pass_max_abs_log_ratio": counted.max_log_ratio,
+            "updates": trainer.engine.updates,
+            "skipped_steps": trainer.engine.skipped,
+            "ranks": trainer.world.size,
+            "seed": config.seed,
+            "versions": metrics.versions(),
+            **({"stopped_when_gamed": end} if end else {}),
+        }
+        reports = list[Path]()
+        sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
+        if self.folder:
+            summary["evaluation"] = as_records(rows(after.scores, self.folder.compared("before", after.scores)))
+            run_folder.write_json(out / "summary.json", summary)
+            images.join(out / "samples" / "before-after.png", sheets)
+            exports.write_cards(trainer.engine, config, trainer.job.model)
+            reports = self.folder.report()
+        if trainer.console:
+            self.progress.say("")
+            if after.score:
+                trainer.console.print(metrics.before_after(counted.before, after), highlight=False)
+            self.progress.say(
+                f"{trainer.engine.updates} updates, {counted.samples} samples, {seconds:.0f} s of "
+                f"training; largest first-pass |log ratio| {counted.max_log_ratio:g}; {trainer.engine.skipped} steps skipped"
+            )
+            written = "".join(f"report: {path}; " for path in reports)
+            self.progress.say(f"{written}images: {out / 'samples' / 'before-after.png'}")
+        return summary
+
+
+def _restarted(config: TrainConfig, world: World) -> TrainConfig:
+    """Return the run as it goes on if torchrun has started it before, else as it is configured."""
+    return replace(config, resume=True) if restart.restarted(config.out, world) else config
