@@ -37,7 +37,7 @@ FLOORS = (
     ),
     ("engines.scoring", "engines.export"),
     # What a method sees.
-    *((f"engines.run.{name}",) for name in ("settings", "networks", "jobs.base", "batch", "sampler", "run")),
+    *((f"engines.run.{name}",) for name in ("settings", "declared", "networks", "jobs.base", "batch", "sampler", "run")),
     ("engines.methods", "engines.run.evaluation"),
     ("engines.run.process",),
     ("engines.run",),

@@ -62,6 +62,8 @@ def configured(command: str, args: list[str], *, gpus: int | None = None) -> "Tr
         args: name of the recipe, or --config and a file; then flags.
         gpus: number of GPUs, for what is said of it; by default one per process.
     """
+    if args and Path(args[0]).suffix in (".toml", ".json"):  # a file in place of a recipe
+        args = ["--config", *args]
     files = typed(args, "--config")
     if files or "--config" in args:
         if not files:

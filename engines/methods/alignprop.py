@@ -4,22 +4,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch, Items, Record, return_to
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Record
 from fluvial.engines.sampling.backprop import final_samples, number_of_steps
 from fluvial.engines.sampling.items import LastSteps
 from fluvial.engines.sampling.window import AllSteps
 from fluvial.models import host_values
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
 
 
 def _refuses(config: Any) -> Iterator[UsageError]:
@@ -70,14 +73,14 @@ class AlignProp(Method):
             self, "objective", last=(1, 2**31), spread=(0, math.inf), target=(-math.inf, math.inf), scale=(1e-12, math.inf)
         )
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Take the last steps again, and follow the gradient of the reward of where they lead."""
         steps = len(batch.plan.sampling.schedule.timesteps)
         count = number_of_steps(key, steps, last=self.last, spread=self.spread)
-        for part in run.minibatches(return_to(batch, key, count, keep=run.grade(batch).keep), key):
+        for part in run.minibatches(run.return_to(batch, key, count, keep=run.grade(batch).keep), key):
             yield run.update(part, partial(self._loss_of, run, part))
 
-    def _loss_of(self, run: Run, items: Items, v: Tensor, rows: LastSteps, config: LossConfig) -> tuple[Tensor, Any]:
+    def _loss_of(self, run: "Run", items: "Items", v: Tensor, rows: LastSteps, config: LossConfig) -> tuple[Tensor, Any]:
         """Return the loss of rows of a run, whose rewards score where the last steps lead."""
         batch, sampling = items.batch, items.batch.plan.sampling
         assert sampling.stochastic is not None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,13 +11,15 @@ from fluvial.core import awm
 from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Before, Networks
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Before, Networks
 from fluvial.engines.sampling.items import NoisedSamples
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Awm(Method):
         """Keep the policy before the updates, and the references of the KL terms."""
         return {"old": Before(), **kl.networks()}
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Climb the clipped surrogate of the matching errors, weighted by the advantage."""
         grades = run.grade(batch)
         skip_zero = not run.has("ref", "ema")

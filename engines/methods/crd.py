@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,17 @@ from fluvial.core import crd
 from fluvial.core.checks import check_fields
 from fluvial.core.nft import reward_prob
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig, add_ema_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Follower, Networks, ramp
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Follower, Networks, ramp
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.models.host_values import to_device
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 def _refuses(config: Any) -> Iterator[UsageError]:
@@ -87,7 +89,7 @@ class Crd(Method):
         sampling = Follower(partial(slower, start=self.sampling_value), samples_from=0)
         return {"old": Follower(old), "sampling": sampling, **kl.networks()}
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Centre the implicit and the given rewards over the samples of each update, at each level; fit one to the other."""
         grades = run.grade(batch)
         reward = reward_prob(grades.advantage, adv_clip=self.adv_clip)  # R in [0, 1]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,18 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.dpo import D3poInfo, best_and_worst, clipped_log_ratio, d3po_loss
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.dpo import _dpo_needs
 from fluvial.engines.methods.losses import KLConfig, LossConfig, log_prob_and_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch, Record
-from fluvial.engines.run.networks import Networks, Start
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Networks, Record, Start
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.models.host_values import to_device
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 def _d3po_needs(config: Any) -> Iterator[UsageError]:
@@ -59,7 +61,7 @@ class D3po(Method):
         """Keep the policy that training starts from: ratios are relative to it."""
         return {"ref": Start(kl.guidance)}
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Compare each step of the best sample of a group with the same step of its worst."""
         preferred = self.prefer(run.grade(batch).reward, batch.group)
         steps = run.record_steps(batch, key, preferred, keep=(preferred != 0).to(preferred.dtype))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,15 +13,17 @@ from fluvial.core import dgpo
 from fluvial.core.checks import check_fields
 from fluvial.core.dgpo import DgpoInfo
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Follower, Networks, Start, ramp
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Follower, Networks, Start, ramp
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.models.host_values import to_device
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 def _dgpo_needs(config: Any) -> Iterator[UsageError]:
@@ -74,7 +76,7 @@ class Dgpo(Method):
         decay = partial(ramp, rise=self.old_rise, cap=self.old_cap, delay=1)
         return {"old": Follower(decay, samples_from=start), "ref": Start(kl.guidance), **kl.networks()}
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Weigh each item by its advantage, and by the sigmoid of its group's margin at its level."""
         grades = run.grade(batch)
         items = run.noise_samples(batch, key, grades.advantage, keep=grades.keep)

@@ -4,21 +4,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from fluvial.core import distill
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, LossConfig, fitted
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch, Record
-from fluvial.engines.run.networks import Networks, Teacher
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Networks, Record, Teacher
 from fluvial.engines.sampling.items import RecordedSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 def _mean_kl_needs(config: Any) -> Iterator[UsageError]:
@@ -60,7 +62,7 @@ class Distill(Method):
         """Keep the teacher, and the references of the KL terms."""
         return {"teacher": Teacher(self.teacher), **kl.networks()}
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the teacher's step at each step that the student took."""
         items = run.record_steps(batch, key, keep=run.grade(batch).keep)
         for part in run.minibatches(items, key):

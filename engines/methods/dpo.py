@@ -5,21 +5,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.dpo import DpoInfo, best_and_worst, dpo_loss
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Networks, Start
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Networks, Start
 from fluvial.engines.sampling.items import Pairs
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 def _dpo_needs(config: Any, *, name: str = "dpo") -> Iterator[UsageError]:
@@ -66,17 +68,17 @@ class Dpo(Method):
         """Keep the policy that training starts from: the margin is relative to it."""
         return {"ref": Start(kl.guidance)}
 
-    def collect(self, run: Run, key: Key) -> Batch:
+    def collect(self, run: "Run", key: Key) -> "Batch":
         """Sample groups of images, or read pairs."""
         return run.sample(key) if self.preferences is None else run.read_pairs(key)
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Pair the best and the worst sample of each group, and fit the pairs at the same noise."""
         pairs = batch if batch.paired else self._pair_extremes(run, batch)
         for part in run.minibatches(run.noise_samples(pairs, key), key):
             yield run.update(run.predict(part, "ref"), self.loss)
 
-    def _pair_extremes(self, run: Run, batch: Batch) -> Batch:
+    def _pair_extremes(self, run: "Run", batch: "Batch") -> "Batch":
         """Return the best and the worst sample of each group as pairs; groups with equal rewards have none."""
         chosen = best_and_worst(run.reward(batch), batch.group)
         return run.pair(batch, batch.kept[chosen.win[chosen.valid]], batch.kept[chosen.lose[chosen.valid]])

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -10,13 +11,17 @@ from fluvial.core.checks import check_fields
 from fluvial.core.correction import rollout_weights
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods.losses import LossConfig, add_ema_kl, log_prob_and_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch, Items, Record
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Record
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.kernels import policy_loss
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
+
 
 SURROGATE = ObjectiveTraits(trains_on="steps", has_ratio=True, takes_kl=True, takes_implementation=True)
 
@@ -27,7 +32,7 @@ class PolicyGradient(Method):
     record = Record()
     splits_guidance = False  # whether the loss combines the halves of guidance itself
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Climb the surrogate of every recorded step, weighted by the advantage of its sample."""
         grades = run.grade(batch)
         steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep, skip_zero=not run.has("ref", "ema"))
@@ -37,7 +42,7 @@ class PolicyGradient(Method):
             yield run.update(part, self.loss, split_guidance=self.splits_guidance and not run.has("ema"))
 
 
-def correct(run: Run, steps: Items) -> Items:
+def correct(run: "Run", steps: "Items") -> "Items":
     """Return recorded steps with the update's own old log-probs, and signals weighted by their ratio to the rollout's.
 
     Nothing changes without a correction. The weight is that of the policy gradient, whose loss is linear in the advantage; a

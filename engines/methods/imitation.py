@@ -3,19 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import ErrorInfo, LossConfig, fitted
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items import NoisedSamples
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class Sft(Method):
 
     traits = ObjectiveTraits(trains_on="noised", rewards="nothing", offline=True, takes_kl=True, takes_implementation=True)
 
-    def collect(self, run: Run, key: Key) -> Batch:
+    def collect(self, run: "Run", key: Key) -> "Batch":
         """Read the next images and captions."""
         return run.read(key)
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the images."""
         items = run.noise_samples(batch, key)
         for part in run.minibatches(items, key):
@@ -74,11 +76,11 @@ class Raft(Method):
     def __post_init__(self) -> None:
         check_fields(self, "objective", best=(1e-9, 1))
 
-    def collect(self, run: Run, key: Key) -> Batch:
+    def collect(self, run: "Run", key: Key) -> "Batch":
         """Sample groups of images, or read images that are compared with others of their caption, or with any."""
         return run.sample(key) if self.compare == "rollout" else run.read(key, scored=True)
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the best of each group."""
         best = self.choose_best(run.grade(batch).reward, batch.group)
         items = run.noise_samples(batch, key, best, keep=best)

@@ -13,7 +13,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.step import KLWeight, kl_factor
-from fluvial.engines.run.networks import Follower, Networks, Start
+from fluvial.engines.run.declared import Follower, Networks, Start
 from fluvial.engines.sampling.items import LastSteps, RecordedSteps, Rows
 from fluvial.engines.sampling.samplers import SamplerRule
 from fluvial.kernels import Implementation, step_log_prob, velocity_error

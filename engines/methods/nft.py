@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -11,14 +11,16 @@ from fluvial.core import nft
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.choices import check_variant
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.kernels import nft_loss
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
 
 
 class NftInfo(NamedTuple):
@@ -58,7 +60,7 @@ class Nft(Method):
         old = Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
         return {"old": old, **kl.networks()}
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the good one of the implicit policies to good samples, and the bad one to bad samples."""
         grades = run.grade(batch)
         good = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)

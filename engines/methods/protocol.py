@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
-from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig, LossConfig
-from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.networks import Networks
-from fluvial.engines.run.run import Run
+from fluvial.engines.run.declared import Networks
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
 
 TrainsOn = Literal["steps", "noised", "preferences"]
 RewardUse = Literal["advantages", "order", "gradients", "nothing"]
@@ -74,11 +77,11 @@ class Method:
         """Return the networks beside the policy that are read, by name: here those of the KL terms."""
         return kl.networks() if self.traits.takes_kl else {}
 
-    def collect(self, run: Run, key: Key) -> Batch:
+    def collect(self, run: "Run", key: Key) -> "Batch":
         """Return the next batch: here samples of the policy."""
         return run.sample(key)
 
-    def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Yield each update on a batch: `epochs * minibatches` of them."""
         raise NotImplementedError
 

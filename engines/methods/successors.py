@@ -13,7 +13,7 @@ from fluvial.core.policy import PolicyInfo, dppo_surrogate, guard_surrogate, noi
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import SURROGATE, PolicyGradient
 from fluvial.engines.methods.losses import LossConfig, surrogate_and_kl
-from fluvial.engines.run.batch import Record
+from fluvial.engines.run.declared import Record
 from fluvial.engines.sampling.items import RecordedSteps
 
 

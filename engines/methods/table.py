@@ -26,7 +26,6 @@ from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.protocol import Method, Objective, ObjectiveTraits
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
-from fluvial.engines.run.run import Loss
 
 OBJECTIVES: dict[str, type] = {
     "clipped": Clipped,
@@ -44,7 +43,12 @@ OBJECTIVES: dict[str, type] = {
     "d3po": D3po,
     "alignprop": AlignProp,
 }
-CALLS = {"networks": ("kl",), "collect": ("run", "key"), "learn": ("run", "batch", "key")}
+CALLS = {
+    "networks": ("kl",),
+    "collect": ("run", "key"),
+    "learn": ("run", "batch", "key"),
+    "loss": ("v", "rows", "config"),
+}
 
 
 def objective_type(name: str) -> type[Objective]:
@@ -96,6 +100,10 @@ def _problem(kind: Any) -> str | None:
         except TypeError as error:
             return f"has {name}{inspect.signature(method)}, expected {expected}: {error}"
     return None
+
+
+# (v, rows, settings) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
+Loss = Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
 
 
 def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:

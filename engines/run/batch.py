@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from fluvial.core.gaussian import Form
 from fluvial.core.random import Key, fold_in
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Transition
@@ -28,13 +27,6 @@ from fluvial.engines.scoring.gather import Rewards, Scoring
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, Prediction
 from fluvial.models.host_values import to_device
-
-
-class Record(NamedTuple):
-    """What a rollout records of its stochastic steps besides x, x_next and the log-probability."""
-
-    velocity: bool = False  # the prediction too
-    form: Form | None = None  # form of the log-probability, if not `rollout.form`
 
 
 class RolloutPlan(NamedTuple):

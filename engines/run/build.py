@@ -24,13 +24,14 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.declared import Start, Teacher
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import check_negatives, encoded_texts, evaluated
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
 from fluvial.engines.run.monitoring.gaming import evaluator_of
-from fluvial.engines.run.networks import START, BuiltNetworks, Start, Teacher
+from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
 from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, fixed_pairs
 from fluvial.engines.run.prefetch import Ahead

@@ -14,8 +14,8 @@ from fluvial.engines.methods.grpo import Clipped
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import check_objective
+from fluvial.engines.run.declared import Follower, Networks, find_followers
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.networks import Follower, Networks, find_followers
 from fluvial.engines.run.validate import DEFAULT_MAX_LOG_RATIO, config_problems
 from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig
 from fluvial.engines.sampling.correction import CorrectionConfig

@@ -1,20 +1,15 @@
-"""Networks beside the policy: what a method declares, and what a run builds of it."""
+"""Networks beside the policy, as a run builds and opens them."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Literal
 
 import optree
 import torch
 from torch import nn
 
-from fluvial.core.checks import check_fields
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.errors import UsageError
+from fluvial.engines.run.declared import Follower, Networks, Start, find_followers
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
@@ -22,105 +17,6 @@ from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
 from fluvial.models.padding import trimmed
 
 START = "start"  # adapter that training started from, where that is not a new one
-
-
-@dataclass(frozen=True)
-class Follower:
-    """A policy that lags behind the trained one, as a LoRA adapter of its own: it <- d it + (1 - d) policy.
-
-    Args:
-        decay: `(rollouts, updates) -> d`, of the numbers made so far; called after each rollout.
-        samples_from: number of updates from which on it makes the rollouts; None: the policy makes them.
-    """
-
-    decay: Callable[[int, int], float]
-    samples_from: int | None = None
-
-
-@dataclass(frozen=True)
-class Start:
-    """The policy that training starts from: the reference.
-
-    Args:
-        guidance: its own scale of classifier-free guidance; None is that of the update.
-    """
-
-    guidance: float | None = None
-
-
-@dataclass(frozen=True)
-class Before:
-    """The policy before the first update on a batch; with one update per batch it costs no forward pass."""
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """Another model of the same architecture, without gradient.
-
-    Args:
-        weights: folder of its weights.
-    """
-
-    weights: Path | None
-
-
-Network = Follower | Start | Before | Teacher
-Networks = dict[str, Network]  # by the name under which rows hold their predictions
-
-
-def ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
-    """Return a follower's decay d after n updates: start while n < delay, then min(start + rise (n - delay), cap)."""
-    return start if updates < delay else min(start + rise * (updates - delay), cap)
-
-
-@dataclass(frozen=True)
-class NoOld:
-    """The old policy is the current one."""
-
-    kind: ClassVar[str] = "none"
-
-
-@dataclass(frozen=True)
-class LinearOld:
-    """The old policy follows the current one after each rollout: old <- d old + (1 - d) policy.
-
-    After n rollouts or updates d is 0 while n < delay, then min(rise (n - delay), cap).
-
-    Args:
-        rise: Growth of the decay d per n.
-        cap: Largest decay d, below 1.
-        delay: Number n before d grows.
-        every: Number of rollouts between two updates of the old policy.
-        unit: What n counts: rollouts, or optimizer updates (as DiffusionNFT's code does, whose OCR run makes two per
-            rollout).
-    """
-
-    kind: ClassVar[str] = "linear"
-    rise: float = 0.001
-    cap: float = 0.5
-    delay: int = 0
-    every: int = 1
-    unit: Literal["rollouts", "updates"] = "rollouts"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "objective.old", cap=(0, 1), rise=(0, math.inf), delay=(0, math.inf), every=(1, 2**31))
-        if self.cap == 1:
-            raise UsageError("`objective.old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
-
-    def decay(self, rollouts: int, updates: int) -> float:
-        """Return d, the share of the old policy that stays after a number of rollouts and updates."""
-        if rollouts % self.every:
-            return 1.0
-        done = updates if self.unit == "updates" else rollouts
-        return ramp(rollouts, done, rise=self.rise, cap=self.cap, delay=self.delay)
-
-
-OldPolicy = NoOld | LinearOld
-
-
-def find_followers(networks: Networks) -> dict[str, Follower]:
-    """Return the followers among the networks, by name."""
-    return {name: network for name, network in networks.items() if isinstance(network, Follower)}
 
 
 class BuiltNetworks:

@@ -15,9 +15,10 @@ from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps
+from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, return_to
+from fluvial.engines.run.declared import Before
 from fluvial.engines.run.jobs.base import Job
-from fluvial.engines.run.networks import Before, BuiltNetworks
+from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.run.settings import RunSettings
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
@@ -207,6 +208,10 @@ class Run:
     ) -> Items:
         """Return the clean samples, or pairs, of a batch with noise, see `batch.noise_samples`."""
         return noise_samples(batch, self.noising, key, signal, keep=keep, skip_zero=skip_zero)
+
+    def return_to(self, batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
+        """Return the samples of a batch before their last `count` steps, see `batch.return_to`."""
+        return return_to(batch, key, count, keep)
 
     def minibatches(self, items: Items, key: Key) -> Iterator[Items]:
         """Yield the items of each update: the samples dealt to minibatches, the work spread evenly over the ranks.

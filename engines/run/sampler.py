@@ -17,7 +17,8 @@ from fluvial.engines.data.records import Prompt, copied, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.batch import Batch, Record, RolloutPlan, make_batch
+from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch
+from fluvial.engines.run.declared import Record
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.settings import RunSettings
 from fluvial.engines.sampling.config import Schedules

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import name_of
-from fluvial.engines.run.networks import Teacher
+from fluvial.engines.run.declared import Teacher
 from fluvial.engines.sampling.config import REPLAYED
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.tail import Tail

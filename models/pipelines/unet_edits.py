@@ -67,18 +67,18 @@ class FromImages(Conditioned):
 
     def text(self, encoders: Any, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return what encodes the text, and the conditioning of the images, see `EditCond`."""
-        image = self.of_images(*self.open(prompt))
+        image = self.of_images(*self.read_images(prompt))
         return {**super().text(encoders, get_text(prompt)), "image": image}
 
     def encode_conditions(self, prompts: Sequence[TextPrompt]) -> Tensor:
         """Return the conditioning of the images of prompts, `[B, C, h, w]` float32: cached with the text, or computed."""
         known = {
-            prompt: self.of_images(*self.open(prompt)) if self.cache is None else self._read_cache(prompt)["image"]
+            prompt: self.of_images(*self.read_images(prompt)) if self.cache is None else self._read_cache(prompt)["image"]
             for prompt in dict.fromkeys(prompts)
         }
         return torch.cat([known[prompt] for prompt in prompts])
 
-    def open(self, prompt: TextPrompt) -> list[Image.Image]:
+    def read_images(self, prompt: TextPrompt) -> list[Image.Image]:
         """Return the images of a prompt; ValueError if one is missing or has another size."""
         found, (height, width) = open_images(prompt, self.takes), self.size
         for name, image in zip(self.takes, found, strict=True):

@@ -35,7 +35,7 @@ class MediaPrompt:
         """Return the text with the digest of each file: the key of caches."""
         return "\n".join((self.text, *(f"{name} {digest(self.media[name])}" for name in sorted(self.media))))
 
-    def open(self) -> dict[str, Any]:
+    def open_files(self) -> dict[str, Any]:
         """Return by argument an image of PIL, the list of a video's or of several images, or a `Sound`."""
         return {name: _open(name, source) for name, source in self.media.items()}
 
@@ -73,8 +73,8 @@ def find_list_arguments(model: Any) -> set[str]:
 
 
 def get_media(prompt: TextPrompt) -> dict[str, Any]:
-    """Return the images, videos and sounds of a prompt by argument, see `MediaPrompt.open`; none for plain text."""
-    return {} if isinstance(prompt, str) else prompt.open()
+    """Return the images, videos and sounds of a prompt by argument, see `MediaPrompt.open_files`; none for plain text."""
+    return {} if isinstance(prompt, str) else prompt.open_files()
 
 
 def _open(argument: str, source: Source) -> Any:

@@ -128,7 +128,7 @@ def test_a_number_is_a_float_or_a_tensor(row: Row) -> None:
 def test_a_sample_does_not_depend_on_the_others(row: Row, batch: int) -> None:
     """The first of a batch alone, or none."""
     arguments = row.arguments()
-    part = tensors(row.call(**{name: tensor[:batch] for name, tensor in arguments.items()}))
+    part = tensors(row.call(**{name: t[:batch] if t.ndim else t for name, t in arguments.items()}))
     for one, whole in zip(part, tensors(row.call(**arguments)), strict=True):
         if whole.ndim > 0:
             assert_close(one, whole[:batch], rtol=1e-13, atol=1e-15)

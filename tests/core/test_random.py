@@ -211,3 +211,13 @@ def test_samples_and_steps_are_uncorrelated() -> None:
         assert abs((one * other).mean()) < NORMAL_LIMIT / math.sqrt(one.numel())
     # The first number of every sample is itself a standard normal sequence.
     assert kolmogorov(first[:, 0], torch.special.ndtr) < KOLMOGOROV
+
+
+def test_one_key_of_tensors_is_that_of_integers() -> None:
+    """Also the data that is folded in, as `vmap` passes them."""
+    one, words = key(2**40 + 5), Key(*(torch.tensor(word) for word in key(2**40 + 5)))
+    for data in (7, torch.tensor(7)):
+        assert tuple(map(int, fold_in(words, data))) == tuple(fold_in(one, 7))
+    ids = torch.arange(3)
+    assert all(map(torch.equal, fold_in(words, ids), fold_in(one, ids)))
+    assert torch.equal(normal(words, (3, 5)), normal(one, (3, 5)))

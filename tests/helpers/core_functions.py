@@ -82,6 +82,8 @@ class Row:
 
 
 def _drawn(name: str, seed: int) -> Tensor:
+    if name in ("one_id", "one_low", "one_high"):
+        return torch.tensor(seed * 5 + 3)
     if name in ("ids", "low", "high"):
         return torch.arange(BATCH) * (seed + 3) + seed
     event = EVENT if name[0] in "vx" or name in ("noise", "target", "final") else ()
@@ -186,7 +188,12 @@ def _policy(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
 
 def _keyed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of a key as one of its words and the rest."""
-    return lambda low, high, **rest: function(Key(low, high), **rest)
+
+    def call(**arguments: Tensor) -> Any:
+        low, high = (arguments.pop(next(name for name in arguments if name.endswith(word))) for word in ("low", "high"))
+        return function(Key(low, high), **arguments)
+
+    return call
 
 
 def _scaled(std: Tensor, v: Tensor, kl_coef: Tensor) -> Tensor:
@@ -196,6 +203,8 @@ def _scaled(std: Tensor, v: Tensor, kl_coef: Tensor) -> Tensor:
 
 PAIRS = "log_prob log_prob_old advantage"
 CLIPS = {"clip_low": 0.03, "clip_high": 0.02}  # within the ratios that are drawn
+ONE = "one_low one_high"  # the words of one key
+TAKEN = Transition(*(torch.tensor(value, dtype=torch.float64) for value in (0.9, -0.2, 0.3)))
 INFO, SCORED = "diagnostics", "the sample that is scored"
 group_advantages = partial(advantages.group_advantages, group=GROUP)
 weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
@@ -347,6 +356,15 @@ ROWS = (
     Row("random.check_key", host(lambda: random.check_key("f", random.key(0))), "x"),
     Row("random.fold_in", _keyed(lambda key, ids: random.fold_in(random.fold_in(key, ids), 3)), "low high ids", still="all"),
     Row("random.fold_in one", lambda ids: random.fold_in(random.key(2**40), ids), "ids", still="all"),
+    Row(
+        "random.fold_in 0-d",
+        _keyed(lambda key, one_id: random.fold_in(random.fold_in(key, one_id), GROUP)),
+        f"{ONE} one_id",
+        still="all",
+    ),
+    Row("random.normal 0-d", _keyed(partial(random.normal, shape=(BATCH, 5))), ONE, still="all"),
+    Row("step.sde_step 0-d", _keyed(lambda key, v: step.sde_step(TAKEN, v, v, key=key)), f"{ONE} v", held=SCORED),
+    Row("rollout.scan 0-d", _keyed(lambda key, x: floats(rollout.scan(velocity, x, PLAN, key))), f"{ONE} x"),
     Row("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), "low high", still="all"),
     Row("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), "low high", still="all"),
     Row("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), "x"),

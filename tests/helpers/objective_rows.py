@@ -19,7 +19,7 @@ from fluvial.engines.methods.table import (
     Sft,
     TempFlow,
 )
-from fluvial.engines.run.networks import LinearOld, NoOld
+from fluvial.engines.run.declared import LinearOld, NoOld
 
 TEACHER, GIVEN = Path("teacher"), Path("given")
 OBJECTIVE_ROWS: dict[str, Objective] = {

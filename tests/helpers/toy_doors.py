@@ -14,7 +14,8 @@ from fluvial.engines import OptimizerConfig, TrainConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.batch import Batch, Record
+from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.declared import Record
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.items import RecordedSteps

@@ -101,7 +101,7 @@ WRONG: list[tuple[str, str]] = [
     ("train grpo --rewards characters machine characters=2", "which names 'characters' twice"),
     ("train dpo --objective.preferences {tmp}/nowhere", "preferences.jsonl cannot be read"),
     ("train distill --objective.teacher {tmp}/nowhere", "config.json is missing"),
-    ("train nft --train full", "--train is 'full', expected lora: nft's old policy"),
+    ("train nft --train full", "--train is 'full', expected lora: nft keeps policies that lag behind"),
     ("train grpo --model handwriting-unet", "expected ddim or ode"),
     ("train ddpo --model handwriting", "expected flow_sde or dance_sde or cps"),
     ("plan sd4", "got 'sd4', expected one of handwriting, sd3.5-medium, flux.1-dev, qwen-image"),

@@ -256,7 +256,7 @@ WRONG = [
     ("train failing:recipe", 2, "importing failing raised RuntimeError: this module fails"),
     ("train broken:", 2, "expected module:name"),
     ("train broken:crooked", 2, "returned a loss of shape [], expected ["),
-    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, items, config)"),
+    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows, config)"),
     ("train broken:plain", 2, "is not a frozen dataclass"),
     ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
     ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),

@@ -30,7 +30,7 @@ from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
 )
-from fluvial.engines.run.networks import Before
+from fluvial.engines.run.declared import Before
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow

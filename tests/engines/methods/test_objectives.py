@@ -36,7 +36,7 @@ from fluvial.engines.run.config import (
     NoisingConfig,
     RolloutConfig,
 )
-from fluvial.engines.run.networks import LinearOld, NoOld
+from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 from fluvial.engines.sampling.noising import ContinuousLevels

@@ -21,8 +21,9 @@ from fluvial.engines.methods import ErrorInfo, LossConfig, Method, ObjectiveTrai
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import check_loss, check_objective, name_of, objective_type
 from fluvial.engines.run import train
-from fluvial.engines.run.batch import Batch, Record
+from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.declared import Record
 from fluvial.engines.run.record import as_record, recorded
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import RolloutConfig

@@ -17,7 +17,7 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.config import AdvantageConfig, KLConfig, NoisingConfig, TrainConfig
-from fluvial.engines.run.networks import find_followers
+from fluvial.engines.run.declared import find_followers
 
 LEARNING = [
     name for name, row in OBJECTIVE_ROWS.items() if row.traits.rewards != "nothing" and row.traits.preferences is None

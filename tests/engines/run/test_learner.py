@@ -25,7 +25,7 @@ from fluvial.engines.run.config import (
     AdvantageConfig,
     KLConfig,
 )
-from fluvial.engines.run.networks import NoOld
+from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow

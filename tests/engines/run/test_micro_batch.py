@@ -295,7 +295,7 @@ def test_recipes_choose_for_large_models_alone() -> None:
 
 def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
     for value, held in (("auto", "auto"), ("3", 3)):
-        assert cli.run(["config", "handwriting", "--micro-batch", value]) == 0
+        assert cli.run(["config", "handwriting", "--micro-batch", value, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["micro_batch"] == held
     assert cli.run(["config", "handwriting", "--micro-batch", "many"]) == 2
     assert "--micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err

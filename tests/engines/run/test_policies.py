@@ -18,7 +18,7 @@ from fluvial.engines.run.config import (
     KLConfig,
     NoisingConfig,
 )
-from fluvial.engines.run.networks import LinearOld, NoOld
+from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.lora import adapter_parameters, use_adapter
 

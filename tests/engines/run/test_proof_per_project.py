@@ -158,7 +158,7 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
     AdamW without momentum keeps the gradient itself as its first moment.
     """
     config = resolve(run)
-    epochs = 1 if config.objective.traits.through is not None else 2  # a reward's gradient is that of the policy as it is
+    epochs = 1 if config.objective.traits.rewards == "gradients" else 2  # a reward's gradient is that of the policy as it is
     # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
     lr = 1e-5 if config.objective.traits.trains_on == "preferences" else 1e-2
     if isinstance(config.objective, Dpo):  # with pairs of its rollout in place of a folder of pairs

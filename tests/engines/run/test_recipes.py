@@ -3,13 +3,16 @@
 import inspect
 import json
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.cli.config import drop_unset
 from fluvial.engines.cli.parse import parsed
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
@@ -23,7 +26,7 @@ from fluvial.engines.run.config import (
     RolloutConfig,
     TrainConfig,
 )
-from fluvial.engines.run.networks import LinearOld
+from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, recorded
 from fluvial.engines.run.validate import check_model
@@ -180,6 +183,14 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     assert config.lora.targets is None  # the model's own
     assert (config.prompt_order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_as_toml_is_the_same_run(name: str) -> None:
+    """What is left out of the file because it is not set has no value by default either."""
+    config = RECIPES[name]()
+    text = tomli_w.dumps(drop_unset(as_record(config)))
+    assert recorded(tomllib.loads(text)) == config
 
 
 @pytest.mark.parametrize("name", RECIPES)

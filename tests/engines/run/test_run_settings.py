@@ -19,8 +19,8 @@ from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.networks import LinearOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Guidance

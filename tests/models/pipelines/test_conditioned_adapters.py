@@ -128,7 +128,7 @@ def theirs(name: str, folder: Path, prompt: MediaPrompt, noise: Tensor, scale: f
     row, pipeline = ROWS[name], tiny_conditioned.load(folder)
     pipeline.set_progress_bar_config(disable=True)
     call = {"prompt": prompt.text, "height": row.size[0], "width": row.size[1], "num_inference_steps": STEPS}
-    call |= {**prompt.open(), "output_type": "pt", **({"negative_prompt": "bad"} if scale != 1 else {})}
+    call |= {**prompt.open_files(), "output_type": "pt", **({"negative_prompt": "bad"} if scale != 1 else {})}
     if row.edits:
         return pipeline(**call, latents=packed(noise), true_cfg_scale=scale).images
     call |= {"num_frames": row.frames, "max_sequence_length": row.options["text_tokens"]}

@@ -430,7 +430,7 @@ def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert columns["engine.compute"][1:5] == ["fp16", "auto", "-", "[precision]"]
     assert any("int(10*0.99) = 9" in line for line in lines)
     assert any("ltt0716/flow_grpo_official" in line for line in lines)
-    assert cli.run(["config", "flow_grpo/sd3.5-medium/ocr"]) == 0
+    assert cli.run(["config", "flow_grpo/sd3.5-medium/ocr", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "stabilityai/stable-diffusion-3.5-medium"
     for command in ("runs", "train"):
         assert cli.run([command, "flow_grpo/sd3-medium/ocr"]) == 2
@@ -452,28 +452,32 @@ def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
 def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `config` prints is what `--config` reads, and flags go on top of it."""
     typed = ["grpo", "--rollout.group", "4", "--out", str(tmp_path / "run")]
-    assert cli.run(["config", *typed]) == 0
+    assert cli.run(["config", *typed, "--json"]) == 0
     first = capsys.readouterr().out
     path = tmp_path / "run.json"
     path.write_text(first)
-    assert cli.run(["config", "--config", str(path)]) == 0
+    assert cli.run(["config", "--config", str(path), "--json"]) == 0
     assert capsys.readouterr().out == first
-    assert cli.run(["config", "--config", str(path), "--seed", "3"]) == 0
+    assert cli.run(["config", "--config", str(path), "--seed", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {**json.loads(first), "seed": 3}
     toml = tmp_path / "run.toml"
+    assert cli.run(["config", *typed]) == 0  # without --json it is TOML, and the same run
+    toml.write_text(capsys.readouterr().out)
+    assert cli.run(["config", str(toml), "--json"]) == 0
+    assert capsys.readouterr().out == first
     toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[rollout]\ngroup = 4\n')
-    assert cli.run(["config", "--config", str(toml)]) == 0
+    assert cli.run(["config", str(toml), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
     toml.write_text(
         f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\n'
         '[rollout.window]\nkind = "random"\nsize = 2\n[rollout.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
         '[kl]\ncoef = 0.1\nweight = "mse"\n'
     )
-    assert cli.run(["config", "--config", str(toml)]) == 0
+    assert cli.run(["config", str(toml), "--json"]) == 0
     printed = capsys.readouterr().out
     assert json.loads(printed)["rollout"]["window"]["tail"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
     path.write_text(printed)
-    assert cli.run(["config", "--config", str(path), "--kl.weight", "exact"]) == 0
+    assert cli.run(["config", "--config", str(path), "--kl.weight", "exact", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again.pop("kl") == {**json.loads(printed).pop("kl"), "weight": "exact"}
     assert again == {name: value for name, value in json.loads(printed).items() if name != "kl"}

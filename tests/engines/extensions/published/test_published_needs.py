@@ -58,7 +58,7 @@ def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
     assert len(trajectory.final.flatten(1).unique(dim=0)) == 24
     reward = run.scores.sum(1).unflatten(0, (12, 2))
     better = (reward[:, 0] > reward[:, 1]).repeat_interleave(2) == (torch.arange(24) % 2 == 0)
-    assert torch.equal(step.target_weight[step.sample.argsort()] > 0, better)
+    assert torch.equal(step.signal[step.sample.argsort()] > 0, better)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None
     whole, part = found[0].items, found[1].items
     assert found[1].over == found[0].over / 2 == len(part.level)
     rows = torch.isin(whole.sample, part.sample)
-    assert torch.equal(whole.target_weight[rows], part.target_weight)
+    assert torch.equal(whole.signal[rows], part.signal)
     assert len(part.sample.unique()) == 4
     with pytest.raises(ValueError, match=r"advantage.extremes is 3, expected at most half of the 4 that are compared"):
         tiny.config(tmp_path, rollout=STEPS, advantage=AdvantageConfig(extremes=3))

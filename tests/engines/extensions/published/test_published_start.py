@@ -91,7 +91,7 @@ def test_a_preset_is_a_number_of_gpus(preset: str) -> None:
 
 def said_of(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:
     """Return the configuration that a command prints, and what it says besides."""
-    assert cli.run(["config", *args]) == 0
+    assert cli.run(["config", *args, "--json"]) == 0
     shown = capsys.readouterr()
     return json.loads(shown.out), shown.err
 
