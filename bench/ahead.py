@@ -63,14 +63,14 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
             yield from generate(*args, **options)
             made.append(time.perf_counter() - start)
 
-        def dragged(*args: Any, **options: Any) -> Any:
+        def delay_update(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             time.sleep(update)
             found = learn(*args, **options)
             learnt.append(time.perf_counter() - start)
             return found
 
-        source.generate, trainer.loop.learn = slow, dragged  # type: ignore[method-assign]
+        source.generate, trainer.loop.learn = slow, delay_update  # type: ignore[method-assign]
         start = time.perf_counter()
         records = list(trainer)
         measured = time.perf_counter() - start

@@ -108,7 +108,7 @@ def launches() -> list[Launch]:
         with caught() as caught_launches:
             run()
         for launch in caught_launches:
-            found.setdefault((launch.kernel.fn.__qualname__, launch.kernel.fn.__module__, _specialised(launch)), launch)
+            found.setdefault((launch.kernel.fn.__qualname__, launch.kernel.fn.__module__, _specialise(launch)), launch)
     return list(found.values())
 
 
@@ -127,14 +127,14 @@ def caught() -> Iterator[list[Launch]]:
 
 def machine_code(launch: Launch, target: str) -> Any:
     """Return a launch compiled for a target, as Triton does, with the code of every stage in `asm`."""
-    types, constants, divisible = _specialised(launch)
+    types, constants, divisible = _specialise(launch)
     gpu, names = TARGETS[target], launch.kernel.arg_names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(launch.kernel, dict(types), dict(constants), attributes)
     return triton.compile(source, target=gpu, options={"num_warps": _warps(launch, gpu), **EXACT})
 
 
-def compiled(launch: Launch, target: str) -> AotRow:
+def compile_launch(launch: Launch, target: str) -> AotRow:
     """Compile a launch for a target and read its machine code."""
     gpu, kernel = TARGETS[target], machine_code(launch, target)
     code = (_nvidia if gpu.backend == "cuda" else _amd)(kernel.asm)
@@ -179,7 +179,7 @@ def table(targets: Sequence[str] = tuple(TARGETS), *, workers: int = 2) -> list[
     """Compile every launch for every target in processes, because Python's parser is not thread-safe."""
     work = [(number, target) for target in targets for number in range(len(_all_launches()))]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_numbered, work, chunksize=8))
+        return list(pool.map(_compile_item, work, chunksize=8))
 
 
 @functools.cache
@@ -187,9 +187,9 @@ def _all_launches() -> list[Launch]:
     return launches()
 
 
-def _numbered(item: tuple[int, str]) -> AotRow:
+def _compile_item(item: tuple[int, str]) -> AotRow:
     """Compile launch number `item[0]`: kernels cannot be sent between processes, and are the same in each."""
-    return compiled(_all_launches()[item[0]], item[1])
+    return compile_launch(_all_launches()[item[0]], item[1])
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _warps(launch: Launch, target: GPUTarget) -> int:
     return max(launch.warps * 32 // target.warp_size, 1)
 
 
-def _specialised(launch: Launch) -> tuple[tuple, tuple, tuple]:
+def _specialise(launch: Launch) -> tuple[tuple, tuple, tuple]:
     """Return (types, constants, divisible by 16) of a launch's arguments, as the just-in-time compiler sees them."""
     types, constants, divisible = [], [], []
     constexprs = {p.name for p in launch.kernel.params if p.is_constexpr}

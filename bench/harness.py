@@ -255,7 +255,7 @@ def in_processes(
         return result
 
 
-def _called(args: list[str]) -> int:
+def _make_call(args: list[str]) -> int:
     """Make the call of `in_processes`, as one of its processes."""
     call = Path(args[0])
     function, arguments = pickle.loads(call.read_bytes())
@@ -278,4 +278,4 @@ def _short(value: object) -> object:
 
 
 if __name__ == "__main__":
-    exit_with(_called, sys.argv[1:])
+    exit_with(_make_call, sys.argv[1:])

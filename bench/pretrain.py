@@ -29,7 +29,7 @@ from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import write_json
 from fluvial.engines.sampling.generate import on_device, slots
-from fluvial.engines.sampling.noising import noised_at
+from fluvial.engines.sampling.noising import add_noise
 from fluvial.engines.streams import Stream
 from fluvial.models import Cond, DiffusionModel, Prediction
 
@@ -138,7 +138,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         engine = Engine(module, model.blocks(module), config.optimizer, world, updates=config.updates)
 
         def loss(batch: Noised) -> tuple[Tensor, ErrorInfo]:
-            x, target = noised_at(batch.x0, batch.noise, batch.level, prediction=model.prediction)
+            x, target = add_noise(batch.x0, batch.noise, batch.level, prediction=model.prediction)
             error = velocity_error(model.predict(module, x, batch.level, batch.cond), target)
             return error, ErrorInfo(error)
 

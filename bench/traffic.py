@@ -88,7 +88,7 @@ def count(operation: Operation, provider: str, *, batch: int = 2, shape: str = S
     event = SHAPES[shape]
     samples, numbers = inputs(operation, batch, event, dtype=torch.bfloat16, device="cpu")
     moved = must_move(operation, batch, event, dtype=torch.bfloat16)
-    counted = {"eager": _eager, "compiled": _compiled, "fused": _fused}[provider]
+    counted = {"eager": _eager, "compiled": _count_compiled, "fused": _count_fused}[provider]
     saved = list[Tensor]()
 
     def note(tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _eager(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, 
     return sum(moved), len(moved)
 
 
-def _compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
+def _count_compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
     from torch._inductor import compile_fx, config, metrics
 
     torch._dynamo.reset()
@@ -138,7 +138,7 @@ def _compiled(operation: Operation, samples: dict[str, Tensor], numbers: dict[st
     return metrics.num_bytes_accessed, metrics.generated_kernel_count
 
 
-def _fused(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
+def _count_fused(operation: Operation, samples: dict[str, Tensor], numbers: dict[str, Tensor]) -> tuple[int, int]:
     from fluvial.bench import aot
 
     with aot.caught() as launches, patch.object(dispatch, "FUSED", {*dispatch.FUSED, "cpu"}):

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, check_per_sample, matched, number
+from fluvial.core.checks import check_choice, check_per_sample, match_tensors, number
 from fluvial.core.types import PerSample, Scalar
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
@@ -39,7 +39,7 @@ def awm_log_prob(
     weighting is ghuber.
     """
     check_choice("awm_log_prob", "weighting", weighting, WEIGHTINGS)
-    (error,) = matched("awm_log_prob", error=error)
+    (error,) = match_tensors("awm_log_prob", error=error)
     delta = number("awm_log_prob", "delta", delta, error, low=1e-12)
     power = number("awm_log_prob", "power", power, error, low=1e-12, high=1)
     level = torch.as_tensor(t, dtype=error.dtype, device=error.device)

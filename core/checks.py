@@ -57,7 +57,7 @@ def check_same_shape(function: str, **tensors: Tensor) -> None:
             )
 
 
-def matched(function: str, **tensors: Tensor) -> tuple[Tensor, ...]:
+def match_tensors(function: str, **tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors of one shape, `[B, *event]`, in the dtype that `function` computes in.
 
     Raises:
@@ -103,7 +103,7 @@ def check_group(function: str, group: Tensor, batch: int) -> None:
 def check_choice(function: str, name: str, value: object, choices: Collection[object]) -> None:
     """Raise ValueError unless the argument `name` of `function` is one of `choices`; the message has the nearest match."""
     if not _is_among(value, choices):
-        raise ValueError(f"{function}: {name} is {value!r}, expected {_accepted(value, choices)}")
+        raise ValueError(f"{function}: {name} is {value!r}, expected {_list_accepted(value, choices)}")
 
 
 def check_number(
@@ -200,7 +200,7 @@ def _check_literal_field(name: str, value: object, members: tuple[Any, ...]) -> 
         beside = " or an integer" if int in others else ", True or False" if bool in others else ""
         accepted = (*accepted, None) if NoneType in members else accepted
         if not _is_among(value, accepted):
-            raise FieldError(name, f"is {value!r}, expected {_accepted(value, accepted)}{beside}")
+            raise FieldError(name, f"is {value!r}, expected {_list_accepted(value, accepted)}{beside}")
 
 
 def _is_among(value: object, accepted: Collection[object]) -> bool:
@@ -208,7 +208,7 @@ def _is_among(value: object, accepted: Collection[object]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in accepted)
 
 
-def _accepted(value: object, accepted: Collection[object]) -> str:
+def _list_accepted(value: object, accepted: Collection[object]) -> str:
     """Return the accepted values for a message, with the one that a wrong string was probably meant to be."""
     words = {choice.lower(): choice for choice in accepted if isinstance(choice, str)}
     near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else []

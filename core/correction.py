@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import can_look, check_choice, check_number, matched
+from fluvial.core.checks import can_look, check_choice, check_number, match_tensors
 from fluvial.core.types import PerStep
 
 Mode = Literal["truncate", "reject", "mask"]
@@ -62,7 +62,7 @@ def rollout_weights(
     check_choice("rollout_weights", "mode", mode, MODES)
     check_choice("rollout_weights", "level", level, LEVELS)
     check_number("rollout_weights", "threshold", threshold, low=1, high=1e30)
-    old, rollout = matched("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
+    old, rollout = match_tensors("rollout_weights", log_prob_old=log_prob_old, log_prob_rollout=log_prob_rollout)
     if log_prob_old.ndim != 2:
         raise ValueError(f"rollout_weights: log_prob_old has shape {list(log_prob_old.shape)}, expected [B, S]")
     gap = old.detach() - rollout.detach()

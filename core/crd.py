@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from fluvial.core.checks import check_choice, matched, number
+from fluvial.core.checks import check_choice, match_tensors, number
 from fluvial.core.types import PerSample, Samples, Scalar
 
 Match = Literal["mse", "bce"]
@@ -39,7 +39,7 @@ def implicit_reward(
 
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port.
     """
-    v, v_old, target = matched("implicit_reward", v=v, v_old=v_old, target=target)
+    v, v_old, target = match_tensors("implicit_reward", v=v, v_old=v_old, target=target)
     weight_min = number("implicit_reward", "weight_min", weight_min, v, low=1e-12)
     errors = []
     for prediction in (v_old.detach(), v):
@@ -68,7 +68,7 @@ def crd_loss(
     Source: CRD, arXiv 2603.14128, in the form of Flow-Factory's port, with uniform weights of the mean.
     """
     check_choice("crd_loss", "match", match, ("mse", "bce"))
-    implicit, centre, given = matched("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)
+    implicit, centre, given = match_tensors("crd_loss", implicit=implicit, centre=centre, reward_centred=reward_centred)
     beta = number("crd_loss", "beta", beta, implicit, low=1e-12)
     scale = number("crd_loss", "scale", scale, implicit, low=1e-12)
     own, given = beta * (implicit - centre.detach()), given.detach()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_group, compute_dtype, matched, number
+from fluvial.core.checks import check_group, compute_dtype, match_tensors, number
 from fluvial.core.types import Ids, PerSample, Scalar
 
 
@@ -49,7 +49,7 @@ def preference_margin(error: PerSample, error_ref: PerSample, advantage: PerSamp
         advantage: advantage A, `[B]`.
         beta: inverse temperature of the preference, > 0.
     """
-    error, error_ref, advantage = matched("preference_margin", error=error, error_ref=error_ref, advantage=advantage)
+    error, error_ref, advantage = match_tensors("preference_margin", error=error, error_ref=error_ref, advantage=advantage)
     beta = number("preference_margin", "beta", beta, error, low=1e-12)
     return beta * advantage * (error - error_ref)
 
@@ -73,7 +73,7 @@ def dgpo_loss(
 
     Source: DGPO, arXiv 2510.08425, and its published code, which adds the clip.
     """
-    error, error_old, advantage, weight = matched(
+    error, error_old, advantage, weight = match_tensors(
         "dgpo_loss", error=error, error_old=error_old, advantage=advantage, weight=weight
     )
     clip_low = number("dgpo_loss", "clip_low", clip_low, error, low=0, high=1)

@@ -1,7 +1,7 @@
 """On-policy distillation: the teacher is evaluated at the samples that the student's own rollout visits."""
 
 from fluvial.core import gaussian
-from fluvial.core.checks import matched
+from fluvial.core.checks import match_tensors
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples
@@ -25,7 +25,7 @@ def mean_kl(transition: Transition, v: Samples, v_teacher: Samples) -> PerSample
 
     Source: the idea for language models, arXiv 2306.13649; here over the Gaussians of `core.gaussian`.
     """
-    v, v_teacher = matched("mean_kl", v=v, v_teacher=v_teacher)
+    v, v_teacher = match_tensors("mean_kl", v=v, v_teacher=v_teacher)
     return gaussian.kl(transition, v, v_teacher.detach())
 
 
@@ -38,5 +38,5 @@ def velocity_mse(v: Samples, v_teacher: Samples) -> PerSample:
     Args:
         v, v_teacher: model outputs of student and teacher at the same samples and times, `[B, *event]`.
     """
-    v, v_teacher = matched("velocity_mse", v=v, v_teacher=v_teacher)
+    v, v_teacher = match_tensors("velocity_mse", v=v, v_teacher=v_teacher)
     return velocity_error(v, v_teacher.detach())

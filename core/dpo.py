@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fluvial.core.advantages import check_rewards
-from fluvial.core.checks import clip, matched, number
+from fluvial.core.checks import clip, match_tensors, number
 from fluvial.core.types import Ids, PerSample, Scalar
 
 
@@ -63,7 +63,7 @@ def dpo_loss(
 
     Source: Diffusion-DPO, arXiv 2311.12908; Flow-DPO, 2501.13918, with one beta for all times.
     """
-    err_win, err_lose, err_win_ref, err_lose_ref = matched(
+    err_win, err_lose, err_win_ref, err_lose_ref = match_tensors(
         "dpo_loss", err_win=err_win, err_lose=err_lose, err_win_ref=err_win_ref, err_lose_ref=err_lose_ref
     )
     beta = number("dpo_loss", "beta", beta, err_win, low=1e-12)
@@ -74,7 +74,7 @@ def dpo_loss(
     return -F.logsigmoid(margin), info
 
 
-def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scalar) -> PerSample:
+def clip_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scalar) -> PerSample:
     """Return log clip(rho, 1 - eps, 1 + eps) of each step, `[B]`, with rho = exp(log_prob - log_prob_ref).
 
     Args:
@@ -83,8 +83,8 @@ def clipped_log_ratio(log_prob: PerSample, log_prob_ref: PerSample, *, eps: Scal
 
     Source: D3PO's published code.
     """
-    log_prob, log_prob_ref = matched("clipped_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
-    eps = number("clipped_log_ratio", "eps", eps, log_prob, low=1e-12, high=1 - 1e-6)
+    log_prob, log_prob_ref = match_tensors("clip_log_ratio", log_prob=log_prob, log_prob_ref=log_prob_ref)
+    eps = number("clip_log_ratio", "eps", eps, log_prob, low=1e-12, high=1 - 1e-6)
     ratio = torch.exp((log_prob - log_prob_ref).clamp(max=80))
     return torch.log(clip(ratio, 1 - eps, 1 + eps))
 
@@ -98,14 +98,16 @@ def d3po_loss(log_ratio: PerSample, log_ratio_other: PerSample, preferred: PerSa
     gradient of the whole loss in its own log-ratio, for which the other one is a constant.
 
     Args:
-        log_ratio: `clipped_log_ratio` l of the item's own step, `[B]`.
+        log_ratio: `clip_log_ratio` l of the item's own step, `[B]`.
         log_ratio_other: that of the other step of its pair under the same policy, `[B]`, taken without gradient.
         preferred: 1 for the step of the preferred sample, -1 for the other's, 0 for items without a pair, `[B]`.
         beta: inverse temperature of the preference, > 0.
 
     Source: D3PO, arXiv 2311.13231.
     """
-    own, other, preferred = matched("d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred)
+    own, other, preferred = match_tensors(
+        "d3po_loss", log_ratio=log_ratio, log_ratio_other=log_ratio_other, preferred=preferred
+    )
     beta = number("d3po_loss", "beta", beta, own, low=1e-12)
     margin = beta * preferred * (own - other.detach())
     loss = -F.logsigmoid(margin)

@@ -19,7 +19,7 @@ def update(ema: PyTree[Tensor], params: PyTree[Tensor], decay: float) -> PyTree[
     return optree.tree_map(lambda average, tensor: torch.lerp(tensor.detach(), average, decay), ema, params)
 
 
-def warmed_decay(decay: float, updates: int) -> float:
+def warm_up_decay(decay: float, updates: int) -> float:
     """Return min(decay, (1 + n) / (10 + n)) after n updates, so that the initial parameters are forgotten quickly.
 
     Source: the warm-up of TensorFlow's and diffusers' moving averages.

@@ -3,7 +3,7 @@
 import torch
 from einops import reduce
 
-from fluvial.core.checks import check_per_sample, matched, per_sample
+from fluvial.core.checks import check_per_sample, match_tensors, per_sample
 from fluvial.core.types import PerSample, Samples, Scalar
 
 
@@ -14,7 +14,7 @@ def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
         x0, noise: clean samples and standard-normal noise, `[B, *event]`.
         sigma: noise level in [0, 1], `[B]`, 0-d or float.
     """
-    x0, noise = matched("interpolate", x0=x0, noise=noise)
+    x0, noise = match_tensors("interpolate", x0=x0, noise=noise)
     level = torch.as_tensor(sigma, dtype=x0.dtype, device=x0.device)
     check_per_sample("interpolate", x0.shape[0], sigma=level)
     level = per_sample(level, x0)
@@ -26,5 +26,5 @@ def velocity_error(v: Samples, target: Samples) -> PerSample:
 
     The target of flow matching is noise - x0 (arXiv 2210.02747, 2209.03003). Computed in float32 (float64 if given).
     """
-    v, target = matched("velocity_error", v=v, target=target)
+    v, target = match_tensors("velocity_error", v=v, target=target)
     return reduce((v - target) ** 2, "b ... -> b", "mean")

@@ -2,7 +2,7 @@
 
 import torch
 
-from fluvial.core.checks import check_per_sample, matched, per_sample
+from fluvial.core.checks import check_per_sample, match_tensors, per_sample
 from fluvial.core.types import Samples, Scalar
 
 
@@ -15,7 +15,7 @@ def classifier_free(v: Samples, v_uncond: Samples, guidance: Scalar) -> Samples:
 
     Source: arXiv 2207.12598, with diffusers' definition of the scale.
     """
-    v, v_uncond = matched("classifier_free", v=v, v_uncond=v_uncond)
+    v, v_uncond = match_tensors("classifier_free", v=v, v_uncond=v_uncond)
     scale = torch.as_tensor(guidance, dtype=v.dtype, device=v.device)
     check_per_sample("classifier_free", v.shape[0], guidance=scale)
     return v_uncond + per_sample(scale, v) * (v - v_uncond)

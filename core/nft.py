@@ -61,8 +61,8 @@ def nft_loss(
     named = {"beta": beta, "adv_clip": adv_clip, "weight_min": weight_min}
     beta, adv_clip, weight_min = (number("nft_loss", name, value, v, low=1e-12) for name, value in named.items())
     near = per_sample(beta, v) if isinstance(beta, Tensor) else beta
-    positive = _normalised_error(xt - level * (near * v + (1 - near) * v_old) - x0, weight_min)
-    negative = _normalised_error(xt - level * ((1 + near) * v_old - near * v) - x0, weight_min)
+    positive = _normalise_error(xt - level * (near * v + (1 - near) * v_old) - x0, weight_min)
+    negative = _normalise_error(xt - level * ((1 + near) * v_old - near * v) - x0, weight_min)
     return adv_clip / beta * (r * positive + (1 - r) * negative)
 
 
@@ -106,6 +106,6 @@ def check_nft_numbers(*, beta: Scalar, adv_clip: Scalar, weight_min: Scalar, bat
         check_number("nft_loss", name, value, low=1e-12, batch=batch)
 
 
-def _normalised_error(error: Tensor, weight_min: Scalar) -> Tensor:
+def _normalise_error(error: Tensor, weight_min: Scalar) -> Tensor:
     weight = reduce(error.detach().abs(), "b ... -> b", "mean").clamp(min=weight_min)
     return reduce(error**2, "b ... -> b", "mean") / weight

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fluvial.core import checks, gaussian
-from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, matched, number
+from fluvial.core.checks import check_per_sample, check_same_shape, compute_dtype, match_tensors, number
 from fluvial.core.transitions import Transition
 from fluvial.core.types import PerSample, Samples, Scalar
 
@@ -38,7 +38,7 @@ def clipped_surrogate(
 
     Source: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2505.05470 (Flow-GRPO); unequal ranges, 2503.14476 (DAPO).
     """
-    log_prob, log_prob_old, advantage = matched(
+    log_prob, log_prob_old, advantage = match_tensors(
         "clipped_surrogate", log_prob=log_prob, log_prob_old=log_prob_old, advantage=advantage
     )
     clip_low = number("clipped_surrogate", "clip_low", clip_low, log_prob, low=0, high=1)

@@ -166,19 +166,19 @@ def step_noises(keys: Key, steps: Sequence[int], shape: Sequence[int], dtype: to
     at_once = max(DRAWN_AT_ONCE // max(math.prod(shape), 1), 1)
     for first in range(0, len(steps), at_once):
         part = steps[first : first + at_once]
-        of_part = _folded(keys, part, batch)
+        of_part = _fold_steps(keys, part, batch)
         yield from normal(of_part, (len(part) * batch, *event), dtype=dtype).unflatten(0, (len(part), batch)).unbind(0)
 
 
 def step_keys(keys: Key, steps: Sequence[int], batch: int) -> Iterator[Key]:
     """Yield the keys of each step, fold_in(keys, step), folded for all steps at once."""
     if steps:
-        folded = _folded(keys, steps, batch)
+        folded = _fold_steps(keys, steps, batch)
         words = (torch.as_tensor(word).unflatten(0, (len(steps), batch)).unbind(0) for word in folded)
         yield from map(Key, *words)
 
 
-def _folded(keys: Key, steps: Sequence[int], batch: int) -> Key:
+def _fold_steps(keys: Key, steps: Sequence[int], batch: int) -> Key:
     """Return fold_in(keys, step) of every step, step by step, `[steps * batch]`."""
     low = torch.as_tensor(keys.low)
     high = to_device(torch.as_tensor(keys.high), low.device).expand_as(low)

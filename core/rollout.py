@@ -215,7 +215,7 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
     )
 
 
-def unrecorded(final: Samples) -> Trajectory:
+def wrap_samples(final: Samples) -> Trajectory:
     """Return the trajectory of samples that were made in some other way, with no recorded step."""
     none = final.new_empty((len(final), 0, *final.shape[1:]))
     steps = torch.empty((len(final), 0), dtype=torch.int64, device=final.device)

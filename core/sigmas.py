@@ -13,7 +13,7 @@ from fluvial.core.types import Grid
 
 def linear(T: int) -> Grid:
     """Return T+1 evenly spaced noise levels, 1 down to 0."""
-    return _unshifted(T).to(torch.float32)
+    return _make_linear(T).to(torch.float32)
 
 
 def shifted(T: int, shift: float) -> Grid:
@@ -26,7 +26,7 @@ def shifted(T: int, shift: float) -> Grid:
         shift: > 0; 1 is `linear`.
     """
     check_number("shifted", "shift", shift, low=1e-9)
-    return _shift(_unshifted(T), shift).to(torch.float32)
+    return _shift(_make_linear(T), shift).to(torch.float32)
 
 
 def shifted_twice(T: int, shift: float, *, train_timesteps: int = 1000) -> Grid:
@@ -87,7 +87,7 @@ def dynamic_shift(
     check_number("dynamic_shift", "shift_terminal", shift_terminal, low=1e-9, high=1 - 1e-9)
     if T < 2:
         raise ValueError(f"dynamic_shift: T is {T}, expected at least 2 with shift_terminal")
-    levels = _shift(_unshifted(T), shift)[:-1]
+    levels = _shift(_make_linear(T), shift)[:-1]
     stretched = 1 - (1 - levels) * (1 - shift_terminal) / (1 - levels[-1])
     return torch.cat([stretched, stretched.new_zeros(1)]).to(torch.float32)
 
@@ -135,7 +135,7 @@ def sde_window(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) 
 
     Source: Flow-GRPO-Fast (yifan123/flow_grpo) and MixGRPO (arXiv 2507.21802).
     """
-    lo, hi = _checked_range("sde_window", T, size, lo, hi)
+    lo, hi = _check_range("sde_window", T, size, lo, hi)
     # Rounded to float32, so that a start does not depend on where it is computed.
     mantissa, exponent = math.frexp(host_uniforms(key, 1)[0] * (hi - lo - size + 1))
     start = lo + int(math.ldexp(round(mantissa * 2**24), exponent - 24))
@@ -149,7 +149,7 @@ def sde_steps(key: Key, T: int, size: int, lo: int = 0, hi: int | None = None) -
 
     Source: Flow-Factory and UniRL, which draw steps that need not be adjacent.
     """
-    lo, hi = _checked_range("sde_steps", T, size, lo, hi)
+    lo, hi = _check_range("sde_steps", T, size, lo, hi)
     drawn = host_uniforms(key, hi - lo)
     return sorted(sorted(range(lo, hi), key=lambda step: drawn[step - lo])[:size])
 
@@ -186,7 +186,7 @@ def moving_window(
 
     Source: MixGRPO (arXiv 2507.21802), which shortens windows at the end of the range; here, as in UniRL, all are whole.
     """
-    lo, hi = _checked_range("moving_window", T, size, lo, hi)
+    lo, hi = _check_range("moving_window", T, size, lo, hi)
     for name, value in (("every", every), ("stride", stride)):
         if value < 1:
             raise ValueError(f"moving_window: {name} is {value}, expected at least 1")
@@ -200,7 +200,7 @@ def moving_window(
     raise AssertionError("a position has at least one rollout")
 
 
-def _checked_range(function: str, T: int, size: int, lo: int, hi: int | None) -> tuple[int, int]:
+def _check_range(function: str, T: int, size: int, lo: int, hi: int | None) -> tuple[int, int]:
     """Return lo and hi; raise ValueError unless `size` steps fit between them, within a schedule of T steps."""
     hi = T if hi is None else hi
     if not 0 <= lo < hi <= T:
@@ -214,7 +214,7 @@ def _shift(s: Tensor, shift: float) -> Tensor:
     return shift * s / (1 + (shift - 1) * s)
 
 
-def _unshifted(T: int) -> Tensor:
+def _make_linear(T: int) -> Tensor:
     if isinstance(T, bool) or not isinstance(T, int) or T < 1:
         raise ValueError(f"a schedule cannot have {T!r} steps, expected an integer >= 1")
     return torch.linspace(1, 0, T + 1, dtype=torch.float64)

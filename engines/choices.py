@@ -72,4 +72,4 @@ def check_variant(value: object, union: Any, field: str) -> None:
 
 def kinds_of(variant: Any) -> list[str]:
     """Return the kinds of a variant."""
-    return list(variant.known_kinds()) if is_open(variant) else [variant.kind]
+    return list(variant.list_kinds()) if is_open(variant) else [variant.kind]

@@ -51,7 +51,7 @@ class UsageError(FluvialError, ValueError):
         if self.field is None:
             return super().message()
         expected = self.expected and f", expected {self.expected}"
-        return f"`{self.field}` is {_shown(self.got)}{expected}{self.hint and f': {self.hint}'}"
+        return f"`{self.field}` is {_format_value(self.got)}{expected}{self.hint and f': {self.hint}'}"
 
 
 def no_effect(field: str, why: str) -> UsageError:
@@ -59,7 +59,7 @@ def no_effect(field: str, why: str) -> UsageError:
     return UsageError(f"`{field}` has no effect {why}; remove it")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a value as it is printed in a message."""
     if isinstance(value, float):
         return f"{value:g}"

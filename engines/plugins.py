@@ -62,15 +62,15 @@ def load(
     Raises:
         UsageError: there is no such name, module or attribute, importing it fails, or the check fails; in one line.
     """
-    label, table, declared = f"`{field or group.removesuffix('s')}`", table or {}, _declared(group)
+    label, table, declared = f"`{field or group.removesuffix('s')}`", table or {}, _list_declared(group)
     where = f"{label} {spec!r}"
     if spec in table:
         found = table[spec]
     elif ":" in spec:
-        found = _imported(where, spec)
+        found = _import(where, spec)
     elif spec in declared:
         where += f" (entry point {declared[spec]})"
-        found = _imported(where, declared[spec])
+        found = _import(where, declared[spec])
     else:
         known = names(group, table)
         expected = f"one of {', '.join(known)}, or module:name" if known else "module:name"
@@ -82,7 +82,7 @@ def load(
 
 def names(group: str, table: Mapping[str, Any] | None = None) -> list[str]:
     """Return the names that `load` knows without a module: the table's, then those of entry points."""
-    return list(dict.fromkeys([*(table or {}), *_declared(group)]))
+    return list(dict.fromkeys([*(table or {}), *_list_declared(group)]))
 
 
 def load_all(group: str) -> list[Any]:
@@ -91,7 +91,7 @@ def load_all(group: str) -> list[Any]:
     Raises:
         UsageError: one of them cannot be imported.
     """
-    return [load(name, group) for name in _declared(group)]
+    return [load(name, group) for name in _list_declared(group)]
 
 
 def spec_of(thing: Any) -> str:
@@ -125,13 +125,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _declared(group: str) -> dict[str, str]:
+def _list_declared(group: str) -> dict[str, str]:
     """Return `module:attribute` by name, of the extensions here, then of installed packages."""
     here = EXTENSIONS.get(group, {})
     return here | {point.name: point.value for point in entry_points(group=f"fluvial.{group}") if point.name not in here}
 
 
-def _imported(label: str, spec: str) -> Any:
+def _import(label: str, spec: str) -> Any:
     """Return the attribute of `module:attribute`."""
     module, _, name = spec.partition(":")
     if not module or not name:

@@ -93,7 +93,7 @@ def step_log_prob(
 
     The reference is `core.step.step_log_prob`. A step with std 0 where the form needs a density is refused on the CPU only.
     """
-    name, samples = "step_log_prob", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
+    name, samples = "step_log_prob", _drop_missing(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
     _check_density(name, transition, form, v_ref)
     chosen = resolve(name, implementation, list(samples.values()), _tensors(*transition, scale))
@@ -130,7 +130,7 @@ def sde_step(
     Rollouts take their recorded steps with it where the fused kernel or the compiled reference runs. Elsewhere they draw
     the noise of many steps at once, with the same bits as the reference.
     """
-    name, samples = "sde_step", _given(x=x, v=v, v_uncond=v_uncond)
+    name, samples = "sde_step", _drop_missing(x=x, v=v, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
     batch = v.shape[0]
     keys = sample_keys(key, batch, device=v.device)
@@ -174,7 +174,7 @@ def policy_loss(
     implementation: Implementation = "auto",
 ) -> tuple[PerSample, PolicyInfo]:
     """Return the clipped policy loss of stored pairs, `[B]`, and diagnostics, as `core.step.policy_loss` does."""
-    name, samples = "policy_loss", _given(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
+    name, samples = "policy_loss", _drop_missing(x=x, v=v, x_next=x_next, v_ref=v_ref, v_uncond=v_uncond)
     scale = _check_step(name, samples, transition, v_uncond, guidance, form, reduction)
     _check_density(name, transition, form, v_ref)
     check_number(name, "clip_low", clip_low, low=0, high=1, batch=v.shape[0])
@@ -277,7 +277,7 @@ def _check_step(
     _check_event(function, v)
     step.check_guidance(function, v_uncond, guidance)
     scale = None if guidance is None else _number(guidance, v)
-    numbers = _given(**coefficients, guidance=scale)
+    numbers = _drop_missing(**coefficients, guidance=scale)
     check_per_sample(function, v.shape[0], **numbers)
     check_same_device(function, **samples, **numbers)
     return scale
@@ -326,11 +326,11 @@ def _requires_grad(tensor: Tensor) -> bool:
 def _run(function: Callable[..., Any], chosen: str, *args: Any, **options: Any) -> Any:
     """Call the reference, compiled if that is chosen and nothing around it is compiled already."""
     compiled = chosen == "compiled" and not torch.compiler.is_compiling()
-    return (_compiled(function) if compiled else function)(*args, **options)
+    return (_compile(function) if compiled else function)(*args, **options)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
 
 
@@ -352,7 +352,7 @@ def _float32(v: Tensor, *numbers: Tensor | None) -> list[Tensor | None]:
     return [None if number is None else number.to(torch.float32).expand(v.shape[0]) for number in numbers]
 
 
-def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+def _drop_missing(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.models.lora_layer import adapted_linear, is_merged, is_transformed, light_factors, rows_linear
-from fluvial.models.prompt_layers import Place, is_current, replaced_forwards
+from fluvial.models.prompt_layers import Place, is_current, replace_forwards
 
 # Bytes of a merged weight that is kept. Merging larger ones takes a small share of the time of a product with them.
 LARGEST = 2**20
@@ -24,13 +24,13 @@ class FixedAdapters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = _found(module)
+        self._layers = _find_layers(module)
         self._forwards = [_Fixed(layer) for layer in self._layers]
 
     @contextmanager
     def prediction(self) -> Iterator[None]:
         """Make the layers use what they have kept; with gradients enabled they compute as always."""
-        with replaced_forwards(self._layers, self._forwards):
+        with replace_forwards(self._layers, self._forwards):
             yield
 
 
@@ -83,7 +83,7 @@ def _times(weight: Tensor, base: Any, x: Tensor) -> Tensor:
 _places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
 
 
-def _found(module: nn.Module) -> list[nn.Module]:
+def _find_layers(module: nn.Module) -> list[nn.Module]:
     """Return the layers with the light pass, looked up again if one has been replaced by another."""
     places = _places.get(module)
     if not places or not is_current(places):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fluvial.core import ema
 from fluvial.core.checks import FieldError, check_fields
-from fluvial.models.lora_layer import PARTS, Product, lighten, merged_weight
+from fluvial.models.lora_layer import PARTS, Product, lighten, merge_weight
 from fluvial.models.quantised import QuantisedLinear
 
 # Linear layers of the joint attention of MM-DiTs, by diffusers' names.
@@ -268,7 +268,7 @@ def lora_settings(module: nn.Module) -> dict[str, Any] | None:
     return {"rank": first.r["default"], "alpha": float(alpha["default"]), "form": record, "layers": sorted(layers)}
 
 
-def recorded_lora(settings: dict[str, Any]) -> LoraConfig:
+def restore_lora(settings: dict[str, Any]) -> LoraConfig:
     """Return the adapter of `lora_settings`, without its layers."""
     record = dict(settings.get("form", {"kind": "lora"}))
     variant: Any = {form.kind: form for form in (LowRank, Dora, Lokr)}[record.pop("kind")]
@@ -308,7 +308,7 @@ def merge_lora(module: nn.Module, adapter: str = "default") -> None:
         base: Any = layer.base_layer
         base = base.plain() if isinstance(base, QuantisedLinear) else base
         parts = {part: parameters[names[f"{name}.{part}{end}"]].detach() for part, end in _parts(layer, adapter).items()}
-        base.weight.data = merged_weight(base.weight.data, parts, layer.scaling[adapter])
+        base.weight.data = merge_weight(base.weight.data, parts, layer.scaling[adapter])
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, base)
     del module.peft_config

@@ -206,7 +206,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).mm(weight.t()).view(*x.shape[:-1], -1)
 
 
-def merged_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
+def merge_weight(weight: Tensor, parts: Mapping[str, Tensor], scale: float) -> Tensor:
     """Return the weight that a layer and its adapter multiply by, in the dtype of the weight; computed in that of `widen`.
 
     Args:

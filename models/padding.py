@@ -18,12 +18,12 @@ def trims_padding(model: Any) -> bool:
     return all(hasattr(model, name) for name in ("text_tokens", "prompt_tokens", "trimmed"))
 
 
-def padded_length(longest: int, *, limit: int) -> int:
+def pad_length(longest: int, *, limit: int) -> int:
     """Return the length that prompts are padded to: the longest one, rounded up to a multiple of 32, at most `limit`."""
     return min(-(-max(longest, 1) // MULTIPLE) * MULTIPLE, limit)
 
 
-def trimmed(model: Any, cond: Cond, tokens: int | None) -> Cond:
+def trim(model: Any, cond: Cond, tokens: int | None) -> Cond:
     """Return conditioning, with or without guidance, cut to a number of tokens; None leaves it as it is.
 
     Args:

@@ -32,7 +32,7 @@ class PromptLayers:
 
     def __init__(self, model: DiffusionModel, module: nn.Module, *, in_blocks: bool = True) -> None:
         patterns = tuple(getattr(model, "prompt_layers", ()))
-        self._layers = _found(model, module, patterns, in_blocks=in_blocks) if patterns else []
+        self._layers = _find_layers(model, module, patterns, in_blocks=in_blocks) if patterns else []
         self._forwards = [self._remembering(place, layer.forward) for place, layer in enumerate(self._layers)]
         self._results: list[list[Any]] = [[] for _ in self._layers]  # of each layer, by its call within a prediction
         self._calls = [0] * len(self._layers)
@@ -48,7 +48,7 @@ class PromptLayers:
             raise ValueError("prompt layers: gradients are enabled, and stored results have none: use torch.no_grad()")
         self._calls = [0] * len(self._layers)
         try:
-            with replaced_forwards(self._layers, self._forwards):
+            with replace_forwards(self._layers, self._forwards):
                 yield
         finally:
             for results, calls in zip(self._results, self._calls, strict=True):
@@ -58,18 +58,18 @@ class PromptLayers:
     def _remembering(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a layer's forward that computes each of the calls of a prediction once."""
 
-        def remembered(*args: Any, **kwargs: Any) -> Any:
+        def remember(*args: Any, **kwargs: Any) -> Any:
             call, results = self._calls[place], self._results[place]
             self._calls[place] += 1
             if call == len(results):
                 results.append(forward(*args, **kwargs))
             return results[call]
 
-        return remembered
+        return remember
 
 
 @contextmanager
-def replaced_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+def replace_forwards(layers: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
     """Give each layer another forward inside the context; afterwards it has the one from before."""
     own = [layer.__dict__.get("forward") for layer in layers]  # of a layer whose forward was replaced before
     for layer, forward in zip(layers, forwards, strict=True):
@@ -102,7 +102,7 @@ def is_current(places: Sequence[Place]) -> bool:
 _places: WeakKeyDictionary[nn.Module, dict[tuple[tuple[str, ...], bool], list[Place]]] = WeakKeyDictionary()
 
 
-def _found(model: DiffusionModel, module: nn.Module, patterns: tuple[str, ...], *, in_blocks: bool) -> list[nn.Module]:
+def _find_layers(model: DiffusionModel, module: nn.Module, patterns: tuple[str, ...], *, in_blocks: bool) -> list[nn.Module]:
     """Return the layers of a network whose names match a pattern, looked up again if one has been replaced by another."""
     known = _places.setdefault(module, {})
     places = known.get((patterns, in_blocks))

@@ -180,7 +180,7 @@ class _Product(torch.autograd.Function):
         )
 
 
-def quantised_layers(module: nn.Module) -> dict[str, QuantisedLinear]:
+def find_quantised(module: nn.Module) -> dict[str, QuantisedLinear]:
     """Return the quantised layers by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, QuantisedLinear)}
 

@@ -16,7 +16,7 @@ class Routed:
 
     ranks: int = 1
 
-    def unused_by_all(self, unused: Tensor) -> Tensor:
+    def find_unused(self, unused: Tensor) -> Tensor:
         """Return whether each part is unused on all of the ranks, bool on the host; every one of them must take part."""
         if self.ranks == 1:
             return unused

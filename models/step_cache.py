@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fluvial.models.prompt_layers import replaced_forwards
+from fluvial.models.prompt_layers import replace_forwards
 from fluvial.models.protocol import DiffusionModel
 
 
@@ -61,7 +61,7 @@ class StepCache:
         if torch.is_grad_enabled():
             raise ValueError("step cache: gradients are enabled, and blocks left out have none: use torch.no_grad()")
         self._begin(exact=exact)
-        with replaced_forwards(self._blocks, self._forwards):
+        with replace_forwards(self._blocks, self._forwards):
             yield
             self._end_pass()
 

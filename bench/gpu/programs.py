@@ -58,7 +58,7 @@ def compare_kernels(config: GpuConfig, rows: Rows, until: float) -> None:
             setting = f"{operation.name}, {provider}, 3 x {event}"
             torch.manual_seed(0)
             samples, numbers = inputs(operation, 3, event, dtype=torch.bfloat16, device=device)
-            exact = _values_and_gradients(operation, "reference", _widened(samples), _widened(numbers))
+            exact = _values_and_gradients(operation, "reference", _widen(samples), _widen(numbers))
             try:
                 found = _values_and_gradients(operation, provider, samples, numbers)
             except Exception as failure:  # the others are compared all the same
@@ -85,7 +85,7 @@ def _values_and_gradients(
     return [values.detach(), *(torch.autograd.grad(values.sum(), wanted) if wanted else ())]
 
 
-def _widened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _widen(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 

@@ -24,7 +24,7 @@ def points(case: Case) -> list[Point]:
         harness.in_processes(preferences.run, ["handwriting", "--out", str(chosen), "--seed", str(case.seed)])
     config = case.config
     if case.seconds:
-        config = replace(config, updates=affordable(_probed(config), case.seconds) * config.updates_per_rollout)
+        config = replace(config, updates=affordable(_time_rollout(config), case.seconds) * config.updates_per_rollout)
     rollouts = config.updates // config.updates_per_rollout
     samples, seconds, diversity, ratio = 0, 0.0, float("nan"), float("nan")
 
@@ -53,7 +53,7 @@ def points(case: Case) -> list[Point]:
                 ratio = max(first, 0.0 if ratio != ratio else ratio)
             if done == rollouts or (done % -(-rollouts // EVALUATIONS) == 0):
                 evaluated = config.final_samples if done == rollouts else config.eval_samples
-                note(record["update"], _evaluated(trainer, evaluated, probe), evaluated)
+                note(record["update"], _evaluate(trainer, evaluated, probe), evaluated)
         if case.recipe == TEACHER and case.rollouts:
             trainer.export(case.folder / f"teacher-{case.seed}")
     return evaluations
@@ -64,7 +64,7 @@ def affordable(seconds: float, budget: float) -> int:
     return max(1, int(budget / seconds))
 
 
-def _probed(config: TrainConfig) -> float:
+def _time_rollout(config: TrainConfig) -> float:
     """Return the seconds of a rollout with its updates, as the median of the first ones."""
     with Trainer(config) as trainer:
         spent = []
@@ -80,7 +80,7 @@ def _clock(trainer: Trainer) -> float:
     return time.process_time() if trainer.world.device.type == "cpu" else time.perf_counter()
 
 
-def _evaluated(trainer: Trainer, samples: int, probe: Probe | None = None) -> dict[str, Any]:
+def _evaluate(trainer: Trainer, samples: int, probe: Probe | None = None) -> dict[str, Any]:
     found = trainer.evaluate(samples, probe=probe)
     exact = {name: found.exact[name] for name in ("heldout", "reward")}
     return {**exact, "drift": 0.0 if found.velocity_drift is None else found.velocity_drift}
@@ -93,7 +93,7 @@ def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
     path = case.folder / f"base-{name}-{config.final_samples}.json"
     if path.is_file():
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    found = _evaluated(trainer, config.final_samples)
+    found = _evaluate(trainer, config.final_samples)
     whole = path.with_suffix(f".{os.getpid()}")
     whole.write_text(json.dumps(found), encoding="utf-8")
     whole.replace(path)

@@ -75,7 +75,7 @@ def compare(ours: Ours, peer: Peer, work: Work, project: Project) -> Compared:
     return Compared(Agreement(log_prob, abs(own - loss) / scale, float(distance / norm)), stored, held)
 
 
-def agreed(agreements: Sequence[Agreement]) -> Agreement:
+def merge_agreements(agreements: Sequence[Agreement]) -> Agreement:
     """Return the largest distances of all ranks, with the loss of rank 0, which alone logs it."""
     log_prob, gradient = (max(values) for values in ([a.log_prob for a in agreements], [a.gradient for a in agreements]))
     return Agreement(log_prob, agreements[0].loss, gradient)
@@ -159,7 +159,7 @@ def without_passes(*modules: Any) -> Iterator[None]:
     So that every one of them has a gradient, which is clipped and taken in by AdamW.
     """
 
-    def emptied(module: nn.Module) -> Callable[..., tuple[Tensor]]:
+    def empty_forward(module: nn.Module) -> Callable[..., tuple[Tensor]]:
         # Looked up once, because a walk over the modules takes milliseconds; fluvial's engine replaces the parameters.
         held = [(owner._parameters, name) for owner in module.modules() for name in owner._parameters]
         trained = [(owned, name) for owned, name in held if getattr(owned[name], "requires_grad", False)]
@@ -172,7 +172,7 @@ def without_passes(*modules: Any) -> Iterator[None]:
 
     with ExitStack() as replaced:
         for module in modules:
-            replaced.enter_context(patch.object(module, "forward", emptied(module)))
+            replaced.enter_context(patch.object(module, "forward", empty_forward(module)))
         yield
 
 
@@ -189,7 +189,7 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     peer = project.build(folder, work)
     held = built - start, live_bytes() - built
     compared = compare(ours, peer, work, project)
-    agreement, stored = agreed(world.gather_items(compared.agreement)), compared.stored
+    agreement, stored = merge_agreements(world.gather_items(compared.agreement)), compared.stored
     check_agreement(name, agreement)
     held = held[0] + compared.held[0], held[1] + compared.held[1]
     items = ours.items(stored)

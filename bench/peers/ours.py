@@ -132,7 +132,7 @@ class Ours:
 
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
         """Return the log-probabilities of the recorded steps of given samples, `[B, S, *event]` -> `[B, S]`."""
-        cond, rows = self._encoded(), []
+        cond, rows = self._encode(), []
         levels, timesteps = (table.to(x.device) for table in (self.schedule.levels, self.schedule.timesteps))
         with self.parts.engine.inference() as module:
             for place, step in enumerate(self.work.recorded):
@@ -142,7 +142,7 @@ class Ours:
                 rows.append(step_log_prob(self.sampler(level, level_next), x[:, place], v, x_next[:, place])[0])
         return torch.stack(rows, dim=1)
 
-    def _encoded(self) -> Any:
+    def _encode(self) -> Any:
         """Return the conditioning of the prompts and of the negative one."""
         cond = self.guidance.encode(self.parts.job.model, as_prompts(self.work.prompts))
         return optree.tree_map(lambda tensor: tensor.to(self.work.device), cond)
@@ -158,7 +158,7 @@ class Ours:
         share = Share(ids[0], len(ids), self.work.ranks * len(ids))
         requests = Requests(prompts, ids, key(0))
         plan = RolloutPlan(list(prompts), requests, self.sampling, ids, None, None, share.batch, len(ids), transitions)
-        samples = make_batch(SampleBatch(prompts, self._encoded(), trajectory, None))
+        samples = make_batch(SampleBatch(prompts, self._encode(), trajectory, None))
         items = record_steps(Batch(plan, share, ids, share.batch, "velocity", samples))
         return items.with_rows(signal=stored.advantage.repeat(len(self.work.recorded)))
 

@@ -76,7 +76,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
-    asked = tiny.asked_of(name)
+    asked = tiny.find_call(name)
 
     def called(args: list[str]) -> int:
         import torch
@@ -85,18 +85,18 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         with tiny.surroundings(name, asked.size):
             return command(args)
 
-    def trained_with(words: list[str]) -> Ended:
+    def train_with(words: list[str]) -> Ended:
         return wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
 
-    trained = trained_with(words := _command(name, folder, asked))
+    trained = train_with(words := _command(name, folder, asked))
     row = row._replace(conditions=asked.media)
     if trained.code and asked.scale != 1:
         shutil.rmtree(folder / "run", ignore_errors=True)
         first, row = trained, row._replace(guided=False)
-        if (trained := trained_with(words := _command(name, folder, asked._replace(scale=1.0, negative="")))).code:
+        if (trained := train_with(words := _command(name, folder, asked._replace(scale=1.0, negative="")))).code:
             trained, row = first, row._replace(guided=True)
     if trained.code:
-        return row._replace(reason=_reason(_said(trained), name, folder))
+        return row._replace(reason=_reason(_find_reason(trained), name, folder))
     if (log_ratio := _update(folder / "run")["first_pass_max_abs_log_ratio"]) is None:
         return row._replace(reason="its log-probabilities are not finite numbers")
     within = re.search(r"velocities and images within ([\d.e+-]+)", trained.output)
@@ -109,7 +109,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         parameters=0 if adapted is None else int(adapted[2]),
         opens=wait([Forked(lambda: print(_opens(name, folder)), folder / "opens.txt")]).last,
         ranks=_two_ranks(words, folder, called),
-        served=_served(words, folder, called, recorded=name not in built_in()),
+        served=_train_served(words, folder, called, recorded=name not in built_in()),
     )
 
 
@@ -119,7 +119,7 @@ def rising(audios: Any, prompts: Sequence[str]) -> Any:
     return second.sum(1) / (first.sum(1) + second.sum(1))
 
 
-def measured_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[Row]) -> str:
     """Return rows as a table in Markdown, those that train first, with a sentence that counts them."""
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
     cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in ordered)]
@@ -133,12 +133,15 @@ def _build(name: str, folder: Path) -> None:
     """Save the tiny pipeline and its prompts, with images, videos and sounds of random numbers."""
     from fluvial.models.tiny import pipelines as tiny
 
-    asked = tiny.asked_of(name)
+    asked = tiny.find_call(name)
     tiny.save(name, folder / "model")
     records = [
         {
             "prompt": tiny.make_prompt(name, text),
-            **{argument: _drawn(folder, argument, 10 * number + place, asked) for place, argument in enumerate(asked.media)},
+            **{
+                argument: _write_random(folder, argument, 10 * number + place, asked)
+                for place, argument in enumerate(asked.media)
+            },
         }
         for number, text in enumerate(PROMPTS)
     ]
@@ -172,14 +175,14 @@ def _two_ranks(words: list[str], folder: Path, command: Callable[[list[str]], in
     """Return whether two ranks make the same samples as one, on policy, and find the same gradient."""
     ended = ranks(lambda: command(["train", *words, "--out", str(folder / "two")]), folder, 2)
     if ended.code:
-        return f"no: {_line(_said(ended))[:60]}"
+        return f"no: {_line(_find_reason(ended))[:60]}"
     one, two = (_update(folder / run) for run in ("run", "two"))
     norms = one["grad_norm"], two["grad_norm"]
     same = math.isclose(one["reward"]["mean"], two["reward"]["mean"], rel_tol=1e-6) and math.isclose(*norms, rel_tol=CLOSE)
     return "no: other samples" if not same else "yes" if two["first_pass_max_abs_log_ratio"] == 0 else "no: off policy"
 
 
-def _served(words: list[str], folder: Path, command: Callable[[list[str]], int], *, recorded: bool) -> str:
+def _train_served(words: list[str], folder: Path, command: Callable[[list[str]], int], *, recorded: bool) -> str:
     """Return whether a run from a server's samples trains an adapter of the same bits."""
     import torch
 
@@ -199,7 +202,7 @@ def _served(words: list[str], folder: Path, command: Callable[[list[str]], int],
         args = ["train", recipe, *options, *source, "--out", str(folder / "served")]
         ended = wait([Forked(lambda: command(args), folder / "served.txt")])
     if ended.code:
-        return f"no: {_line(re.sub(rf'{ADDRESS.pattern}[^ ]*', 'the server', _said(ended)))[:120]}"
+        return f"no: {_line(re.sub(rf'{ADDRESS.pattern}[^ ]*', 'the server', _find_reason(ended)))[:120]}"
     one, other = (_adapter(folder / run) for run in ("run", "served"))
     same = one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     return "yes" if same else "no: other bits"
@@ -255,7 +258,7 @@ def _opens(name: str, folder: Path) -> str:
         return f"no: {_line(error)[:60]}"
 
 
-def _drawn(folder: Path, argument: str, seed: int, asked: Any) -> str:
+def _write_random(folder: Path, argument: str, seed: int, asked: Any) -> str:
     """Write an image, a video or a sound of random numbers for an argument of a tiny pipeline, and return its name."""
     import numpy as np
     import torch
@@ -279,7 +282,7 @@ def _drawn(folder: Path, argument: str, seed: int, asked: Any) -> str:
     return name
 
 
-def _said(ended: Ended) -> str:
+def _find_reason(ended: Ended) -> str:
     """Return the line that says why a command failed."""
     own = [line for line in ended.output.splitlines() if line.startswith("fluvial: ")]
     return own[-1].removeprefix("fluvial: ") if own else ended.last

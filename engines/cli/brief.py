@@ -103,7 +103,7 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
         about: text above the flags.
     """
     columns = min(width(), WIDEST)
-    fields = [(name, *found) for name in brief.fields if (found := _described(values, name)) is not None]
+    fields = [(name, *found) for name in brief.fields if (found := _describe_value(values, name)) is not None]
     names = ["--" + NAMES.get(name, name).replace("_", "-") for name, *_ in fields]
     indent = max(map(len, names)) + 4
     shown = []
@@ -124,7 +124,7 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
     ]
 
 
-def _described(values: Any, field: str) -> tuple[Any, str] | None:
+def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     """Return the value of a field and the beginning of its help; None if there is no such field."""
     import docstring_parser
 

@@ -22,7 +22,7 @@ def run(args: list[str]) -> None:
         print(paragraphs(USAGE), end="")
         return
     args, as_json = without(args, JSON)
-    record = as_record(train.configured("config", args))
+    record = as_record(train.configure("config", args))
     print(json.dumps(record, indent=2) if as_json else tomli_w.dumps(drop_unset(record)), end="\n" if as_json else "")
 
 

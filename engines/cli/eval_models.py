@@ -19,7 +19,7 @@ from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.extensions.published.runs import published_runs
+from fluvial.engines.extensions.published.runs import load_published
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
@@ -155,7 +155,7 @@ class Drawn(NamedTuple):
 
 
 @contextmanager
-def drawn_with(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[Drawn]:
+def open_model(name: str, *, weights: Path | None, lora: Path | None) -> Iterator[Drawn]:
     """Open the model of a name, with the exported weights of a run or those of a checkpoint.
 
     A checkpoint, and the newest one of a run that has exported nothing, is exported to a temporary folder.
@@ -227,7 +227,7 @@ def settings_of_suite(name: str, suite: EvaluationConfig, config: EvalConfig, *,
     """
     own = config.guidance
     if source_of(name) is None:
-        stated = [run.settings for run in published_runs().values() if "evaluation.guidance" in run.settings]
+        stated = [run.settings for run in load_published().values() if "evaluation.guidance" in run.settings]
         scales = [found["evaluation.guidance"].value for found in stated if found["model"].value == name]
         own = max(scales, key=scales.count, default=own)
     size = config.pipeline.size
@@ -377,7 +377,7 @@ def _of_base(base: str, model: str, job: Job, config: EvalConfig, world: World) 
         raise UsageError("base", base, "start, the folder of a run, a checkpoint or a folder of weights")
     if source is not None and source.checkpoint is not None:
         load = partial(policy_of, source.checkpoint, average=config.average, world=world)
-        return Subject(base, job, _sharded(job, engine, world, load))
+        return Subject(base, job, _make_opener(job, engine, world, load))
     with_these = with_base(job, folder)
     return Subject(base, with_these, _network(with_these, None, engine, world))
 
@@ -434,10 +434,10 @@ def _network(job: Job, lora: Path | None, engine: EngineConfig, world: World) ->
                 add_adapter(module, job, lora, field="lora")
             return module.requires_grad_(False), weights
 
-    return _sharded(job, engine, world, build)
+    return _make_opener(job, engine, world, build)
 
 
-def _sharded(job: Job, engine: EngineConfig, world: World, build: Callable[[], tuple[nn.Module, Any]]) -> Network:
+def _make_opener(job: Job, engine: EngineConfig, world: World, build: Callable[[], tuple[nn.Module, Any]]) -> Network:
     """Return the function that opens the network and weights of `build`, sharded over the ranks."""
 
     @contextmanager

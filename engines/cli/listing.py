@@ -44,15 +44,15 @@ def may_be_model(name: str) -> bool:
 
 def recipes() -> dict[str, str]:
     """Return the first line of each built-in recipe's docstring, by name."""
-    return _described(RECIPES, "RECIPES")
+    return _read_descriptions(RECIPES, "RECIPES")
 
 
 def prompt_sets() -> dict[str, str]:
     """Return the first line of each built-in prompt set's docstring, by name."""
-    return _described(PROMPT_SETS, "PROMPT_SETS")
+    return _read_descriptions(PROMPT_SETS, "PROMPT_SETS")
 
 
-def _described(path: Path, name: str) -> dict[str, str]:
+def _read_descriptions(path: Path, name: str) -> dict[str, str]:
     """Return the first line of the docstring of each function in a table of a module, read from its source.
 
     Names are the keys of a dictionary that is written out, else those of the functions.
@@ -67,7 +67,7 @@ def _described(path: Path, name: str) -> dict[str, str]:
     return {named[node.name]: (ast.get_docstring(node) or "").partition("\n")[0] for node in functions}
 
 
-def installed(group: str) -> dict[str, str]:
+def find_installed(group: str) -> dict[str, str]:
     """Return where each entry point of `fluvial.<group>` comes from, by name, without importing it."""
     return {
         point.name: f"from {point.dist.name} ({point.value})" if point.dist is not None else point.value

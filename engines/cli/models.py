@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.listing import JSON, installed, paragraphs, table, without
+from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, table, without
 from fluvial.engines.errors import UsageError
 from fluvial.models.catalogue import KNOWN
 
@@ -57,13 +57,13 @@ def run(args: list[str]) -> None:
     rows = [(known.example, known.makes, known.prediction, size) for known, size in zip(KNOWN, sizes, strict=True)]
     print("\n".join(table(("--model", "makes", "predicts", "network, in bfloat16"), [*BUILT_IN, *rows])))
     print("", paragraphs(FOOT), sep="\n", end="")
-    for name, source in installed("models").items():
+    for name, source in find_installed("models").items():
         print(f"\nAn installed package has an adapter for {name}: {source}")
 
 
 def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     """Print the table of the named pipelines, or of all; each row is also said on the error stream when it is known."""
-    from fluvial.bench.trial.pipelines import measure, measured_table
+    from fluvial.bench.trial.pipelines import format_table, measure
     from fluvial.engines.cli.main import run as command
     from fluvial.models.tiny.pipelines import has_transformer, pipelines
 
@@ -77,4 +77,4 @@ def run_measured(names: Sequence[str], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([{**row._asdict(), "trains": row.trains} for row in rows], indent=1))
     else:
-        print(measured_table(rows))
+        print(format_table(rows))

@@ -13,7 +13,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.dpo import best_and_worst
 from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
-from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with, source_of
+from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.order import PromptOrder
@@ -108,11 +108,11 @@ def run(args: list[str]) -> None:
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
     one_size(config.pipeline)
-    with drawn_with(name, weights=config.weights, lora=config.lora) as drawn:
-        return _drawn_and_written(drawn, config)
+    with open_model(name, weights=config.weights, lora=config.lora) as drawn:
+        return _draw_and_write(drawn, config)
 
 
-def _drawn_and_written(drawn: Drawn, config: PreferencesConfig) -> tuple[int, int]:
+def _draw_and_write(drawn: Drawn, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model that is open."""
     if config.prompts:
         jobs.check_has_reward(drawn.model, config.rewards)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, installed, paragraphs, width, without, wrapped
+from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, width, without, wrapped
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
@@ -70,19 +70,19 @@ def _table() -> None:
     for model in REWARD_MODELS.values():
         memory = f"{model.gibibytes:.1f} GiB" if model.parameters else "-"
         row = f"{model.name:<23} {model.takes:<7} {memory:<9} {'yes' if model.gradients else 'no':<9} {model.formula}"
-        print(*wrapped_row(row), sep="\n")
+        print(*wrap_row(row), sep="\n")
         commit = f" @ {model.revision[:8]}" if model.revision else ""
         weights = f"{model.weights}{commit}, licence: {model.licence}; " if model.weights else ""
         print(*wrapped(f"{weights}{model.source}{_to_install(model)}", indent=INDENT), sep="\n")
     print("", paragraphs(FOOT), sep="\n", end="")
     print(paragraphs("Not here, because no class of transformers loads them (run them in a server):"), end="")
     for name, reason in ELSEWHERE.items():
-        print(*wrapped_row(f"  {name:<21} {reason}"), sep="\n")
-    for name, source in installed("rewards").items():
+        print(*wrap_row(f"  {name:<21} {reason}"), sep="\n")
+    for name, source in find_installed("rewards").items():
         print(f"An installed package has the reward {name}: {source}")
 
 
-def wrapped_row(row: str) -> list[str]:
+def wrap_row(row: str) -> list[str]:
     """Return the lines of a row that is continued under its second column, where the terminal is narrow."""
     return [row] if len(row) <= width() else wrapped(row, later=INDENT)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrapped
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.runs import PublishedRun, Source, find, published_runs
+from fluvial.engines.extensions.published.runs import PublishedRun, Source, find, load_published
 from fluvial.engines.extensions.published.takes import to_bring
 
 USAGE = """usage: fluvial runs [NAME] [--json]
@@ -24,7 +24,7 @@ def run(args: Sequence[str]) -> None:
     if args and args[0] in ("-h", "--help"):
         print(paragraphs(USAGE), end="")
     elif as_json and len(args) < 2:
-        every = published_runs()
+        every = load_published()
         listed_ones = [{"name": name, **_facts(run)} for name, run in every.items()]
         print(json.dumps(record(find(args[0])) if args else listed_ones, indent=1))
     elif len(args) > 1:
@@ -43,7 +43,7 @@ def _facts(found: PublishedRun) -> dict[str, Any]:
 
 def listed() -> str:
     """Return a line per run: name, algorithm, paper, GPUs, what it starts with, and headline."""
-    runs = published_runs()
+    runs = load_published()
     rows = [
         (
             name,

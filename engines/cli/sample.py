@@ -12,7 +12,7 @@ from torch import nn
 from fluvial.core.checks import check_fields
 from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
-from fluvial.engines.cli.eval_models import Drawn, drawing_settings, drawn_with, source_of
+from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
 from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
 from fluvial.engines.data.prompt_sets import is_set
@@ -102,7 +102,7 @@ def sample(name: str, config: SampleConfig) -> Path:
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
     one_size(config.pipeline)
     files = tuple(filter(is_prompt_file, config.prompts))  # a missing one is refused before a checkpoint is read
-    with drawn_with(name, weights=config.weights, lora=config.lora) as drawn:
+    with open_model(name, weights=config.weights, lora=config.lora) as drawn:
         return _sample(name, drawn, config, files)
 
 
@@ -114,12 +114,12 @@ def _sample(name: str, drawn: Drawn, config: SampleConfig, files: tuple[str, ...
         steps=config.steps,
         guidance=config.guidance,
         weights=drawn.weights,
-        prompts=_recorded_on(drawn.model, config, files),
+        prompts=_find_recorded(drawn.model, config, files),
     )
     if drawn.weights == config.weights:  # else it is a run's, whose rollouts may be guided
         check_second_scale(job.model, guided=config.guidance.scale != 1)
     media = media_columns(job.model, config.pipeline.media)
-    prompts = [prompt for word in config.prompts for prompt in _named_by(word, job, media)]
+    prompts = [prompt for word in config.prompts for prompt in _parse_prompts(word, job, media)]
     check_columns(job.model, [*job.prompts[:1], *prompts], media)
     if is_recorded(model := cast(Any, job.model)):
         job = replace(job, model=model.given(model_inputs(prompts)))
@@ -136,14 +136,14 @@ def _sample(name: str, drawn: Drawn, config: SampleConfig, files: tuple[str, ...
     return config.out
 
 
-def _recorded_on(model: str, config: SampleConfig, files: tuple[str, ...]) -> tuple[str, ...]:
+def _find_recorded(model: str, config: SampleConfig, files: tuple[str, ...]) -> tuple[str, ...]:
     """Return the files of prompts that a pipeline without an adapter is recorded on: it may need their images."""
     if not files or model in MODELS or is_adapter(model):
         return ()
     return () if has_adapter(local_folder(model, trust_remote_code=config.pipeline.trust_remote_code)) else files
 
 
-def _named_by(word: str, job: Job, media: Mapping[str, str]) -> tuple[Prompt, ...]:
+def _parse_prompts(word: str, job: Job, media: Mapping[str, str]) -> tuple[Prompt, ...]:
     """Return the prompts of a file, or the one prompt that a text is; a job of edits brings the images of its own."""
     check = job.model.check_prompt
     if is_prompt_file(word):

@@ -31,7 +31,7 @@ def run(args: list[str]) -> None:
     if DRY_RUN in args:
         _dry_run(args)
         return
-    config = configured("train", args)
+    config = configure("train", args)
     from fluvial.engines.run import train
 
     with flags_in_errors(config):
@@ -49,12 +49,12 @@ def _dry_run(args: list[str]) -> None:
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
     own, others = taken(args, flags)
     asked = parsed(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
-    config = configured("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
+    config = configure("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
     with flags_in_errors(config):
         command.run(asked, config, console=console())
 
 
-def configured(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
+def configure(command: str, args: list[str], *, gpus: int | None = None) -> "TrainConfig":
     """Return the run that a recipe, or a file, and the typed fields describe.
 
     Args:
@@ -75,7 +75,7 @@ def configured(command: str, args: list[str], *, gpus: int | None = None) -> "Tr
         name = files[0]
         default, about = _from_file(Path(name)), f"The run in {name}."
     else:
-        known = [*listing.recipes(), *listing.installed("recipes")]
+        known = [*listing.recipes(), *listing.find_installed("recipes")]
         name = named(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
@@ -86,7 +86,7 @@ def configured(command: str, args: list[str], *, gpus: int | None = None) -> "Tr
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
     asked = default
     if resumes and not shows_help:
-        default = _recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
+        default = _read_recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
         _check_same_objective(name, asked, default)
     elif name == "distill" and not shows_help and not typed(flags, "--objective.teacher"):
         raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
@@ -138,7 +138,7 @@ def _notes(
             kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
             yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
         return
-    yield from _published_elsewhere(name, config, gpus)
+    yield from _note_differences(name, config, gpus)
     lora = config.lora
     if typed(flags, "--lora.rank") and not typed(flags, "--lora.alpha") and config.train == "lora" and lora.weights is None:
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
@@ -152,13 +152,13 @@ def _notes(
             )
 
 
-def _published_elsewhere(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
+def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[str]:
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
     from fluvial.engines.extensions.published.resolve import resolve
-    from fluvial.engines.extensions.published.runs import published_runs
+    from fluvial.engines.extensions.published.runs import load_published
     from fluvial.engines.extensions.published.takes import accumulated
 
-    run = published_runs().get(name)
+    run = load_published().get(name)
     if run is None:
         return
     asked = resolve(run)
@@ -186,7 +186,7 @@ def _from_file(path: Path) -> "TrainConfig":
 def recipes_help() -> str:
     """Return what each recipe is and where it comes from, for a person to choose."""
     lines = ["usage: fluvial train RECIPE [--field value ...]", ""]
-    for name, about in {**listing.recipes(), **listing.installed("recipes")}.items():
+    for name, about in {**listing.recipes(), **listing.find_installed("recipes")}.items():
         lines.append(f"  {name:<12} {about}")
     lines += [
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
@@ -200,14 +200,16 @@ def recipes_help() -> str:
         "fits, what holds the memory, bytes on the wire, host reads (--gpu-memory-gib, --reserve-gib, --report FOLDER).",
     ]
     lines += ["", "Prompt sets, generated: a part to train on (--prompts) and a held-out part (--evaluation.prompts)"]
-    lines += [f"  @{name:<15} {about}" for name, about in {**listing.prompt_sets(), **listing.installed("prompts")}.items()]
+    lines += [
+        f"  @{name:<15} {about}" for name, about in {**listing.prompt_sets(), **listing.find_installed("prompts")}.items()
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
-        return _published(name)
+        return _find_published(name)
     from fluvial.engines import plugins
     from fluvial.engines.run.recipes import RECIPES
 
@@ -215,7 +217,7 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     return found
 
 
-def _published(name: str) -> Callable[[], "TrainConfig"]:
+def _find_published(name: str) -> Callable[[], "TrainConfig"]:
     """Return the recipe of a published run."""
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import find
@@ -255,7 +257,7 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     return config if ":" in name else replace(config, out=Path("runs") / name)
 
 
-def _recorded(out: Path) -> "TrainConfig":
+def _read_recorded(out: Path) -> "TrainConfig":
     """Return the configuration of the run in a folder."""
     from fluvial.engines.run.jobs.weights import RECORD, configuration
 

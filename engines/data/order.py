@@ -151,7 +151,7 @@ class BatchOrder:
         return [self.members[size][place] for place in self.orders[size].places(before * count, count)]
 
 
-def drawn_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:
+def draw_batch(prompts: Sequence[Prompt], key: Key, count: int) -> list[int]:
     """Return the indices of prompts that are drawn with replacement; all have the size of the first."""
     draws = uniform(key, (count,))
     places: list[int] = (draws * len(prompts)).long().tolist()

@@ -126,20 +126,22 @@ def geneval(part: Part) -> Iterator[Record]:
     """Objects, counts, colours and positions in GenEval's six tags, with its metadata."""
     coloured = [name for name in CLASSES if name != "person"]
     pairs = list(permutations(CLASSES, 2))
-    yield from (_asked("single_object", f"a photo of {_a(name)}", _one(name)) for name in _part(part, CLASSES, heldout=16))
+    yield from (
+        _make_row("single_object", f"a photo of {_a(name)}", _one(name)) for name in _part(part, CLASSES, heldout=16)
+    )
     for one, other in _part(part, list(combinations(CLASSES, 2)), heldout=50, most=400):
-        yield _asked("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
+        yield _make_row("two_object", f"a photo of {_a(one)} and {_a(other)}", _one(one), _one(other))
     for name, number in _part(part, list(product(_countable(), (2, 3, 4))), heldout=40):
         yield _count_objects(f"a photo of {NUMBERS[number]} {_plural(name)}", name, number)
     for name, colour in _part(part, list(product(coloured, COLOURS)), heldout=50, most=400):
-        yield _asked("colors", f"a photo of {_a(colour)} {name}", {**_one(name), "color": colour})
+        yield _make_row("colors", f"a photo of {_a(colour)} {name}", {**_one(name), "color": colour})
     for (one, other), where in _part(part, list(product(pairs, POSITIONS)), heldout=50, most=800):
         placed = {**_one(one), "position": [where, 0]}
-        yield _asked("position", f"a photo of {_a(one)} {where} {_a(other)}", _one(other), placed)
+        yield _make_row("position", f"a photo of {_a(one)} {where} {_a(other)}", _one(other), placed)
     for one, other in _part(part, [pair for pair in pairs if "person" not in pair], heldout=50, most=600):
         first, second = _two_colours(one, other)
         text = f"a photo of {_a(first)} {one} and {_a(second)} {other}"
-        yield _asked("color_attr", text, {**_one(one), "color": first}, {**_one(other), "color": second})
+        yield _make_row("color_attr", text, {**_one(one), "color": first}, {**_one(other), "color": second})
 
 
 def animals(part: Part) -> Iterator[Record]:
@@ -249,7 +251,7 @@ def _one(name: str) -> dict[str, Any]:
     return {"class": name, "count": 1}
 
 
-def _asked(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
+def _make_row(tag: str, prompt: str, *include: Mapping[str, Any]) -> Record:
     return {"prompt": prompt, "tag": tag, "include": list(include), "exclude": []}
 
 

@@ -24,7 +24,7 @@ from fluvial.engines.engine.flops import FlopCounter
 from fluvial.engines.engine.gradient_sync import LastBackward
 from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, sharded_like
+from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, shard_like
 from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -181,7 +181,7 @@ class Engine:
                 rows, shapes = slice(start, start + size), (size, *of_row)
                 self.set_last(i == last)
                 self.last_backward.begin(i == last)
-                with self._counted(shapes):
+                with self._count_flops(shapes):
                     result = loss_fn(batch)
                     loss, info = result if isinstance(result, tuple) else (result, ())
                     if loss.shape != (size,):
@@ -232,7 +232,7 @@ class Engine:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
-    def _counted(self, shapes: tuple[Any, ...]) -> Iterator[None]:
+    def _count_flops(self, shapes: tuple[Any, ...]) -> Iterator[None]:
         """Count the FLOPs of the first micro-batch of each shape; the others have the same.
 
         A compiled block runs uncompiled for that, and rounds differently. So the counts are saved: after a resumption the
@@ -287,7 +287,7 @@ class Engine:
         """Update the moving average after a step, if there is one."""
         if self.average and (self.updates + 1) % self.config.ema_interval == 0:
             decay = self.config.ema_decay
-            decay = ema.warmed_decay(decay, self.updates) if self.config.ema_warmup else decay
+            decay = ema.warm_up_decay(decay, self.updates) if self.config.ema_warmup else decay
             with torch.no_grad():
                 self.average = ema.update(self.average, self._local(torch.float32), decay**self.config.ema_repeats)
 
@@ -317,9 +317,9 @@ class Engine:
         self.stepping = True
         set_lr(self.optimizer, self._lr())
         assert isinstance(self.module, WholeModule)
-        self.module.set_arrived(self._arrived)
+        self.module.set_arrived(self._step_parameter)
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def _step_parameter(self, parameter: nn.Parameter) -> None:
         """Take the step of a parameter whose gradient is there."""
         assert parameter.grad is not None
         norm = get_total_norm([local(parameter.grad).float()])
@@ -419,7 +419,7 @@ class Engine:
     def averaged(self) -> dict[str, Tensor]:
         """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""
         self._check_onloaded()
-        return {name: sharded_like(self.trainable[name], shard) for name, shard in self.average.items()}
+        return {name: shard_like(self.trainable[name], shard) for name, shard in self.average.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs, as a flat dict of (sharded) tensors: weights, optimizer state, average.
@@ -432,7 +432,7 @@ class Engine:
             state[f"weight.{name}"] = parameter.detach()
             state.update((f"{key}.{name}", tensor) for key, tensor in self._moments(name).items())
             if name in self.average:
-                state[f"average.{name}"] = sharded_like(parameter, self.average[name])
+                state[f"average.{name}"] = shard_like(parameter, self.average[name])
         for name, parameter in self.carried.items():
             state[f"weight.{name}"] = parameter.detach()
         return state

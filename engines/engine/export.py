@@ -23,8 +23,8 @@ from fluvial.engines.engine.loading import plain_name
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.models.lora import Dora, adapter_names, adapter_parts, is_adapter, lora_layers, read_form
-from fluvial.models.lora_layer import MAGNITUDE, merged_weight, row_norms, widen
-from fluvial.models.quantised import QuantisedLinear, quantised_layers
+from fluvial.models.lora_layer import MAGNITUDE, merge_weight, row_norms, widen
+from fluvial.models.quantised import QuantisedLinear, find_quantised
 
 
 def export(
@@ -241,7 +241,7 @@ class _Source(NamedTuple):
             return (row_norms(tensor) + gathered(self.longer)).to(self.dtype(dtype))
         if self.parts is not None:
             parts = {part: gathered(factor) for part, factor in self.parts.items()}
-            tensor = merged_weight(widen(tensor), parts, self.scaling)
+            tensor = merge_weight(widen(tensor), parts, self.scaling)
         return tensor.to(self.dtype(dtype))
 
     @property
@@ -265,7 +265,7 @@ def _sources(
 ) -> dict[str, _Source]:
     """Return the source of each exported tensor, by its exported name."""
     state: dict[str, Any] = module.state_dict()
-    state.update((f"{name}.weight", layer) for name, layer in quantised_layers(module).items())
+    state.update((f"{name}.weight", layer) for name, layer in find_quantised(module).items())
     for name, tensor in (average or {}).items():
         if name not in state or state[name].shape != tensor.shape:
             here = list(state[name].shape) if name in state else "nothing"
@@ -307,7 +307,7 @@ def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, T
     They share its storage, except the weights of quantised layers, which are dequantised.
     """
     tensors: dict[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
-    tensors.update((f"{name}.weight", layer.weight) for name, layer in quantised_layers(network).items())
+    tensors.update((f"{name}.weight", layer.weight) for name, layer in find_quantised(network).items())
     return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
 
 

@@ -50,7 +50,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        with _opened(file) as tensors:
+        with _open_file(file) as tensors:
             found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
     return found
 
@@ -68,14 +68,14 @@ def stored(folder: Path, names: Container[str] | None = None, *, share: slice = 
     """
     held: dict[str, Path] = {}
     for file in weight_files(folder):
-        with _opened(file) as tensors:
+        with _open_file(file) as tensors:
             held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
     for name in sorted(held)[share]:
-        with _opened(held[name]) as tensors:
+        with _open_file(held[name]) as tensors:
             yield name, tensors.get_tensor(name)
 
 
-def stored_digests(folder: Weights, *, share: slice = slice(None)) -> dict[str, str]:
+def digest_weights(folder: Weights, *, share: slice = slice(None)) -> dict[str, str]:
     """Return the digest of each tensor of a model folder's weights, of all its bytes, however they are split into files.
 
     Args:
@@ -87,7 +87,7 @@ def stored_digests(folder: Weights, *, share: slice = slice(None)) -> dict[str, 
     """
     if isinstance(folder, Path):
         return digest_tensors(stored(folder, share=share))
-    parts = {part: stored_digests(each, share=share) for part, each in folder.items()}
+    parts = {part: digest_weights(each, share=share) for part, each in folder.items()}
     return {f"{part}/{name}": digest for part, digests in parts.items() for name, digest in digests.items()}
 
 
@@ -112,7 +112,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
             file.write(text.ljust(size))
 
 
-def shared_folder() -> Path:
+def find_shared_folder() -> Path:
     """Return the folder in which this user's trainers leave weights for servers on the same machine, in memory if possible.
 
     It is made if it is not there. Nobody else can write to it.
@@ -143,7 +143,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_file(file: Path) -> Iterator[Any]:
     """Open a safetensors file; what fails within is a UsageError."""
     try:
         with safe_open(file, framework="pt") as tensors:

@@ -24,11 +24,11 @@ def on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Around `checkpoint` these are the inputs of a block. Copies of a GPU's tensors are pinned and do not stop the host. On a
     CPU they are copies, too, and save nothing.
     """
-    with saved_tensors_hooks(_packed, _unpacked):
+    with saved_tensors_hooks(_pack, _unpack):
         return forward(*args, **kwargs)
 
 
-def _packed(tensor: Tensor) -> OnHost:
+def _pack(tensor: Tensor) -> OnHost:
     if tensor.is_meta:  # its copies back are new tensors, as on a device
         return OnHost(None, (tuple(tensor.shape), tensor.dtype), tensor.device)
     pinned = is_accelerator(tensor.device)
@@ -36,7 +36,7 @@ def _packed(tensor: Tensor) -> OnHost:
     return OnHost(host.copy_(tensor, non_blocking=pinned), (tuple(tensor.shape), tensor.dtype), tensor.device)
 
 
-def _unpacked(saved: OnHost) -> Tensor:
+def _unpack(saved: OnHost) -> Tensor:
     if saved.host is not None:
         return saved.host.to(saved.device, non_blocking=True, copy=True)
     shape, dtype = saved.like

@@ -16,7 +16,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
-from fluvial.models.quantised import quantised_layers
+from fluvial.models.quantised import find_quantised
 
 
 def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
@@ -41,7 +41,7 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
     # They share the module's storage.
     state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
     wanted = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
-    quantised = {plain_name(f"{name}.weight"): layer for name, layer in quantised_layers(module).items()}
+    quantised = {plain_name(f"{name}.weight"): layer for name, layer in find_quantised(module).items()}
     with world.agreed():
         held = shapes(folder)
         expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}

@@ -15,7 +15,7 @@ from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World, current_world
 from fluvial.models.device import has_values, is_accelerator
 from fluvial.models.protocol import Weights
-from fluvial.models.quantised import quantised_layers
+from fluvial.models.quantised import find_quantised
 
 
 class HostOffload:
@@ -103,7 +103,7 @@ class ShardedModule:
         self.units = [unit for unit in self.parts if isinstance(unit, FSDPModule)]
         self.host = HostOffload(world.device)
         if empty and weights is not None:
-            self.module._apply(self._allocated)
+            self.module._apply(self._allocate)
             if has_values(world.device):
                 load_weights(self.module, weights, world=world)
 
@@ -112,7 +112,7 @@ class ShardedModule:
         """Whether every rank holds all parameters and computes without FSDP2."""
         return isinstance(self.module, WholeModule)
 
-    def _allocated(self, tensor: Tensor) -> Tensor:
+    def _allocate(self, tensor: Tensor) -> Tensor:
         """Return memory for a tensor without values: parameters on the host with offload="always", buffers on the device."""
         on_host = self.config.offload == "always" and isinstance(tensor, nn.Parameter)
         device = torch.device("cpu") if on_host else self.world.device
@@ -152,7 +152,7 @@ class ShardedModule:
 
     def offload(self) -> None:
         """Move this rank's shards of the parameters, and quantised weights, to the host until `onload`."""
-        quantised = (tensor for layer in quantised_layers(self.module).values() for tensor in layer.quantised)
+        quantised = (tensor for layer in find_quantised(self.module).values() for tensor in layer.quantised)
         self.host.offload([*self.shards().values(), *quantised])
 
     def onload(self) -> None:

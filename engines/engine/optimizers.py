@@ -69,7 +69,7 @@ def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
         part = Quantised.zeros(shape, signed, block, shard.device, dtype=torch.float32)
     else:
         part = torch.zeros(shape, device=shard.device)
-    return sharded_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
+    return shard_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
 
 
 def local(tensor: Any) -> Tensor:
@@ -77,7 +77,7 @@ def local(tensor: Any) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
 
 
-def sharded_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:
+def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:
     """Return this rank's part as a tensor that is laid out as `parameter`.
 
     Args:
@@ -117,7 +117,7 @@ def saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, 
         rows, width = len(part), buffer.width
         for name, values, columns in (("codes", codes, row * width // 8), ("scale", scale, row // BLOCKS[width])):
             flat = values.view(rows, columns) if rows else values.new_empty(0, columns)
-            tensors[f"{key}.{name}"] = sharded_like(tensor, flat, (buffer.shape[0], columns))
+            tensors[f"{key}.{name}"] = shard_like(tensor, flat, (buffer.shape[0], columns))
     return tensors
 
 
@@ -228,7 +228,7 @@ def _adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optim
     return AdamW(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
 
 
-def _quantised_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def _build_quantised_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     try:
         from torchao.optim import AdamW4bit, AdamW8bit
     except ImportError as error:
@@ -252,7 +252,7 @@ def _moments(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[st
     return lambda shape, _: {"exp_avg": Buffer(shape, bits=bits[0]), "exp_avg_sq": Buffer(shape, bits=bits[1])}
 
 
-def _factored(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+def _factor(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     if len(shape) == 1:
         return {"variance": Buffer(shape)}
     return {"row": Buffer(shape[:-1]), "column": Buffer((*shape[:-2], shape[-1]), sharded=len(shape) > 2)}
@@ -260,9 +260,9 @@ def _factored(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
 
 OPTIMIZERS: dict[OptimizerName, Row] = {
     "adamw": Row(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
-    "adamw8bit": Row(_quantised_adamw, _moments(8), "host"),
-    "adamw4bit": Row(_quantised_adamw, _moments(4), "host"),
-    "adafactor": Row(_adafactor, _factored, "host"),
+    "adamw8bit": Row(_build_quantised_adamw, _moments(8), "host"),
+    "adamw4bit": Row(_build_quantised_adamw, _moments(4), "host"),
+    "adafactor": Row(_adafactor, _factor, "host"),
     "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True),
 }
 

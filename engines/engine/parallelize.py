@@ -186,7 +186,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def compiled_programs() -> int:
+def count_programs() -> int:
     """Return the number of programs that torch.compile has made in this process, recompilations included."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fluvial.engines.engine.optimizers import sharded_like
+from fluvial.engines.engine.optimizers import shard_like
 
 # Largest bytes of a bucket, which is a copy. The gradients of most adapters fit into one.
 BUCKET = 2**28
@@ -90,7 +90,7 @@ class Parameters:
         if plain is None:
             plain = nn.Parameter(local.detach().to(self._policy.param_dtype), requires_grad=shard.requires_grad)
             if plain.requires_grad:
-                plain.register_post_accumulate_grad_hook(self._accumulated)
+                plain.register_post_accumulate_grad_hook(self._accumulate)
             self._plain[shard], self._of[plain] = plain, shard
         elif local.dtype == plain.dtype:
             if plain.untyped_storage()._cdata != local.untyped_storage()._cdata:  # the shard has moved
@@ -101,7 +101,7 @@ class Parameters:
                 plain.copy_(local)
         return plain
 
-    def _accumulated(self, plain: Any) -> None:
+    def _accumulate(self, plain: Any) -> None:
         if self.arrived is not None:
             gradient, plain.grad = plain.grad, None
             with torch.no_grad():
@@ -123,7 +123,7 @@ class Parameters:
         gradient = gradient.to(self._policy.reduce_dtype)
         if self._group is not None:
             (gradient,) = _sum_over_ranks([gradient], self._group)
-        shard.grad = sharded_like(shard, gradient.to(shard.dtype))
+        shard.grad = shard_like(shard, gradient.to(shard.dtype))
         del gradient
         self.arrived(shard)
         shard.grad = None
@@ -152,7 +152,7 @@ class Parameters:
                 if isinstance(shard.grad, DTensor):
                     shard.grad._local_tensor.add_(gradient)
                 else:
-                    shard.grad = sharded_like(shard, gradient.to(shard.dtype))
+                    shard.grad = shard_like(shard, gradient.to(shard.dtype))
 
 
 class WholeModule(FSDPModule):

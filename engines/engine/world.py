@@ -224,7 +224,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         Thread(target=_watch, args=(rank, shared.clone(), ended), name="ranks", daemon=True).start()  # type: ignore[attr-defined]
     try:
         world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
-        with entered(world):
+        with enter_world(world):
             yield world
         if size > 1:
             dist.barrier()  # no rank closes connections while others still use them
@@ -243,7 +243,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
 
 
 @contextmanager
-def entered(world: World) -> Iterator[None]:
+def enter_world(world: World) -> Iterator[None]:
     """Make a world the one that `current_world` returns, until the context ends."""
     token = _entered.set(world)
     try:
@@ -264,7 +264,7 @@ def current_world() -> World:
     return world
 
 
-def joined_world() -> World:
+def join_world() -> World:
     """Return the world of a process group that another program has opened, e.g. a worker of verl.
 
     Its device is the current GPU, or the CPU.
@@ -332,14 +332,14 @@ def _watch(rank: int, store: dist.TCPStore, ended: Event) -> None:
     A rank in a collective of NCCL whose peer has raised waits until the timeout, and no Python runs on its main thread.
     """
     while not ended.wait(LOOK):
-        failed = _failed(store)
+        failed = _find_failed(store)
         if failed is not None and not ended.wait(GRACE):
             line = f"fluvial: rank {rank}: rank {failed} failed, and this one waited for it; its own message says why\n"
             os.write(2, line.encode())
             os._exit(1)
 
 
-def _failed(store: dist.TCPStore) -> str | None:
+def _find_failed(store: dist.TCPStore) -> str | None:
     """Return which rank has failed, None if none has said so; rank 0 if its store is gone."""
     try:
         socket.create_connection((store.host, store.port), timeout=5).close()  # quietly: the store would complain
@@ -350,7 +350,7 @@ def _failed(store: dist.TCPStore) -> str | None:
 
 def _tell(rank: int, store: dist.TCPStore) -> None:
     """Tell the other ranks that this one has failed."""
-    if _failed(store) is None:
+    if _find_failed(store) is None:
         with suppress(dist.DistError):
             store.set(FAILED, str(rank))
 

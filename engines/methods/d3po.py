@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
-from fluvial.core.dpo import D3poInfo, best_and_worst, clipped_log_ratio, d3po_loss
+from fluvial.core.dpo import D3poInfo, best_and_worst, clip_log_ratio, d3po_loss
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.dpo import _dpo_needs
@@ -91,4 +91,4 @@ class D3po(Method):
     def _log_ratio(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> Tensor:
         both = v, items.predictions["ref"]
         log_prob, reference = (log_prob_and_kl(each, items, config, v_ref=None)[0] for each in both)
-        return clipped_log_ratio(log_prob, reference, eps=self.eps)
+        return clip_log_ratio(log_prob, reference, eps=self.eps)

@@ -111,7 +111,7 @@ def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:
     if type(objective) in OBJECTIVES.values():
         return lambda loss: loss
 
-    def checked(loss: Loss) -> Loss:
+    def check(loss: Loss) -> Loss:
         def called(v: Tensor, rows: Any, config: LossConfig) -> tuple[Tensor, Any]:
             # Copies, so that what it does in place changes neither the run's tensors nor those of the backward pass.
             own, own_rows = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
@@ -124,7 +124,7 @@ def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:
 
         return called
 
-    return checked
+    return check
 
 
 @contextmanager
@@ -151,18 +151,18 @@ def check_loss(objective: Objective, loss: Any, info: Any, items: int) -> None:
     """
     name = name_of(objective)
     if _shape(loss) != [items]:
-        raise UsageError(f"objective {name} returned a loss of {_described(loss)}, expected [{items}], one number per item")
+        raise UsageError(f"objective {name} returned a loss of {_describe(loss)}, expected [{items}], one number per item")
     if not isinstance(info, tuple) or not getattr(info, "_fields", ()):
         got = type(info).__name__
         raise UsageError(f"objective {name} returned diagnostics of type {got}, expected a NamedTuple of tensors [{items}]")
     for field, value in zip(info._fields, info, strict=True):  # type: ignore[attr-defined]
         if _shape(value) != [items]:
-            raise UsageError(f"objective {name} returned a diagnostic {field} of {_described(value)}, expected [{items}]")
+            raise UsageError(f"objective {name} returned a diagnostic {field} of {_describe(value)}, expected [{items}]")
 
 
 def _shape(value: Any) -> list[int] | str:
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{'shape' if isinstance(value, Tensor) else 'type'} {_shape(value)}"

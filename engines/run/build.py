@@ -14,7 +14,7 @@ from fluvial.engines.data.prompts import weights_by_source
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.files import stored_digests
+from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
@@ -27,13 +27,13 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Start, Teacher
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
-from fluvial.engines.run.jobs.evaluated import check_negatives, encoded_texts, evaluated
+from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
 from fluvial.engines.run.monitoring.gaming import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
-from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, fixed_pairs
+from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, explain_fixed_pairs
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.run import Memory, Run
 from fluvial.engines.run.sampler import Sampler
@@ -140,7 +140,7 @@ def _built(
         share, digests = slice(world.rank, None, world.size), dict[str, str]()
         if has_values(world.device):
             tensors = sorted(module.state_dict().items())[share] if weights is None else ()
-            digests = digest_tensors(tensors) if weights is None else stored_digests(weights, share=share)
+            digests = digest_tensors(tensors) if weights is None else digest_weights(weights, share=share)
     shares = world.gather_items(digests)
     base = ""
     if has_values(world.device):
@@ -157,7 +157,7 @@ def _built(
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
         guidance = Guidance(2.0 if config.is_guided else 1.0, config.rollout.guidance.negative)  # or any scale but 1
-        prompts = job.prepare(world, encoded_texts(job, asked, guidance))
+        prompts = job.prepare(world, list_texts(job, asked, guidance))
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
@@ -243,7 +243,7 @@ def _pairs(
     Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
     `update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
     """
-    if config.update_micro_batch != "auto" or fixed_pairs(config, engine) is not None:
+    if config.update_micro_batch != "auto" or explain_fixed_pairs(config, engine) is not None:
         return ()
     if resume_from is not None:
         known = checkpoint.meta(resume_from, "runs_on", world=engine.world)

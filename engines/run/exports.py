@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.export import writing
-from fluvial.engines.engine.files import stored_digests
+from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.export.card import Card, write_card
@@ -28,7 +28,7 @@ from fluvial.engines.run.record import CONVERTER, as_record, locate_paths, recor
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.digests import join_digests
-from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, recorded_lora
+from fluvial.models.lora import Dora, add_lora, is_adapter, lora_settings, restore_lora
 from fluvial.models.protocol import Weights
 
 EXPORTS = "exports"  # in a run folder
@@ -78,7 +78,7 @@ def export_run(
         RunError: the checkpoint is damaged or of another model, or the export cannot be written.
     """
     with world.agreed():
-        place, run = _located(path)
+        place, run = _locate(path)
     start = "average." if average else "weight."
     tensors, manifest = checkpoint.read(place, lambda key: key.startswith(start) and _is_trained(key), world=world)
     with world.agreed():
@@ -95,9 +95,9 @@ def export_run(
         out = (run or Path()) / EXPORTS / name if out is None else out
         if is_exported(out, exported._asdict()):
             return out, True
-        measured = adapter is not None and isinstance(recorded_lora(adapter).form, Dora)  # by the rows of the base weights
+        measured = adapter is not None and isinstance(restore_lora(adapter).form, Dora)  # by the rows of the base weights
         alone = not measured and (kind == "lora" or (kind == "comfyui" and not merge))
-        module = _trained(config, job, adapter, tensors, manifest, place, alone=alone)
+        module = _build_network(config, job, adapter, tensors, manifest, place, alone=alone)
     _write(exported, config, job.model, module, out, run=run, world=world)
     return out, False
 
@@ -120,10 +120,10 @@ def policy_of(path: Path | str, *, average: bool, world: World) -> tuple[nn.Modu
     tensors, manifest = checkpoint.read(path, lambda key: key.startswith(starts) and _is_trained(key), world=world)
     start = starts[0] if any(key.startswith(starts[0]) for key in tensors) else "weight."
     with world.agreed():
-        config, adapter = _settings(manifest, path, _located(path)[1])
+        config, adapter = _settings(manifest, path, _locate(path)[1])
         job = _job(config)
         tensors = {key: tensor for key, tensor in tensors.items() if key.startswith(start)}
-        module = _trained(config, job, adapter, tensors, manifest, path, alone=True)
+        module = _build_network(config, job, adapter, tensors, manifest, path, alone=True)
     return module.requires_grad_(False), None if adapter is None else job.model.weights
 
 
@@ -186,7 +186,7 @@ def write_cards(engine: Engine, config: TrainConfig, model: DiffusionModel) -> N
         write_card(_card(config, model, engine.module, exported), config.out / folder, run=config.out)
 
 
-def _located(path: Path | str) -> tuple[Path | str, Path | None]:
+def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
     """Return the checkpoint that a path stands for, and the folder of its run, if it lies in one."""
     if "://" in str(path):
         return str(path), None
@@ -230,7 +230,7 @@ def _job(config: TrainConfig) -> jobs.Job:
     )
 
 
-def _trained(
+def _build_network(
     config: TrainConfig,
     job: jobs.Job,
     adapter: dict[str, Any] | None,
@@ -245,12 +245,12 @@ def _trained(
     alone = alone and adapter is not None and folder is not None
     if not alone and config.init == "sharded" and folder is not None:
         known = str(manifest["fingerprint"]["base_weights"]).partition(" ")[0]
-        if join_digests(stored_digests(folder)) != known:
+        if join_digests(digest_weights(folder)) != known:
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
     module = jobs.build(job, empty=alone)
     if adapter is not None:
         try:
-            add_lora(module, recorded_lora(adapter), adapter["layers"])
+            add_lora(module, restore_lora(adapter), adapter["layers"])
         except ValueError as error:
             raise RunError(f"the adapter of the checkpoint does not fit {config.model}: {error}") from error
     parameters = dict(module.named_parameters())

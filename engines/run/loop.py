@@ -7,7 +7,7 @@ from typing import Any
 
 from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.parallelize import compiled_programs
+from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.table import name_of, naming_errors
 from fluvial.engines.run import metrics
@@ -63,7 +63,7 @@ class Loop:
             AbandonedRolloutError: the run was asked to stop while it waited for people.
         """
         self.run.sampler.compare_with_servers()
-        programs = compiled_programs() if self.engine.compiles else 0
+        programs = count_programs() if self.engine.compiles else 0
         root = fold_in(key(self.config.seed), self.engine.updates)
         seconds: dict[str, float] = {}
         known = self.progress
@@ -82,7 +82,7 @@ class Loop:
             self.progress.seconds[phase] += spent
         self._watch_ratio(updates[0])
         self.finished = self.engine.updates, self.progress
-        compiled = compiled_programs() - programs if self.engine.compiles else None
+        compiled = count_programs() - programs if self.engine.compiles else None
         floors = self.config.advantage.floor_of
         if floors:
             self.run.log(multipliers=dict(self.progress.multipliers))

@@ -14,7 +14,7 @@ from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
 from fluvial.models.lora import blend_adapter, copy_adapter, use_adapter
-from fluvial.models.padding import trimmed
+from fluvial.models.padding import trim
 
 START = "start"  # adapter that training started from, where that is not a new one
 
@@ -94,7 +94,7 @@ class BuiltNetworks:
             one = self.model.encode([negative])
             pairs = zip(optree.tree_leaves(plain), optree.tree_leaves(one), strict=True)
             # Prompts may be padded to fewer tokens than the model's own length.
-            one = trimmed(self.model, one, next((a.shape[1] for a, b in pairs if a.shape[1:] != b.shape[1:]), None))
+            one = trim(self.model, one, next((a.shape[1] for a, b in pairs if a.shape[1:] != b.shape[1:]), None))
             unconditional = optree.tree_map(lambda row: to_device(row, first.device).expand(len(first), *row.shape[1:]), one)
         return Guided(plain, unconditional, torch.full((len(first),), scale, device=first.device))
 

@@ -111,7 +111,7 @@ class Ahead:
                 samples = batch.made.result()
             assert batch.scoring is not None
             scores = batch.scoring.collect(self.world, batch=self.config.rollout.batch)
-            own, meta[str(number)] = packed(samples, scores, self.config.rollout.batch, self.world)
+            own, meta[str(number)] = pack(samples, scores, self.config.rollout.batch, self.world)
             meta[str(number)]["version"] = batch.version
             tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
         return tensors, meta
@@ -123,7 +123,7 @@ class Ahead:
             batch = self._collect(int(name), values["version"], lambda batch: None)
             prefix = f"{PREFIX}{name}."
             own = {each.removeprefix(prefix): tensor for each, tensor in tensors.items() if each.startswith(prefix)}
-            samples, scores = unpacked(own, values, batch.plan, model, size, self.world)
+            samples, scores = unpack(own, values, batch.plan, model, size, self.world)
             assert batch.scoring is not None
             batch.scoring.collected = scores
             batch.made.set_result(samples)
@@ -180,10 +180,10 @@ class Ahead:
 
     def _give_up(self) -> None:
         """Fail the pending rollouts."""
-        while (work := self._work.get() if not self._ending.is_set() else self._left()) is not None:
+        while (work := self._work.get() if not self._ending.is_set() else self._take_left()) is not None:
             work[1].made.set_exception(ElsewhereError("the thread that makes rollouts has ended"))
 
-    def _left(self) -> tuple[int, Batch, dict[str, Tensor] | None] | None:
+    def _take_left(self) -> tuple[int, Batch, dict[str, Tensor] | None] | None:
         return None if self._work.empty() else self._work.get()
 
     def _make(self, number: int, batch: Batch, weights: dict[str, Tensor] | None, side: Any) -> SampleBatch:
@@ -292,7 +292,7 @@ class PushOrder:
             time.sleep(PAUSE)
 
 
-def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack(batch: SampleBatch, found: Collected, samples: int, world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a rollout as tensors, and as values that JSON can hold; every rank must take part.
 
     Conditioning is left out: prompts are encoded again.
@@ -327,7 +327,7 @@ def packed(batch: SampleBatch, found: Collected, samples: int, world: World) -> 
     return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor.numel()}, meta
 
 
-def unpacked(
+def unpack(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
     plan: RolloutPlan,
@@ -335,10 +335,10 @@ def unpacked(
     micro_batch: int,
     world: World,
 ) -> tuple[SampleBatch, Collected]:
-    """Return this rank's samples of a rollout as `packed` returned it, and what its rewards say of them.
+    """Return this rank's samples of a rollout as `pack` returned it, and what its rewards say of them.
 
     Args:
-        tensors, meta: what `packed` returned, perhaps on another number of ranks.
+        tensors, meta: what `pack` returned, perhaps on another number of ranks.
         model: model that prompts are encoded with.
         micro_batch: number of samples per chunk.
     """

@@ -16,7 +16,7 @@ from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.validate import fixed_micro_batch
+from fluvial.engines.run.validate import explain_fixed_micro_batch
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -62,7 +62,7 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
         engine=EngineConfig(),
         pipeline=PipelineConfig(),
         evaluation=EvaluationConfig(),
-        micro_batch="auto" if fixed_micro_batch(config) is None else config.micro_batch,
+        micro_batch="auto" if explain_fixed_micro_batch(config) is None else config.micro_batch,
     )
 
 

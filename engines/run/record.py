@@ -59,7 +59,7 @@ def _line(error: BaseException, kind: type | None) -> str:
     return " ".join(str(error).split())
 
 
-def _named_objective(objective: Any) -> dict[str, Any]:
+def _name_objective(objective: Any) -> dict[str, Any]:
     return {"name": name_of(objective), **CONVERTER.unstructure(objective, type(objective))}
 
 
@@ -76,7 +76,7 @@ def _with_kind(value: Any) -> dict[str, Any]:
     }
 
 
-def _chosen(record: Any, union: Any) -> Any:
+def _choose_kind(record: Any, union: Any) -> Any:
     """Return the choice of an object with a kind, or of a kind alone."""
     fields = {"kind": record} if isinstance(record, str) else record
     if not isinstance(fields, dict) or "kind" not in fields:
@@ -111,10 +111,10 @@ def _converter() -> cattrs.Converter:
     worded = (int | Literal["auto"], int | Literal["auto", "rollout"], bool | Literal["auto"])
     converter.register_structure_hook_func(lambda kind: kind in worded, lambda value, _: value)
     converter.register_structure_hook_func(_is_literal, lambda value, _: value)
-    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _chosen)
+    converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _choose_kind)
     converter.register_unstructure_hook_func(is_variant, _with_kind)
     # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.
-    converter.register_unstructure_hook_func(lambda kind: kind is Objective, _named_objective)
+    converter.register_unstructure_hook_func(lambda kind: kind is Objective, _name_objective)
     converter.register_structure_hook_func(lambda kind: kind is Objective, _objective)
     return converter
 
@@ -158,7 +158,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     def move(text: str) -> str | None:
         return _absolute(text) if os.path.exists(text) else None
 
-    return _moved(config, move, lambda path: Path(_absolute(str(path))))
+    return _move_paths(config, move, lambda path: Path(_absolute(str(path))))
 
 
 def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
@@ -168,7 +168,7 @@ def locate_paths(config: TrainConfig, out: Path) -> TrainConfig:
     of older records, start from the folder that the run was started in, or else from the current one.
     """
     finder = Finder(Path(config.out), out)
-    return _moved(config, finder, lambda path: Path(finder(str(path)) or path))
+    return _move_paths(config, finder, lambda path: Path(finder(str(path)) or path))
 
 
 class Finder:
@@ -214,7 +214,7 @@ class Finder:
         return now in (recorded, TEXTS.get(name, lambda text, move: move(text))(recorded, move))
 
 
-def _moved(config: Config, move: Move, move_path: Callable[[Path], Path], prefix: str = "") -> Config:
+def _move_paths(config: Config, move: Move, move_path: Callable[[Path], Path], prefix: str = "") -> Config:
     """Return a configuration with other paths."""
     changes: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def _moved(config: Config, move: Move, move_path: Callable[[Path], Path], prefix
         elif name in TEXTS and isinstance(value, tuple):
             moved = tuple(TEXTS[name](word, move) or word for word in value)
         elif is_dataclass(value) and not isinstance(value, type):
-            moved = _moved(value, move, move_path, f"{name}.")
+            moved = _move_paths(value, move, move_path, f"{name}.")
         else:
             continue
         if field.init and moved != value:

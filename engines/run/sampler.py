@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key
-from fluvial.core.rollout import unrecorded
-from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, drawn_batch, order_key, size_of_batch
+from fluvial.core.rollout import wrap_samples
+from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, draw_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
 from fluvial.engines.data.records import Prompt, copied, model_inputs
 from fluvial.engines.data.sizes import Size
@@ -33,7 +33,7 @@ from fluvial.engines.sampling.generate import (
     joined,
     slots,
 )
-from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, served_steps
+from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, pick_served_steps
 from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.sampler_copy import Copy, held
 from fluvial.engines.sampling.source import Behaviour, RolloutSource
@@ -140,7 +140,7 @@ class Sampler:
 
             def noted(chunk: Chunk, served: dict[str, ServedStep] = served) -> None:
                 seen(chunk)
-                served.update(served_steps(chunk) | served)
+                served.update(pick_served_steps(chunk) | served)
 
             with failing():
                 samples = self.generate(plan, rewards, seen=noted)
@@ -283,7 +283,7 @@ class Sampler:
         samples = SampleBatch(
             prompts,
             optree.tree_map(lambda table: to_device(table, device), cond),
-            unrecorded(torch.stack(both, dim=1)),
+            wrap_samples(torch.stack(both, dim=1)),
             None,
         )
         rollout, asked = self.config.rollout, [each.prompt for each in chosen]
@@ -309,7 +309,7 @@ class Sampler:
         if self._order is not None:
             return self._order.batch(updates // config.updates_per_rollout, count)
         drawn = root if config.data_seed is None else fold_in(key(config.data_seed), updates)
-        batch = drawn_batch if config.prompt_order == "draws" else distinct_batch
+        batch = draw_batch if config.prompt_order == "draws" else distinct_batch
         return batch(self._known, fold_in(drawn, Stream.PROMPTS), count)
 
     def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
@@ -357,7 +357,7 @@ class Sampler:
         rollout = self.config.rollout
         if stochastic is None or not rollout.window.share_prefix:
             return None
-        return SharedPrefix(rollout.window.shared_steps(stochastic.steps_of([0])), rollout.group)
+        return SharedPrefix(rollout.window.count_shared_steps(stochastic.steps_of([0])), rollout.group)
 
     def read_data(self, plan: RolloutPlan, rewards: RewardRunners | None) -> SampleBatch:
         """Return clean samples of the job's data, whose images the rewards score, if any."""
@@ -375,5 +375,5 @@ class Sampler:
             cond = optree.tree_map(
                 lambda tensor: to_device(tensor, device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )
-            parts.append(SampleBatch(part, cond, unrecorded(x0), None))
+            parts.append(SampleBatch(part, cond, wrap_samples(x0), None))
         return joined(parts)

@@ -69,7 +69,7 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(deterministic(config.engine.deterministic))
             if world is None:
-                world = _opened_world(config, stack)
+                world = _open_world(config, stack)
             self.world = world = world.grouped(config.engine.context_parallel)
             with world.agreed():
                 if job is not None:
@@ -224,7 +224,7 @@ class Trainer:
             write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
 
 
-def _opened_world(config: TrainConfig, stack: ExitStack) -> World:
+def _open_world(config: TrainConfig, stack: ExitStack) -> World:
     """Return a world that is closed with the stack."""
     if torch.distributed.is_initialized():
         raise UsageError("trainer: a process group is open already: pass the world of init_world()")

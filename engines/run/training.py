@@ -24,7 +24,7 @@ from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.monitoring.extremes import KeptImages
-from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, gamed
+from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, find_gaming
 from fluvial.engines.run.monitoring.shortage import explain
 from fluvial.engines.run.passes.probe import notes
 from fluvial.engines.run.process import restart, run_folder
@@ -49,7 +49,7 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                 console.print(line, highlight=False, soft_wrap=True)
 
         asked = config if job is not None else jobs.from_run(config)
-        config = _restarted(asked, world)
+        config = _resume_restarted(asked, world)
         with world.agreed():
             trackers.find(config.tracker)  # before anything is written
             for group in ("reports", "curves"):
@@ -131,7 +131,7 @@ class Training:
             stopped = self._save_finished(error)
             if stopped and isinstance(error, FluvialError):
                 self.progress.say(f"{error}; what was begun after update {trainer.engine.updates} is made again")
-                return self._stopped()
+                return self._report_stop()
             if failure is error:
                 raise
             raise failure from error
@@ -155,7 +155,7 @@ class Training:
     def _run(self) -> dict[str, Any]:
         trainer, config = self.trainer, self.config
         if any(trainer.world.gather_items(bool(trainer.stop))):
-            return self._stopped()
+            return self._report_stop()
         self._check()
         probe = self._probe()
         if trainer.progress.before is None:
@@ -173,7 +173,7 @@ class Training:
             if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
                 evaluation = self._evaluate(f"update {done:04d}", config.eval_samples, probe)
                 self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
-                end = self._watched(evaluation)
+                end = self._watch_reward(evaluation)
             if self._due(config.export_every) and done < config.updates:
                 self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
             if trainer.stopping or end or self._due(config.checkpoint_every) or done == config.updates:
@@ -184,13 +184,13 @@ class Training:
             self._save(ends=True)  # unless the last update has a checkpoint: the run may have stopped within a rollout
         trainer.saver.wait(trainer.progress)  # so that the checkpoint that is named is whole
         if trainer.stopping and not end:
-            return self._stopped()
+            return self._report_stop()
         summary = self._finish(probe, end)
         if end:
             self.progress.say(end)
         return summary
 
-    def _stopped(self) -> dict[str, Any]:
+    def _report_stop(self) -> dict[str, Any]:
         """Say that the run was stopped and how to continue it, and return its empty summary."""
         done = self.trainer.engine.updates
         saved = self.trainer.saver.saved_at == done
@@ -209,7 +209,7 @@ class Training:
             if self.lock is not None:
                 self.lock.check()
 
-    def _watched(self, evaluation: Evaluation) -> str:
+    def _watch_reward(self, evaluation: Evaluation) -> str:
         """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
         trainer, count, update = self.trainer, self.config.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
@@ -223,7 +223,7 @@ class Training:
             return ""
         if best.update == update:
             self._save()
-        found = gamed(points, count)
+        found = find_gaming(points, count)
         if not found:
             return ""
         where = f"{self.config.checkpoint_folder}/{best.update:06d}"
@@ -326,6 +326,6 @@ class Training:
         return summary
 
 
-def _restarted(config: TrainConfig, world: World) -> TrainConfig:
+def _resume_restarted(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as it goes on if torchrun has started it before, else as it is configured."""
-    return replace(config, resume=True) if restart.restarted(config.out, world) else config
+    return replace(config, resume=True) if restart.check_restart(config.out, world) else config

@@ -92,7 +92,7 @@ def _counts(config: "TrainConfig") -> Iterator[UsageError]:
     if config.updates % config.updates_per_rollout:
         expected = f"a multiple of epochs x minibatches = {config.updates_per_rollout}, the number of updates per rollout"
         yield UsageError("updates", config.updates, expected)
-    if config.micro_batch == "auto" and (reason := fixed_micro_batch(config)) is not None:
+    if config.micro_batch == "auto" and (reason := explain_fixed_micro_batch(config)) is not None:
         yield UsageError("micro_batch", "auto", "a number", reason)
     compares = traits.rewards in ("advantages", "order") and not config.advantage.history
     if compares and config.scores_samples and rollout.group < 2:
@@ -218,7 +218,7 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
         raise UsageError("noising.levels", noising.levels.kind, "auto, schedule or stratified", own_levels)
 
 
-def fixed_micro_batch(config: "TrainConfig") -> str | None:
+def explain_fixed_micro_batch(config: "TrainConfig") -> str | None:
     """Return why another micro-batch would change more than rounding, or could not be tried; None if neither is so."""
     if config.rollout.window.draw == "call":
         return "rollout.window.draw call draws a window for the samples of each micro-batch"

@@ -51,10 +51,10 @@ def final_samples(
         level, after = (levels[at].expand(len(x)) for at in (step, step + 1))
         if i:
 
-            def predicted(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:
+            def predict_step(x: Tensor, level: Tensor = level, step: int = step) -> Tensor:
                 timestep = schedule.timesteps[step].expand(len(x))
                 return predict(items._replace(x=x, level=level, timestep=timestep))
 
-            v = checkpoint(predicted, x, use_reentrant=False)
+            v = checkpoint(predict_step, x, use_reentrant=False)
         x = gaussian.sample(sampler(level, after), x, v, noise[:, i])
     return x

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unrecorded, unroll
+from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unroll, wrap_samples
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
@@ -37,7 +37,7 @@ from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, 
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
 from fluvial.models.host_values import to_device
-from fluvial.models.padding import trimmed
+from fluvial.models.padding import trim
 from fluvial.models.prompt_layers import PromptLayers
 from fluvial.models.step_cache import StepCache
 
@@ -76,17 +76,17 @@ class Guidance:
 
         `tokens` is the length that prompts are padded to, by default the model's own.
         """
-        cond = trimmed(model, model.encode(model_inputs(prompts)), tokens)
+        cond = trim(model, model.encode(model_inputs(prompts)), tokens)
         if not self.is_guided(model):
             return cond
-        unconditional = trimmed(model, model.encode(self._opposed(prompts)), tokens)
+        unconditional = trim(model, model.encode(self._list_negatives(prompts)), tokens)
         return Guided(cond, unconditional, torch.full((len(prompts),), self.scale))
 
     def texts(self, model: DiffusionModel, prompts: Sequence[Prompt]) -> list[Any]:
         """Return all that `encode` encodes: the prompts, and with guidance the negative prompt of each, with its images."""
-        return [*model_inputs(prompts), *(self._opposed(prompts) if self.is_guided(model) else ())]
+        return [*model_inputs(prompts), *(self._list_negatives(prompts) if self.is_guided(model) else ())]
 
-    def _opposed(self, prompts: Sequence[Prompt]) -> list[Any]:
+    def _list_negatives(self, prompts: Sequence[Prompt]) -> list[Any]:
         """Return the negative prompt of each prompt, with the images of that."""
         opposed = zip(prompts, negatives(prompts, self.negative), strict=True)
         return model_inputs(replace(prompt, text=text) for prompt, text in opposed)
@@ -294,10 +294,10 @@ def generate(
             velocity = prediction_of(model, module, cond, sampling, exact=window)
             steps = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
-                trajectory, before = _unrolled(velocity, x, steps, sampling, model.prediction, window)
+                trajectory, before = _unroll(velocity, x, steps, sampling, model.prediction, window)
             else:
                 solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=steps)
-                trajectory, before = unrecorded(solver(velocity, x, sampling.schedule)), None
+                trajectory, before = wrap_samples(solver(velocity, x, sampling.schedule)), None
             if before is not None:
                 tail = sampling.after
                 rest = after_schedule(sampling.schedule, before.step + 1, tail.fraction, tail.least)
@@ -388,7 +388,7 @@ def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, 
     return table(batch=len(x), window=window, record=record, steps=steps, device=x.device)
 
 
-def _unrolled(
+def _unroll(
     velocity: Velocity, x: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, window: Steps
 ) -> tuple[Trajectory, Estimate | None]:
     """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""

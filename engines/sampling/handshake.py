@@ -125,7 +125,7 @@ class ServedStep(NamedTuple):
     log_prob: Tensor
 
 
-def served_steps(chunk: Chunk) -> dict[str, ServedStep]:
+def pick_served_steps(chunk: Chunk) -> dict[str, ServedStep]:
     """Return the first recorded step of one sample of each server, by the server's address, on the host."""
     found, made = dict[str, ServedStep](), chunk.trajectory
     for row, server in enumerate(chunk.servers if made.log_prob.shape[1] else ()):

@@ -171,7 +171,7 @@ class NoisingConfig:
         return self.draw == "rollout"
 
 
-def noised_at(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Prediction) -> tuple[Tensor, Tensor]:
+def add_noise(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Prediction) -> tuple[Tensor, Tensor]:
     """Return samples at levels `[B]`, and what the model should predict for them, each `[B, *event]`."""
     if prediction == "velocity":
         return interpolate(x0, noise, level), noise - x0

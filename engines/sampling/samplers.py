@@ -141,7 +141,7 @@ class Stochastic:
             raise UsageError("rollout.sampler.eta", self.eta, f"at most {self.rule.max_eta:g} for {self.kind}")
 
     @staticmethod
-    def known_kinds() -> list[str]:
+    def list_kinds() -> list[str]:
         """Return the names of the built-in and of the installed samplers."""
         return [name for name in plugins.names("samplers", SAMPLERS) if name != "ode"]
 

@@ -13,7 +13,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import Cond, DiffusionModel
-from fluvial.models.padding import padded_length, trims_padding
+from fluvial.models.padding import pad_length, trims_padding
 
 
 class Padding(NamedTuple):
@@ -46,7 +46,7 @@ class TextLengths:
         sums = torch.tensor([[max(own, default=0), sum(own), len(own)]])
         everyone = sums if self.world is None else self.world.gather(sums)  # on the host
         longest, real, count = int(everyone[:, 0].max()), int(everyone[:, 1].sum()), int(everyone[:, 2].sum())
-        tokens = padded_length(longest, limit=model.text_tokens)
+        tokens = pad_length(longest, limit=model.text_tokens)
         return Padding(tokens, 1 - real / (count * tokens), 1 - tokens / model.text_tokens)
 
     def of(self, prompts: Sequence[Any]) -> int | None:

@@ -92,7 +92,7 @@ class _Range:
         """Whether the samples of a rollout may have different steps."""
         return self.draw != "rollout"
 
-    def shared_steps(self, chosen: Steps) -> int:
+    def count_shared_steps(self, chosen: Steps) -> int:
         """Return the number of steps before every window of a rollout, given one window of it."""
         return self.low if self.differs else min(int(step) for step in chosen)
 

@@ -114,11 +114,11 @@ class RewardRunner:
 
     def _serve(self) -> None:
         while (chunk := self.work.get()) is not None:
-            future, scored = chunk[0], self._served(*chunk[1:])
+            future, scored = chunk[0], self._score_chunk(*chunk[1:])
             del chunk  # an update needs the memory of its images
             future.set_result(scored)
 
-    def _served(self, samples: Samples, tally: Tally) -> Scored | Later:
+    def _score_chunk(self, samples: Samples, tally: Tally) -> Scored | Later:
         """Return the scores of a chunk, and count them."""
         compute_on(samples.images.device)
         use_here(samples.images, samples.latents)

@@ -140,10 +140,10 @@ def _cos_sin(word):
     swap = (quarter & 0x40000000) != 0
     c, s = tl.where(swap, sine, cosine), tl.where(swap, cosine, sine)
     # The cosine is negative in the second and third quarters, the sine in the last two.
-    return _signed(c, quarter ^ (quarter << 1)), _signed(s, quarter)
+    return _flip_sign(c, quarter ^ (quarter << 1)), _flip_sign(s, quarter)
 
 
 @triton.jit
-def _signed(value, word):
+def _flip_sign(value, word):
     """Return a value, negated where the word's leading bit is set."""
     return (value.to(tl.uint32, bitcast=True) ^ (word & 0x80000000)).to(tl.float32, bitcast=True)

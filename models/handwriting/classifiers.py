@@ -39,7 +39,7 @@ class Machine(NamedTuple):
         Classes i < j: i has the vote of the pair if sum_s coefficient_s exp(-gamma |x - s|^2) + intercept > 0, else j has.
         """
         x = torch.from_numpy(pixels).to(torch.float64)
-        kernel = torch.exp(-self.gamma * squared_distances(x, self.vectors.to(torch.float64)))
+        kernel = torch.exp(-self.gamma * compute_distances(x, self.vectors.to(torch.float64)))
         first, second = torch.triu_indices(CLASSES, CLASSES, 1)
         winner = torch.where(kernel @ self.coefficients + self.intercepts > 0, first, second)
         return find_winner(torch.nn.functional.one_hot(winner, CLASSES).sum(1))
@@ -53,7 +53,7 @@ class Neighbours(NamedTuple):
 
     def predict(self, pixels: np.ndarray) -> np.ndarray:
         """Return the class of each row `[N, 64]`, int64 `[N]`: that with the largest sum of weights."""
-        squared = squared_distances(torch.from_numpy(pixels).to(torch.float64), self.pixels.to(torch.float64))
+        squared = compute_distances(torch.from_numpy(pixels).to(torch.float64), self.pixels.to(torch.float64))
         nearest, which = squared.topk(3, largest=False)
         weight = 1 / nearest.clamp(min=1e-300).sqrt()  # a digit at distance 0 outweighs all others
         votes = torch.zeros(len(pixels), CLASSES, dtype=torch.float64)
@@ -106,7 +106,7 @@ class Trees(NamedTuple):
         return find_winner(torch.stack([torch.from_numpy((votes == label).sum(1)) for label in range(CLASSES)], dim=1))
 
 
-def squared_distances(x: Tensor, y: Tensor) -> Tensor:
+def compute_distances(x: Tensor, y: Tensor) -> Tensor:
     """Return |x - y|^2 of each pair of rows, `[N, M]`."""
     return (x.square().sum(1)[:, None] - 2 * x @ y.T + y.square().sum(1)).clamp(min=0)
 

@@ -34,7 +34,7 @@ class Digits(NamedTuple):
 def digits(half: Half) -> Digits:
     """Return one half of the digits; the two halves have no image in common."""
     # As sklearn.datasets.load_digits reads them, without importing scikit-learn, which takes more than a second.
-    table = np.loadtxt(_installed("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    table = np.loadtxt(_find_package("sklearn") / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
     pixels, labels = table[:, :-1].astype(np.float64), table[:, -1]
     order = np.random.default_rng(0).permutation(len(labels))
     middle = len(order) // 2
@@ -79,7 +79,7 @@ def write(key: Key, prompts: Sequence[str]) -> Tensor:
     return pixels[chosen].permute(0, 2, 1, 3).reshape(len(prompts), 1, SIZE, DIGITS * SIZE)
 
 
-def _installed(package: str) -> Path:
+def _find_package(package: str) -> Path:
     """Return the folder of an installed package, without importing it."""
     found = find_spec(package)
     assert found is not None, f"{package} is a requirement of fluvial"

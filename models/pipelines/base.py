@@ -388,7 +388,7 @@ class Pipeline:
     def _read_cache(self, prompt: TextPrompt) -> dict[str, Tensor]:
         """Return an encoded prompt from the cache, or encode it and add it to the cache."""
         if self.cache is None:
-            return self._encoded(prompt)
+            return self._encode(prompt)
         self._fingerprint = self._fingerprint or self._encoders()
         name = hashlib.sha256(f"{self._fingerprint}\n{prompt}".encode()).hexdigest()
         file = self.cache / f"{name}.safetensors"
@@ -397,7 +397,7 @@ class Pipeline:
                 return load_file(file)
             except SafetensorError as error:
                 raise ValueError(f"the encoded prompt {file} cannot be read: {error}; delete the file") from error
-        texts = self._encoded(prompt)
+        texts = self._encode(prompt)
         partial = file.with_suffix(f".{secrets.token_hex(4)}")  # other ranks may write the same prompt
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
@@ -410,7 +410,7 @@ class Pipeline:
             raise OSError(f"encoded prompts cannot be written to {self.cache}: {reason}") from error
         return texts
 
-    def _encoded(self, prompt: TextPrompt) -> dict[str, Tensor]:
+    def _encode(self, prompt: TextPrompt) -> dict[str, Tensor]:
         self.check_prompt(prompt)
         if self._text is None:
             self._text = self._load(*self.encoders)
@@ -441,9 +441,9 @@ class Pipeline:
                     self.pipeline, parts, self.folder, extra=extra, dtype=self.dtype, base=self.text_base, device=self.device
                 )
         # Some pipelines read the settings of the network.
-        return self._opened(**{**left_out, self.part: self.build_part(self.part, empty=True)})
+        return self._open(**{**left_out, self.part: self.build_part(self.part, empty=True)})
 
-    def _opened(self, **parts: Any) -> Any:
+    def _open(self, **parts: Any) -> Any:
         """Return diffusers' pipeline with other parts than the folder's, or None for one to leave out."""
         from diffusers import DiffusionPipeline
 

@@ -17,7 +17,7 @@ EMBEDDED = "guidance"  # the field of a distilled network's guidance, which is n
 CAPTION_MULTIPLE = 32  # tokens; Z-Image's are filled up to it
 
 
-def named_arguments(cond: Cond, event: tuple[int, ...]) -> dict[str, Any]:
+def name_arguments(cond: Cond, event: tuple[int, ...]) -> dict[str, Any]:
     """Return the conditioning of one sample under sglang's names."""
     if isinstance(cond, Tensor):
         return {NAMES["tokens"]: cond}
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
     of_event: Callable[[Tensor], Tensor]
     to_event: Callable[[Tensor, tuple[int, ...]], Tensor]
-    arguments: Callable[[Any, tuple[int, ...]], dict[str, Any]] = named_arguments
+    arguments: Callable[[Any, tuple[int, ...]], dict[str, Any]] = name_arguments
     framed: bool = False
 
     def shape(self, event: tuple[int, ...]) -> tuple[int, ...]:

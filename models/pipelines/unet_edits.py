@@ -134,18 +134,18 @@ class ImageToImage(FromImages):
             raise ValueError(f"strength is {self.strength:g}, with which no schedule takes {steps} steps")
         whole = super().schedule(asked, shape)
         powers = whole.levels[-steps - 1 :].double()
-        return Schedule(_rescaled(powers, 1 / UNIT).float(), whole.timesteps[-steps:])
+        return Schedule(_rescale(powers, 1 / UNIT).float(), whole.timesteps[-steps:])
 
     def predict(
         self, module: nn.Module, x: Tensor, level: Tensor, cond: EditCond, *, timestep: Tensor | None = None
     ) -> Tensor:
         """Return epsilon `[B, C, H, W]` of samples y at their levels, see `StableDiffusion.predict`."""
-        power = _rescaled(level, UNIT)
+        power = _rescale(level, UNIT)
         return super().predict(module, _with_image(x, level, cond.image), power, cond, timestep=timestep)
 
     def decode(self, latents: Tensor, prompts: Sequence[TextPrompt] = ()) -> Tensor:
         """Return images `[B, 3, height, width]`, float in [0, 1], of samples y of prompts."""
-        last = _rescaled(self.scheduler().final_alpha_cumprod, 1 / UNIT).to(latents.dtype).expand(len(latents))
+        last = _rescale(self.scheduler().final_alpha_cumprod, 1 / UNIT).to(latents.dtype).expand(len(latents))
         last, images = (to_device(each, latents.device) for each in (last, self.encode_conditions(prompts)))
         return super().decode(_with_image(latents, last, images))
 
@@ -204,14 +204,14 @@ class StableDiffusionXLInpaint(Inpaint, StableDiffusionXL):
     pipeline = "StableDiffusionXLInpaintPipeline"
 
 
-def _rescaled(power: Tensor, scale: float) -> Tensor:
+def _rescale(power: Tensor, scale: float) -> Tensor:
     """Return the signal power whose noise k, the square root of (1 - power) / power, is `scale` times as large."""
     return power / (power + scale**2 * (1 - power))
 
 
 def _with_image(y: Tensor, level: Tensor, image: Tensor) -> Tensor:
     """Return the pipeline's samples x = sqrt(power) (z + UNIT y / sqrt(level)) of samples y at levels `[B]`."""
-    power, level = (per_sample(each, y) for each in (_rescaled(level, UNIT), level))
+    power, level = (per_sample(each, y) for each in (_rescale(level, UNIT), level))
     return torch.sqrt(power) * image.to(y) + UNIT * torch.sqrt(power / level) * y
 
 

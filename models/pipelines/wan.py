@@ -35,7 +35,7 @@ class Experts(nn.ModuleDict, Routed):
     def forward(self, hidden_states: Tensor, timestep: Tensor, **given: Any) -> tuple[Tensor]:
         """Return `(v,)`, `[B, C, F, H, W]`, like a single transformer."""
         low, on_host = timestep < self.boundary, read(timestep) < self.boundary
-        unused = self.unused_by_all(torch.stack([on_host.all(), (~on_host).all()]))
+        unused = self.find_unused(torch.stack([on_host.all(), (~on_host).all()]))
         names = [name for name, rests in zip(EXPERTS, unused.tolist(), strict=True) if not rests]
         outputs = [self[name](hidden_states=hidden_states, timestep=timestep, **given)[0] for name in names]
         return (outputs[0] if len(outputs) == 1 else torch.where(per_sample(low, outputs[0]), outputs[1], outputs[0]),)

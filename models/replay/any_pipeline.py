@@ -140,9 +140,9 @@ class AnyPipeline(WithExperts):
     @property
     def lora_targets(self) -> tuple[str, ...]:  # type: ignore[override]
         """The attention projections that the network has of diffusers' usual names, else its attention's linear layers."""
-        layers = [name for name, layer in self._loaded().transformer.named_modules() if isinstance(layer, nn.Linear)]
+        layers = [name for name, layer in self._load_pipeline().transformer.named_modules() if isinstance(layer, nn.Linear)]
         usual = tuple(target for target in TARGETS if any(name.endswith(f".{target}") for name in layers))
-        return usual if {*usual} - {"to_out.0"} else attention_layers(self._loaded().transformer)
+        return usual if {*usual} - {"to_out.0"} else attention_layers(self._load_pipeline().transformer)
 
     def list_blocks(self, network: nn.Module) -> Sequence[nn.Module]:
         """Return the layers in the network's module lists; if the network names its block classes, only those layers."""
@@ -277,7 +277,7 @@ class AnyPipeline(WithExperts):
     @property
     def sound_rate(self) -> int | None:
         """Rate of the sounds that the pipeline makes, alone or beside a video; None if it makes none."""
-        return read_rate(self._loaded())
+        return read_rate(self._load_pipeline())
 
     @property
     def makes_images(self) -> bool:
@@ -311,7 +311,7 @@ class AnyPipeline(WithExperts):
     @property
     def vae(self) -> Any:
         """The VAE of the loaded pipeline."""
-        return self._loaded().vae
+        return self._load_pipeline().vae
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, *, key: Key | None = None) -> Tensor:
@@ -404,7 +404,7 @@ class AnyPipeline(WithExperts):
     @alone
     def _run(self, module: nn.Module, prompts: Sequence[TextPrompt], number: int) -> Recording:
         """Return the record of a run of the pipeline with its real transformer; images come with one prompt."""
-        pipe = self._loaded()
+        pipe = self._load_pipeline()
         own = {part: getattr(pipe, part) for part in (*self._networks, *self._frozen)}
         apart = ("num_inference_steps", "return_dict", "output_type")
         asked = {name: value for name, value in self.asked.items() if name not in apart}
@@ -440,10 +440,10 @@ class AnyPipeline(WithExperts):
     def _check_effects(self, prompts: Sequence[MediaPrompt]) -> None:
         """Raise ValueError if an image changes nothing that the transformer is given."""
         for prompt in prompts:
-            copies, (_, *cond) = next(self._runs(self._loaded(), prompt, apart=True))
+            copies, (_, *cond) = next(self._runs(self._load_pipeline(), prompt, apart=True))
             for name in prompt.media:
                 try:
-                    _, *changed = self._dry(self._loaded(), prompt.changed(name), copies, apart=True)
+                    _, *changed = self._dry(self._load_pipeline(), prompt.changed(name), copies, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)
@@ -454,7 +454,7 @@ class AnyPipeline(WithExperts):
     def known(self) -> Known:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            pipe, runs, same = self._loaded(), dict[int, Known](), None
+            pipe, runs, same = self._load_pipeline(), dict[int, Known](), None
             for copies, run in self._runs(pipe, self.example, single=[True] if self._single else [False, True]):
                 if (same := next((number for number, other in runs.items() if other.alike(run.known)), None)) is not None:
                     break
@@ -476,14 +476,14 @@ class AnyPipeline(WithExperts):
         return (COMPONENT,) if self.boundary_ratio is None else EXPERTS
 
     def _load(self, *wanted: str) -> Any:
-        return self._loaded()
+        return self._load_pipeline()
 
     def _encoders(self) -> str:
         padding = f" {self.known.rows}" if self.known.model.ragged else ""
         others = self._compute_fingerprint("", tuple(name for name in self.parts if name not in self._networks))
         return f"{super()._encoders()} {others} {self.compute} {exactly(self.asked)}{padding}"
 
-    def _loaded(self) -> Any:
+    def _load_pipeline(self) -> Any:
         """Return the pipeline with a stand-in for its transformer; its other parts are frozen and on the device."""
         if self._pipe is None:
             from diffusers import FlowMatchEulerDiscreteScheduler
@@ -492,7 +492,7 @@ class AnyPipeline(WithExperts):
                 part: make_stand_in(self.build_part(part, empty=True), self.device, self.compute) for part in self._networks
             }
             with quietly(), foreign(self.pipeline, "be loaded"):
-                pipe = self._opened(**stand_ins)
+                pipe = self._open(**stand_ins)
                 for name, network in stand_ins.items():  # parts that are optional are read from the folder all the same
                     setattr(pipe, name, network)
                 self._frozen = frozen_networks(pipe)
@@ -538,7 +538,7 @@ class AnyPipeline(WithExperts):
 
     def _forms(self, prompt: TextPrompt, number: int) -> list[Form]:
         """Return the forms of the call that may make several samples of a prompt."""
-        pipe = self._loaded()
+        pipe = self._load_pipeline()
         crf = compression(pipe, self.asked)
         return forms(self.takes, prompt, number, steps=self._counts, rate=read_rate(pipe), crf=crf)
 
@@ -567,7 +567,7 @@ class AnyPipeline(WithExperts):
     @alone
     def _decode_all(self, latents: Tensor, prompt: TextPrompt) -> Output:
         """Return what the pipeline makes of its last latents, samples of one prompt."""
-        pipe = self._loaded()
+        pipe = self._load_pipeline()
         own = pipe.scheduler
         once = {**self._forms(prompt, len(latents))[self._form].several, "output_type": "pt"}
         once["num_inference_steps"] = least_steps(own.config, self._strength)

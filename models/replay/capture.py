@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fluvial.models.protocol import Cond
 from fluvial.models.replay.checks import ReplayError, check_chain, refusal
 from fluvial.models.replay.combinations import Combined, find_combinations
-from fluvial.models.replay.experts import trained_parts
+from fluvial.models.replay.experts import list_trained
 from fluvial.models.replay.places import Places, Whole, blocks, find_in_input, find_whole
 from fluvial.models.replay.recipe import (
     CONTROL,
@@ -87,7 +87,7 @@ class Capture:
     def watching(self, pipe: Any, scheduler: Any) -> Iterator[None]:
         """Run a pipeline with another scheduler and watch its transformer and the scheduler's steps."""
         own, self._levels = pipe.scheduler, lambda step: scheduler.sigmas[step]
-        networks = {name: pipe.components[name] for name in (*trained_parts(pipe, self.component), *self.frozen)}
+        networks = {name: pipe.components[name] for name in (*list_trained(pipe, self.component), *self.frozen)}
         handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in networks.values()]
         for name, module in networks.items():
             component = name if name in self.frozen else self.component

@@ -38,7 +38,7 @@ class Through(nn.Module):
         return output
 
 
-def trained_parts(pipe: Any, component: str) -> tuple[str, ...]:
+def list_trained(pipe: Any, component: str) -> tuple[str, ...]:
     """Return the names of the networks of a pipeline that are trained: one, or two that take turns by the noise level."""
     return EXPERTS if component == EXPERTS[0] and pipe.components.get(EXPERTS[1]) is not None else (component,)
 
@@ -50,7 +50,7 @@ def join_experts(pipe: Any, component: str) -> nn.Module:
         ReplayError: there are two, and no boundary between their noise levels.
     """
     first: nn.Module = pipe.components[component]
-    if trained_parts(pipe, component) != EXPERTS:
+    if list_trained(pipe, component) != EXPERTS:
         return first
     if isinstance(first, Through):
         return first.experts

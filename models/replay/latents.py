@@ -88,11 +88,11 @@ def vae_input(vae: Any, run: Callable[[], object], pipeline: str) -> Tensor:
     seen: list[Tensor] = []
     decode, own = vae.decode, vars(vae).get("decode")
 
-    def watched(z: Tensor, *args: Any, **options: Any) -> Any:
+    def watch(z: Tensor, *args: Any, **options: Any) -> Any:
         seen.append(z)
         return decode(z, *args, **options)
 
-    vae.decode = watched
+    vae.decode = watch
     try:
         run()
     finally:

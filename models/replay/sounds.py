@@ -36,11 +36,11 @@ def alone(run: Callable[P, R]) -> Callable[P, R]:
     """Return a function of which, and of others made so, one call runs at a time."""
 
     @wraps(run)
-    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run_alone(*args: P.args, **kwargs: P.kwargs) -> R:
         with ALONE:
             return run(*args, **kwargs)
 
-    return locked
+    return run_alone
 
 
 def split_output(returned: Any) -> Output:

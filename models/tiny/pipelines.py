@@ -206,7 +206,7 @@ def make_prompt(name: str, text: str) -> str:
     return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
 
 
-def asked_of(name: str) -> Asked:
+def find_call(name: str) -> Asked:
     """Return how the tiny pipeline of a class is called."""
     import diffusers
 

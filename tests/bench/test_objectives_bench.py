@@ -129,7 +129,7 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "teacher-0" / "weights").is_dir()
     (base,) = tmp_path.glob("base-*.json")
     base.write_text(base.read_text().replace('"heldout": ', '"heldout": 2'))
-    monkeypatch.setattr(worker, "_probed", lambda config: 3.0)
+    monkeypatch.setattr(worker, "_time_rollout", lambda config: 3.0)
     timed = worker.points(replace(case, rollouts=0, seconds=7.0))
     assert [p.updates for p in timed] == [0, 1, 2]
     assert timed[0].heldout >= 2

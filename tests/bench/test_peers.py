@@ -22,7 +22,15 @@ from fluvial.bench import harness
 from fluvial.bench.__main__ import main
 from fluvial.bench.peers import clone, measure, ours, report, verl_omni
 from fluvial.bench.peers.config import PROJECTS, Case, PeerRow, PeersConfig, Project
-from fluvial.bench.peers.measure import Agreement, agreed, check_agreement, live_bytes, peak_bytes, time_in_turn, timed
+from fluvial.bench.peers.measure import (
+    Agreement,
+    check_agreement,
+    live_bytes,
+    merge_agreements,
+    peak_bytes,
+    time_in_turn,
+    timed,
+)
 from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, adapter_of
 from fluvial.bench.peers.report import cases, is_done, run
@@ -247,7 +255,7 @@ def test_each_distance_is_checked(what: str, value: float) -> None:
 
 def test_agreement_of_several_ranks() -> None:
     """The largest distances; the loss is that of rank 0, because a project may log it there alone."""
-    found = agreed([Agreement(1e-7, 1e-8, 2e-6), Agreement(3e-7, math.nan, 1e-6)])
+    found = merge_agreements([Agreement(1e-7, 1e-8, 2e-6), Agreement(3e-7, math.nan, 1e-6)])
     assert found == Agreement(3e-7, 1e-8, 2e-6)
 
 

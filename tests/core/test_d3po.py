@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fluvial.core.dpo import clipped_log_ratio, d3po_loss
+from fluvial.core.dpo import clip_log_ratio, d3po_loss
 
 log_probs = st.floats(-1, 1, allow_subnormal=False)
 
@@ -17,7 +17,7 @@ log_probs = st.floats(-1, 1, allow_subnormal=False)
 def test_the_log_ratio_is_clipped(now: float, reference: float, eps: float) -> None:
     """To the logarithms of 1 - eps and 1 + eps; beyond them there is no gradient."""
     log_prob = torch.tensor([now], dtype=torch.float64, requires_grad=True)
-    got = clipped_log_ratio(log_prob, torch.tensor([reference], dtype=torch.float64), eps=eps)
+    got = clip_log_ratio(log_prob, torch.tensor([reference], dtype=torch.float64), eps=eps)
     got.sum().backward()
     ratio = math.exp(now - reference)
     assert float(got.detach()) == pytest.approx(math.log(min(max(ratio, 1 - eps), 1 + eps)), rel=1e-12, abs=1e-15)
@@ -54,6 +54,6 @@ def test_wrong_numbers_raise() -> None:
     """In one line."""
     one = torch.ones(2)
     with pytest.raises(ValueError, match="clipped_log_ratio: eps is 1"):
-        clipped_log_ratio(one, one, eps=1)
+        clip_log_ratio(one, one, eps=1)
     with pytest.raises(ValueError, match="d3po_loss: beta is 0"):
         d3po_loss(one, one, one, beta=0)

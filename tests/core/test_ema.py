@@ -65,11 +65,11 @@ def test_the_dtype_is_that_of_the_parameters() -> None:
 
 
 def test_the_warm_up() -> None:
-    assert ema.warmed_decay(0.9999, 0) == 1 / 10
-    assert ema.warmed_decay(0.9999, 90) == 91 / 100
-    assert ema.warmed_decay(0.9999, 10**9) == 0.9999
-    assert ema.warmed_decay(0.05, 0) == 0.05
-    decays = [ema.warmed_decay(0.99, n) for n in range(2000)]
+    assert ema.warm_up_decay(0.9999, 0) == 1 / 10
+    assert ema.warm_up_decay(0.9999, 90) == 91 / 100
+    assert ema.warm_up_decay(0.9999, 10**9) == 0.9999
+    assert ema.warm_up_decay(0.05, 0) == 0.05
+    decays = [ema.warm_up_decay(0.99, n) for n in range(2000)]
     assert decays == sorted(decays)
 
 

@@ -16,7 +16,7 @@ from tiny_sounds import RATE
 
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import processor_without_video, read_processors
-from fluvial.models.tiny.pipelines import PARTS, asked_of, build
+from fluvial.models.tiny.pipelines import PARTS, build, find_call
 
 
 class Row(NamedTuple):
@@ -158,7 +158,7 @@ ADAPTED: dict[str, Callable[[], Any]] = {
 
 def large_video(name: str) -> Row:
     """Return the row of a pipeline that makes a video of 32 x 32, the smallest that it takes, from an image."""
-    asked = asked_of(name)
+    asked = find_call(name)
     return Row(partial(build, name), ("image",), asked.call, asked.scale, frames=5, image=(32, 32), size=32)
 
 
@@ -197,14 +197,14 @@ ROWS: dict[str, Row] = {
     "longcat": Row(
         partial(build, "LongCatImagePipeline"),
         (),
-        {**asked_of("LongCatImagePipeline").call, "enable_prompt_rewrite": False},
+        {**find_call("LongCatImagePipeline").call, "enable_prompt_rewrite": False},
         3.0,
     ),
-    "fibo": Row(partial(build, "BriaFiboPipeline"), (), asked_of("BriaFiboPipeline").call, 3.0),
-    "lumina": Row(partial(build, "LuminaPipeline"), (), {**asked_of("LuminaPipeline").call, "negative_prompt": "bad"}, 3.0),
-    "prx": Row(partial(build, "PRXPipeline"), (), asked_of("PRXPipeline").call, 3.0),
+    "fibo": Row(partial(build, "BriaFiboPipeline"), (), find_call("BriaFiboPipeline").call, 3.0),
+    "lumina": Row(partial(build, "LuminaPipeline"), (), {**find_call("LuminaPipeline").call, "negative_prompt": "bad"}, 3.0),
+    "prx": Row(partial(build, "PRXPipeline"), (), find_call("PRXPipeline").call, 3.0),
     "ideogram": Row(
-        partial(build, "Ideogram4Pipeline"), (), {**asked_of("Ideogram4Pipeline").call, "guidance_schedule": None}, 3.0
+        partial(build, "Ideogram4Pipeline"), (), {**find_call("Ideogram4Pipeline").call, "guidance_schedule": None}, 3.0
     ),
     "flux2": Row(flux2, ("image",), {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}, 4.0, image=(64, 64)),
     "qwen-edit": Row(qwen_edit, ("image",), {"max_sequence_length": 128}, 3.0),
@@ -217,11 +217,11 @@ ROWS: dict[str, Row] = {
     "sound-to-sound": Row(
         partial(build, "StableAudio3AudioToAudioPipeline"),
         ("audio",),
-        asked_of("StableAudio3AudioToAudioPipeline").call,
+        find_call("StableAudio3AudioToAudioPipeline").call,
         1.0,
     ),
     "sound-inpaint": Row(
-        partial(build, "StableAudio3InpaintPipeline"), ("audio",), asked_of("StableAudio3InpaintPipeline").call, 1.0
+        partial(build, "StableAudio3InpaintPipeline"), ("audio",), find_call("StableAudio3InpaintPipeline").call, 1.0
     ),
     "reference-sound": Row(partial(build, "AceStepPipeline"), ("reference_audio",), {"audio_duration": 0.32}, 1.0),
     "kandinsky-video": Row(
@@ -231,7 +231,7 @@ ROWS: dict[str, Row] = {
     "kandinsky-image": Row(
         partial(build, "Kandinsky5I2IPipeline"),
         ("image",),
-        {**asked_of("Kandinsky5I2IPipeline").call, "negative_prompt": "bad"},
+        {**find_call("Kandinsky5I2IPipeline").call, "negative_prompt": "bad"},
         3.5,
         image=(32, 32),
         size=32,

@@ -61,7 +61,7 @@ def test_the_machine_code_of_every_kernel(target: str) -> None:
     if {(row.sources, row.triton) for row in rows} == {(aot.sources(), triton.__version__)}:
         launches = aot.launches()
         for number in range(list(aot.TARGETS).index(target), len(launches), 16):
-            assert aot.compiled(launches[number], target) == rows[number]
+            assert aot.compile_launch(launches[number], target) == rows[number]
     else:
         rows = aot.table([target])
     assert len(rows) > 100
@@ -127,6 +127,6 @@ def test_partial_sums_are_published_before_a_program_is_counted(kernel: str) -> 
 def test_a_narrow_access_and_a_second_read_are_found() -> None:
     """The test above can fail: operands off by one element are read a number at a time."""
     launch = next(launch for launch in aot.launches() if launch.kernel.fn.__name__ == "residual_sums")
-    assert aot.compiled(launch, "sm_90").load_bits == 128
+    assert aot.compile_launch(launch, "sm_90").load_bits == 128
     crooked = launch._replace(arguments=launch.arguments | {"s_v": launch.arguments["length"] + 1})
-    assert aot.compiled(crooked, "sm_90").load_bits < 128
+    assert aot.compile_launch(crooked, "sm_90").load_bits < 128

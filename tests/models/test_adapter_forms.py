@@ -38,11 +38,11 @@ from fluvial.models.lora import (
     lora_settings,
     merge_lora,
     read_form,
-    recorded_lora,
+    restore_lora,
     use_adapter,
 )
 from fluvial.models.lora_files import load_lora, read_lora
-from fluvial.models.lora_layer import MAGNITUDE, growth, lokr_product, merged_weight
+from fluvial.models.lora_layer import MAGNITUDE, growth, lokr_product, merge_weight
 from fluvial.models.original.layout import LAYOUTS
 from fluvial.models.pipelines.open import built_in
 from fluvial.models.quantised import dequantise, quantise_linear
@@ -189,7 +189,7 @@ def test_lengths_and_products_are_the_formulas(form: Form) -> None:
             torch.testing.assert_close(
                 lokr_product(x, wide, ALPHA / RANK), x @ (expected - weight.double()).T, rtol=1e-9, atol=1e-9
             )
-        torch.testing.assert_close(merged_weight(weight, parts, ALPHA / RANK).double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(merge_weight(weight, parts, ALPHA / RANK).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
@@ -386,7 +386,7 @@ def test_the_settings_are_those_that_were_given(form: Form) -> None:
     merge_lora(module)
     add_lora(module, config(form), MODEL.lora_targets)
     record = json.loads(json.dumps(lora_settings(module)))
-    assert recorded_lora(record) == config(form)
+    assert restore_lora(record) == config(form)
     assert record["layers"] == sorted(lora_layers(module))
     assert run(module).isfinite().all()
 

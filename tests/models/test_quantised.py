@@ -17,9 +17,9 @@ from fluvial.models.quantised import (
     Base,
     QuantisedLinear,
     dequantise,
+    find_quantised,
     quantise,
     quantise_linear,
-    quantised_layers,
 )
 
 BASES: tuple[Base, ...] = get_args(Base)
@@ -180,7 +180,7 @@ def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
                 if "lora_B" in name:
                     parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     assert quantise_linear(quantised, "nf4", torch.float32) == 2
-    assert len(quantised_layers(quantised)) == 2
+    assert len(find_quantised(quantised)) == 2
     x = torch.randn(3, 32)
     for module in (quantised, plain):
         module(x).square().sum().backward()

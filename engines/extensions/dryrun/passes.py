@@ -47,7 +47,7 @@ class Repeated:
         A further pass with the same conditioning is of another kind than the first, which computes what depends on it alone.
         """
 
-        def predicted(module: Any, x: Tensor, level: Tensor, cond: Any, **options: Any) -> Tensor:
+        def predict_traced(module: Any, x: Tensor, level: Tensor, cond: Any, **options: Any) -> Tensor:
             call = partial(predict, module, x, level, cond, **options)
             if torch.is_grad_enabled():
                 return call()
@@ -59,7 +59,7 @@ class Repeated:
             found: Tensor = self._of((self.mode.phase, id(module), tuple(x.shape), x.dtype, shapes, again), call)
             return found
 
-        return predicted
+        return predict_traced
 
     def text(self, text: Callable[..., Any]) -> Callable[..., Any]:
         """Return a model's `text`, repeated: every prompt has as many tokens, see `models.pipelines.unfilled.Tokens`."""
@@ -69,7 +69,7 @@ class Repeated:
         first, self._phase = self._phase != self.mode.phase, self.mode.phase
         usual = self._usual.get(kind)
         if first or usual is None:
-            out, traced = self._traced(call)
+            out, traced = self._trace(call)
             if not first:
                 self._usual[kind] = traced
             return out
@@ -79,7 +79,7 @@ class Repeated:
                 counter[self.mode.phase if isinstance(key, str) else key._replace(phase=self.mode.phase)] += number
         return optree.tree_map(lambda made: made(), usual.again)
 
-    def _traced(self, call: Callable[[], Any]) -> tuple[Any, Traced]:
+    def _trace(self, call: Callable[[], Any]) -> tuple[Any, Traced]:
         ledger = self.mode.ledger
         before, counted = ledger.now, tuple(counter.copy() for counter in _counters(self.mode))
         with ledger.inner_peak() as inner:

@@ -18,7 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.dryrun.passes import Repeated, ShortUpdates
 from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report
-from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shortened, with_rewards
+from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shorten, with_rewards
 from fluvial.engines.extensions.simulate.device import Accelerator
 from fluvial.engines.extensions.simulate.simulation import Simulation, replaced, simulate
 from fluvial.engines.named_models import MODELS
@@ -51,7 +51,7 @@ def dry_run(
     accelerator = accelerator or Accelerator()
     with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
         folder, notes = Path(name), list[str]()
-        changed, more = shortened(_given(config, folder, notes, job), folder, ranks=ranks)
+        changed, more = shorten(_complete(config, folder, notes, job), folder, ranks=ranks)
         if config.micro_batch == "auto":
             notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
         if config.update_micro_batch == "auto":
@@ -68,7 +68,7 @@ def dry_run(
         )  # fmt: skip
 
 
-def _given(config: TrainConfig, folder: Path, notes: list[str], job: Job | None = None) -> TrainConfig:
+def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | None = None) -> TrainConfig:
     """Return the run with prompts, and a reward, where it names neither, in this process alone."""
     if config.rollout.is_served:
         notes.append("servers that make the rollouts: this rank makes them itself here")
@@ -100,7 +100,7 @@ class _Run:
             with contextlib.ExitStack() as stack:
                 with self.phase("build"):
                     trainer = stack.enter_context(self._built(job, notes))
-                updates = self._watched(trainer)
+                updates = self._watch(trainer)
                 phase = "rollout and update"
                 trainer.update()
                 self.micro_batches = round(updates.micro_batches * self.more)
@@ -135,7 +135,7 @@ class _Run:
         model.decode = self._in("decode", model.decode)
         return Trainer(config, job, world)
 
-    def _watched(self, trainer: Trainer) -> ShortUpdates:
+    def _watch(self, trainer: Trainer) -> ShortUpdates:
         """Run the parts of a trainer in their phases."""
         sampler, engine = trainer.sampler, trainer.engine
         generate = self._in("rollout", sampler.generate)
@@ -170,12 +170,12 @@ class _Run:
 def _submit_and_wait(submit: Callable[..., None]) -> Callable[..., None]:
     """Return `RewardRunner.submit` that waits for the scores: rewards do not interleave with a rollout or an evaluation."""
 
-    def submitted(runner: RewardRunner, *args: Any, **kwargs: Any) -> None:
+    def submit_and_wait(runner: RewardRunner, *args: Any, **kwargs: Any) -> None:
         submit(runner, *args, **kwargs)
         for future, _ in runner.waiting:
             future.exception()
 
-    return submitted
+    return submit_and_wait
 
 
 def _one_after_another(ahead: Any) -> Callable[[], Any]:
@@ -197,11 +197,11 @@ def _layout(trainer: Trainer) -> CheckpointLayout:
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
     own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
     exported, largest = 0, 0
-    for _, tensor in _exported(trainer):
+    for _, tensor in _export_weights(trainer):
         exported += tensor.numel() * tensor.itemsize
         largest = max(largest, tensor.numel() * tensor.itemsize)
     return CheckpointLayout(len(state), own, whole, exported, largest)
 
 
-def _exported(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+def _export_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     yield from trainer.engine.weights(merge=trainer.config.train == "lora")

@@ -110,7 +110,7 @@ def _brightness(images: Tensor, prompts: Any) -> Tensor:
     return images.flatten(1).mean(1)
 
 
-def shortened(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:
+def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:
     """Return a run of one rollout with few chunks per rank, and how many times more samples the real one has.
 
     Args:

@@ -76,7 +76,7 @@ class Votes:
         }
         state, asked = self.server.post("/groups", body), Asked(body, Future())
         found = field(state, "group", str, where=self._where)
-        if not self._settled(state, asked):
+        if not self._settle(state, asked):
             with self._lock:
                 self._waiting[found] = asked
                 if not self._asking:
@@ -92,7 +92,7 @@ class Votes:
         """Return how many comparisons of a group there are, and how many are wanted."""
         return field(state, "done", int, where=self._where), field(state, "wanted", int, where=self._where)
 
-    def _settled(self, state: Any, asked: Asked) -> bool:
+    def _settle(self, state: Any, asked: Asked) -> bool:
         """Set the scores of a group if it has all its votes, and return whether it has."""
         done, wanted = self._counts(state)
         if done < wanted:
@@ -141,7 +141,7 @@ class Votes:
                 state = self.server.post("/groups", asked.body)
             there, asks = self._counts(state)
             done, wanted = done + there, wanted + asks
-            if self._settled(state, asked):
+            if self._settle(state, asked):
                 settled += 1
                 with self._lock:
                     del self._waiting[name]

@@ -57,14 +57,14 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
         RunError: none do.
     """
     steps = steps_to_fit(name, config)
-    console.print(saved_by(name, steps), highlight=False)
+    console.print(tabulate_savings(name, steps), highlight=False)
     flags = " ".join(flags for flags, _ in steps[1:])
     console.print(
         f"It fits into {config.room_in_words}{' with ' + flags if flags else ''}.", highlight=False, soft_wrap=True
     )
 
 
-def saved_by(name: str, steps: list[tuple[str, Plan]]) -> Table:
+def tabulate_savings(name: str, steps: list[tuple[str, Plan]]) -> Table:
     """Return a table of what each setting saves at the peak of the larger phase."""
     unit = unit_of(max(found.need for _, found in steps))
     rows, before = dict[str, tuple[str, ...]](), None
@@ -98,7 +98,7 @@ def fitted(config: TrainConfig, *, ranks: int, device: torch.device) -> tuple[Tr
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
     micro_batch = config.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
-    pipeline, said = config.pipeline, list[Table | str]([saved_by(name, steps)])
+    pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps)])
     if name not in MODELS:
         if pipeline.text_cache is None:
             pipeline = replace(pipeline, text_cache=config.out / "encoded" / "texts")

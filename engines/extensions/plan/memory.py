@@ -112,14 +112,15 @@ def account(
     compute, reduce = engine.compute_dtype(device).itemsize, DTYPES[engine.reduce].itemsize
     trained = [p for p in module.parameters() if p.requires_grad]
     kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad or is_adapter(name)]
-    codes = _quantised(module, blocks, engine)
+    codes = _measure_quantised(module, blocks, engine)
     frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
     sizes_of = {p: 4 if is_adapter(name) else DTYPES[engine.masters].itemsize for name, p in kept}
-    parameters = sum(size * _sharded([p], shards) for p, size in sizes_of.items()) + compute * _sharded(frozen, shards)
+    parameters = sum(size * _count_sharded([p], shards) for p, size in sizes_of.items())
+    parameters += compute * _count_sharded(frozen, shards)
     row = OPTIMIZERS[optimizer.name]
     moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
-    average = 4 * _sharded(trained, shards) if optimizer.ema_decay else 0
-    gradients = sum(sizes_of[p] * _sharded([p], shards) for p in trained) if update else 0
+    average = 4 * _count_sharded(trained, shards) if optimizer.ema_decay else 0
+    gradients = sum(sizes_of[p] * _count_sharded([p], shards) for p in trained) if update else 0
     steps = engine.grad_sync == "step"
     if steps and update:  # one gradient at a time
         gradients = max((sizes_of[p] * p.numel() for p in trained), default=0)
@@ -127,7 +128,7 @@ def account(
         "parameters": parameters,
         "moments": moments,
         "average": average,
-        "reference": compute * _sharded(module.parameters(), shards) if reference else 0,
+        "reference": compute * _count_sharded(module.parameters(), shards) if reference else 0,
         "gradients": gradients,
     }
     in_phases = () if update else ("moments", "average", "reference")
@@ -157,7 +158,7 @@ def account(
         other = own if not stretch.backward else inside[stretch.unit - 1] if 0 < stretch.unit <= len(inside) else 0
         return compute * (rest + own + (other if shards > 1 else 0))
 
-    def communicated(number: int, stretch: Stretch) -> int:
+    def measure_communication(number: int, stretch: Stretch) -> int:
         if whole:
             bucket = largest_bucket([reduce * p.numel() for p in trained]) if update and ranks > 1 else 0
             return max(0, bucket - stretch.peak)  # after the backward pass
@@ -172,7 +173,10 @@ def account(
             more = max(more, stretch.after + computed + each * trainable[stretch.unit] - stretch.peak)
         return max(0, more)
 
-    found = [(gathered(stretch), communicated(number, stretch), stretch.peak) for number, stretch in enumerate(activations)]
+    found = [
+        (gathered(stretch), measure_communication(number, stretch), stretch.peak)
+        for number, stretch in enumerate(activations)
+    ]
     parts = dict(zip(("gathered", "communication", "activations"), max(found, key=sum), strict=True))
     return Accounting(
         **here,
@@ -247,7 +251,7 @@ class _Stretches:
         for number, unit in enumerate(units):
             missing = {parameter for parameter in unit if parameter.requires_grad}
             for parameter in missing:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number, missing))
+                parameter.register_post_accumulate_grad_hook(partial(self._free_gradient, number, missing))
 
     def turn(self) -> None:
         """Begin the backward pass, in the last block."""
@@ -264,7 +268,7 @@ class _Stretches:
             self.end()
             self.unit = number
 
-    def _arrived(self, number: int, missing: set[nn.Parameter], parameter: Any) -> None:
+    def _free_gradient(self, number: int, missing: set[nn.Parameter], parameter: Any) -> None:
         parameter.grad = None
         missing.discard(parameter)
         if not missing:
@@ -292,12 +296,12 @@ class _FusedAttention(TorchFunctionMode):
         return run(*args, **(kwargs or {}))
 
 
-def _sharded(parameters: Iterable[Tensor], ranks: int) -> int:
+def _count_sharded(parameters: Iterable[Tensor], ranks: int) -> int:
     """Return the number of values on the first rank, which has the largest part of the first dimension."""
     return sum(math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) for p in parameters)
 
 
-def _quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: EngineConfig) -> dict[Tensor, int]:
+def _measure_quantised(module: nn.Module, blocks: Sequence[nn.Module], engine: EngineConfig) -> dict[Tensor, int]:
     """Return the bytes of each weight that `engine.base` quantises, which every rank holds whole."""
     if engine.base == "auto":
         return {}

@@ -78,7 +78,7 @@ class AheadConfig:
         )
 
 
-def checked(config: AheadConfig) -> AheadConfig:
+def check_config(config: AheadConfig) -> AheadConfig:
     """Return a configuration whose seconds are known.
 
     Raises:

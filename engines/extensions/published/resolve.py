@@ -54,7 +54,7 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
         value = next((shown(values[name]) for values in (ours, always()) if name in values), "")  # none of a table
         if name in stated:
-            yield _stated(run, name, value)
+            yield _format_setting(run, name, value)
         elif name in ours:
             yield Row(name, "not stated", value, ASSUMED, None)
 
@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) and value.strip() else json.dumps(value)
 
 
-def _stated(run: PublishedRun, name: str, ours: str) -> Row:
+def _format_setting(run: PublishedRun, name: str, ours: str) -> Row:
     """Return the row of a setting that a source states, or that differs."""
     found, deviation = run.settings.get(name), run.deviations.get(name)
     source = None if found is None else found.source

@@ -81,7 +81,7 @@ class PublishedRun:
 
 
 @cache
-def published_runs() -> Mapping[str, PublishedRun]:
+def load_published() -> Mapping[str, PublishedRun]:
     """Return all published runs by name, source by source."""
     shared = _read(COMMON)["block"]
     names = sorted(entry.name for entry in _folder().iterdir() if entry.name.endswith(".toml"))
@@ -101,7 +101,7 @@ def find(name: str) -> PublishedRun:
     Raises:
         UsageError: no run has this name; the message gives the nearest one.
     """
-    runs = published_runs()
+    runs = load_published()
     if name in runs:
         return runs[name]
     near = difflib.get_close_matches(name, runs, n=1, cutoff=0.4)
@@ -124,7 +124,7 @@ def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Publi
         run, source = PublishedRun(name), None
         for part in _chain(entry, blocks):
             source = _source(part.get("source", {}), source)
-            run = _extended(run, part, source)
+            run = _extend(run, part, source)
         yield run
 
 
@@ -142,7 +142,7 @@ def _source(stated: Mapping[str, str], inherited: Source | None) -> Source | Non
     return None if inherited is None else inherited._replace(**stated)
 
 
-def _extended(run: PublishedRun, part: Mapping[str, Any], source: Source | None) -> PublishedRun:
+def _extend(run: PublishedRun, part: Mapping[str, Any], source: Source | None) -> PublishedRun:
     """Return a run with the values of a block in place of its own."""
     settings = dict(run.settings)
     for table, origin in (("assumed", None), ("settings", source)):

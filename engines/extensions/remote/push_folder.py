@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.engine.files import LORA, shared_folder
+from fluvial.engines.engine.files import LORA, find_shared_folder
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
 
@@ -38,14 +38,14 @@ class PushFolder:
     nobody holds: in shared memory they would take memory until the machine restarts.
 
     Args:
-        parent: folder that servers see; by default `shared_folder()`.
+        parent: folder that servers see; by default `find_shared_folder()`.
 
     Raises:
         RunError: it cannot be written.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        own = shared_folder() if parent is None else parent.absolute()
+        own = find_shared_folder() if parent is None else parent.absolute()
         try:
             own.mkdir(parents=True, exist_ok=True)
             for other in own.glob(f"{PREFIX}*"):

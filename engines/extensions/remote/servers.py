@@ -213,7 +213,7 @@ class ServerPool:
                 now, pushes = time.monotonic(), self._pushes
                 due = [server for server in self.servers if server.problem and server.probe_at <= now]
             for server in due:
-                problem = self._probed(server)
+                problem = self._probe(server)
                 with self._news:
                     if self._pushes != pushes:  # what was found is of the weights before
                         break
@@ -225,7 +225,7 @@ class ServerPool:
                         server.probe_delay = min(2 * server.probe_delay, LAST_PROBE)
                         server.probe_at = time.monotonic() + server.probe_delay
 
-    def _probed(self, server: Server) -> str | None:
+    def _probe(self, server: Server) -> str | None:
         """Return why a server is not back, None if it is."""
         try:
             reply, problem = server.probe.attempt(READY)

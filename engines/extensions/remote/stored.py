@@ -119,7 +119,7 @@ class Replayed(RolloutSource):
                     f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
                     "window of the run that stored them, and its `micro_batch` where the window is drawn per call"
                 )
-            tensors = {name: _stacked(name, found, opened) for name in FIELDS}
+            tensors = {name: _stack(name, found, opened) for name in FIELDS}
             _check_shapes(self.folder, tensors, sampling, len(found))
             cond = sampling.encode(self.model, requests.prompts[part])
             placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
@@ -133,7 +133,7 @@ class Replayed(RolloutSource):
         name, found = name_of(requests.key), dict[int, _StoredSample]()
         for path in sorted(self.folder.glob(f"{name}-*.json")):
             index = _index(path)
-            if wrong := _difference(index.sampling, _described(sampling)):
+            if wrong := _difference(index.sampling, _describe_sampling(sampling)):
                 raise RunError(f"{path} was sampled in another way than this run asks for: its {wrong}")
             for number, chunk in enumerate(index.chunks):
                 for row, own in enumerate(chunk.ids):
@@ -188,7 +188,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
     try:
         save_tensors(tensors, Path(f"{file}{partial}"))
         size, digest = os.path.getsize(f"{file}{partial}"), _digest(Path(f"{file}{partial}"))
-        text = msgspec.json.encode(StoredRollout(size, digest, _described(sampling), listed))
+        text = msgspec.json.encode(StoredRollout(size, digest, _describe_sampling(sampling), listed))
         Path(f"{index}{partial}").write_bytes(msgspec.json.format(text, indent=1))
         for path in (file, index):
             sync(Path(f"{path}{partial}"))
@@ -249,7 +249,7 @@ class _StoredSample(NamedTuple):
         return self.rollout.chunks[self.number]
 
 
-def _stacked(name: str, samples: Sequence[_StoredSample], opened: Callable[[Path, int, str], Any]) -> Tensor | None:
+def _stack(name: str, samples: Sequence[_StoredSample], opened: Callable[[Path, int, str], Any]) -> Tensor | None:
     """Return a tensor of some samples; None where it was not recorded."""
     parts = []
     for path, rollout, chunk, row in samples:
@@ -286,7 +286,7 @@ def _on_host(chunk: Chunk) -> Chunk:
     return chunk._replace(cond=None, trajectory=trajectory, images=chunk.images.cpu())
 
 
-def _described(sampling: Sampling) -> dict[str, Any]:
+def _describe_sampling(sampling: Sampling) -> dict[str, Any]:
     """Return what the update of a rollout must know of its sampling, as JSON values."""
     levels, guidance, stochastic = sampling.schedule.levels, sampling.guidance, sampling.stochastic
     recorded: dict[str, Any] = {}
@@ -320,11 +320,11 @@ def _difference(stored: dict[str, Any], asked: dict[str, Any]) -> str | None:
     """Return what of the sampling differs, in words; None if nothing does."""
     for name in {**asked, **stored}:
         if stored.get(name) != asked.get(name):
-            return f"{name} is {_shown(stored.get(name))}, expected {_shown(asked.get(name))}"
+            return f"{name} is {_format_value(stored.get(name))}, expected {_format_value(asked.get(name))}"
     return None
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value for a message, cut short."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -42,7 +42,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     adapter_checksum,
     buckets,
     checksum,
-    flattened,
+    flatten,
     policy_checksums,
 )
 from fluvial.engines.sampling.source import Holder
@@ -135,7 +135,7 @@ class WeightSync:
         push = _Push(module, version, [*peers] if self.world.is_main else [], failed, trained)
         with self._turn:
             self._push(push)
-        count, failed = self._shared((len(push.peers), failed))
+        count, failed = self._share((len(push.peers), failed))
         for address in failed:
             self.forget(address)
         reasons = {address: str(error) for address, error in failed.items()}
@@ -197,7 +197,7 @@ class WeightSync:
         """Give the base weights to the servers that have others."""
         networks = export.components(push.module)
         new = [peer for peer in push.peers if peer.address not in {*self._based, *push.failed}]
-        dtypes = self._shared({self._dtypes[peer.address] for peer in new} if self.verify else set())
+        dtypes = self._share({self._dtypes[peer.address] for peer in new} if self.verify else set())
         for dtype in sorted(dtypes - set(self._base), key=str):
             self._base[dtype] = {}
             for name, network in networks.items():
@@ -206,7 +206,7 @@ class WeightSync:
                 self._base[dtype][name] = checksum(named, dtype=dtype)
         others = Failed()
         self._each(new, others, self._check_base)
-        if not self._shared(len(others)):
+        if not self._share(len(others)):
             return
         folder = f"base-{push.version}"
         with self._writing(folder) as out:
@@ -256,7 +256,7 @@ class WeightSync:
                 "product": self.product,  # which fluvial's server reads
                 "weight_version": str(pushed.version),
             }
-            _accepted(peer, "/v1/set_lora", value)
+            _post_change(peer, "/v1/set_lora", value)
             paths.append(str(folder))
             if self.verify:
                 adapters[name] = self._sum_of_adapter(folder, scaling, dtype)
@@ -294,7 +294,7 @@ class WeightSync:
             "weight_version": str(pushed.version),
             "sha256": {name: self._sum_of_files(pushed.folder / name) for name in pushed.networks},
         }
-        _accepted(peer, "/update_weights_from_disk", value)
+        _post_change(peer, "/update_weights_from_disk", value)
 
     def _check_sums(self, peer: HttpClient, version: int, base: Sums) -> None:
         """Raise RunError unless a server has these weights, and no adapter."""
@@ -325,7 +325,7 @@ class WeightSync:
                 for each in sums.values():
                     if place.name in self._parameters[part]:
                         each[part].add(place.name, tensor)
-            flat = flattened(places, tensors)
+            flat = flatten(places, tensors)
             del tensors
             with self.world.agreed():
                 if self.world.is_main:
@@ -333,9 +333,9 @@ class WeightSync:
                     bucket = SharedBucket(name, index, len(plans), part, str(file), places)
                     request = bucket_request(bucket, flat, version=push.version)
                     self.sent_bytes += flat.numel()
-                    self._each(peers, failed, partial(_accepted, path="/update_weights_from_tensor", value=request))
+                    self._each(peers, failed, partial(_post_change, path="/update_weights_from_tensor", value=request))
                     file.unlink(missing_ok=True)
-            if self._shared(len(failed) == len(peers)):
+            if self._share(len(failed) == len(peers)):
                 break
         if self.verify:
             found = {dtype: {part: each.hex() for part, each in parts.items()} for dtype, parts in sums.items()}
@@ -391,7 +391,7 @@ class WeightSync:
         if peer.address not in self._dtypes:
             dtype = _precision(peer)
             try:
-                if _found(peer.get("/v1/list_loras"), "active"):
+                if _find_value(peer.get("/v1/list_loras"), "active"):
                     peer.post("/v1/unmerge_lora_weights", {"target": "all"})
             except UnreachableError:
                 raise
@@ -408,14 +408,14 @@ class WeightSync:
         """
         dtypes, names = set(self._dtypes.values()), set(dict(push.module.named_parameters()))
         exact = any(t.is_floating_point() for name, t in push.module.state_dict().items() if name not in names)
-        dtype = self._shared(dtypes.pop() if len(dtypes) == 1 and not exact else None)
+        dtype = self._share(dtypes.pop() if len(dtypes) == 1 and not exact else None)
         return {"adapter": push.adapter, "merge": push.adapter is not None, "dtype": dtype}
 
     def _each(self, peers: Sequence[HttpClient], failed: Failed, action: Callable[[HttpClient], None]) -> None:
         """Act on each server that has not failed, all at the same time, and note why one fails."""
         left = [peer for peer in peers if peer.address not in failed]
 
-        def guarded(peer: HttpClient) -> tuple[str, FluvialError] | None:
+        def catch_error(peer: HttpClient) -> tuple[str, FluvialError] | None:
             try:
                 action(peer)
             except FluvialError as error:
@@ -424,9 +424,9 @@ class WeightSync:
 
         if left:
             with ThreadPoolExecutor(len(left)) as pool:
-                failed.update(filter(None, pool.map(guarded, left)))
+                failed.update(filter(None, pool.map(catch_error, left)))
 
-    def _shared(self, item: T) -> T:
+    def _share(self, item: T) -> T:
         """Return the main rank's item."""
         return self.world.gather_items(item)[0]
 
@@ -439,7 +439,7 @@ class WeightSync:
                 self._folder.finish(name)
 
 
-def _accepted(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
+def _post_change(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
     """Post a change of the weights; raise RunError if the server refuses."""
     answer = peer.post(path, value)
     if isinstance(answer, Mapping) and answer.get("success") is False:
@@ -449,21 +449,21 @@ def _accepted(peer: HttpClient, path: str, value: Mapping[str, Any]) -> None:
 def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
     """Return the checksums that a server reports; "not_found" for what it does not know."""
     answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
-    found = {name: _found(answer, name) for name in names}
+    found = {name: _find_value(answer, name) for name in names}
     return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
 
 
 def _precision(peer: HttpClient) -> Dtype:
     """Return the dtype of a server's weights."""
-    return PRECISIONS.get(str(_found(peer.get("/v1/models"), "dit_precision")))
+    return PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
 
 
-def _found(value: Any, key: str) -> Any:
+def _find_value(value: Any, key: str) -> Any:
     """Return the value of a key anywhere in JSON, because servers nest their answers differently; None if it is nowhere."""
     if isinstance(value, Mapping):
         if key in value:
             return value[key]
         value = list(value.values())
     if isinstance(value, list):
-        return next((found for each in value if (found := _found(each, key)) is not None), None)
+        return next((found for each in value if (found := _find_value(each, key)) is not None), None)
     return None

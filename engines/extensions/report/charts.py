@@ -42,7 +42,7 @@ class LineChart(NamedTuple):
     def finite(self) -> dict[str, list[tuple[float, float]]]:
         """Finite points of each line that has some, at most 300 of them."""
         finite = {label: [point for point in line if all(map(math.isfinite, point))] for label, line in self.lines.items()}
-        return {label: thinned(points) for label, points in finite.items() if points}
+        return {label: thin(points) for label, points in finite.items() if points}
 
 
 def line_chart(chart: LineChart) -> str:
@@ -97,7 +97,7 @@ def curves(path: Path, charts: Sequence[LineChart]) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def thinned(points: Points) -> list[tuple[float, float]]:
+def thin(points: Points) -> list[tuple[float, float]]:
     """Return at most 300 points: the means of as many stretches of equal length, where there are more."""
     if len(points) <= MOST_POINTS:
         return list(points)

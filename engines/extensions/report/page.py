@@ -121,7 +121,7 @@ def page(out: Path) -> str:
         f"<h1>{escape(out.resolve().name)}</h1>",
         f'<p class="dim">{escape(described(config, records))}</p>',
         headline(records, summary),
-        warned([*concerns(config, records, summary), *dict.fromkeys(printed)]),
+        render_warnings([*concerns(config, records, summary), *dict.fromkeys(printed)]),
         section("Before and after, from the same noise", before_and_after(out / "samples")),
         section("Curves", f'<div class="charts">{"".join(panels.charts(records))}</div>'),
         section("Best samples", alone(out / "samples", "best")),
@@ -217,7 +217,7 @@ def cards(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
     return f'<div class="cards">{"".join(shown)}</div>' if found else ""
 
 
-def warned(lines: Sequence[str]) -> str:
+def render_warnings(lines: Sequence[str]) -> str:
     """Return the warnings."""
     if not lines:
         return ""
@@ -237,7 +237,7 @@ def before_and_after(samples: Path) -> str:
     figures = []
     for one, other in pairs:
         pair = "".join(
-            f"<div><span>{when} {score}</span>{_played(shown, f'{when}: {shown.prompt}')}</div>"
+            f"<div><span>{when} {score}</span>{_render_sample(shown, f'{when}: {shown.prompt}')}</div>"
             for when, shown, score in (
                 ("before", one, coloured(one.score, one.score)),
                 ("after", other, coloured(other.score, one.score)),
@@ -255,7 +255,7 @@ def before_and_after(samples: Path) -> str:
 def alone(samples: Path, name: str) -> str:
     """Return the images of one sheet with prompts and scores."""
     figures = [
-        f"<figure>{_played(one, one.prompt)}<figcaption>{escape(one.prompt)} {coloured(one.score, one.score)}"
+        f"<figure>{_render_sample(one, one.prompt)}<figcaption>{escape(one.prompt)} {coloured(one.score, one.score)}"
         "</figcaption></figure>"
         for one in _sheet(samples, name)
     ]
@@ -366,7 +366,7 @@ def _sound(file: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _played(shown: Shown, alt: str) -> str:
+def _render_sample(shown: Shown, alt: str) -> str:
     """Return the image of a sample, with a player of its sound if it has one."""
     if shown.sound is None:
         return _img(shown.image, alt)
@@ -376,14 +376,14 @@ def _played(shown: Shown, alt: str) -> str:
 
 def _img(image: Image.Image, alt: str) -> str:
     """Return an image as an element that holds its data: as PNG, or as JPEG if that is smaller."""
-    kind, data = "png", _encoded(image, "png", compress_level=6)
-    if len(data) > LARGE and len(smaller := _encoded(image, "jpeg", quality=88)) < len(data):
+    kind, data = "png", _encode(image, "png", compress_level=6)
+    if len(data) > LARGE and len(smaller := _encode(image, "jpeg", quality=88)) < len(data):
         kind, data = "jpeg", smaller
     source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return f'<img alt="{escape(alt)}" width="{image.width}" height="{image.height}" src="{source}">'
 
 
-def _encoded(image: Image.Image, kind: str, **options: int) -> bytes:
+def _encode(image: Image.Image, kind: str, **options: int) -> bytes:
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, kind, **options)
     return buffer.getvalue()

@@ -264,14 +264,14 @@ def serve(app: ASGIApp, *, host: str, port: int, ready: Callable[[str], None], l
     server = uvicorn.Server(config)
     # uvicorn would raise the signal again at the end, so that a server that was asked to stop would seem to have failed.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    with listening, _stopped_by_signals(server):
+    with listening, _stop_on_signals(server):
         address = f"[{host}]" if ":" in host else host
         ready(f"http://{address}:{listening.getsockname()[1]}")
         server.run(sockets=[listening])
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(server: Any) -> Iterator[None]:
+def _stop_on_signals(server: Any) -> Iterator[None]:
     """End a server on SIGINT and SIGTERM; a second SIGINT ends it at once."""
 
     def stop(number: int, frame: object) -> None:

@@ -62,7 +62,7 @@ class Batcher(Generic[Item, Result]):
     def waiting(self) -> int:
         """Number of items that wait for a batch."""
         with self._news:
-            return len(self._wanted())
+            return len(self._drop_unwanted())
 
     def submit(self, items: Sequence[Item]) -> "Future[list[Result]]":
         """Return the future results of a request. Items of a cancelled future are dropped, unless their batch has begun.
@@ -72,7 +72,7 @@ class Batcher(Generic[Item, Result]):
         """
         request = _Request[Item, Result](items)
         with self._news:
-            waiting = len(self._wanted())
+            waiting = len(self._drop_unwanted())
             if waiting and waiting + len(items) > self.most_waiting:
                 wait = min(max(math.ceil(waiting / self.size * self._seconds), 1), LONGEST_RETRY)
                 raise RequestError(429, f"{waiting} samples are waiting: try again in {wait} s", retry_after=wait)
@@ -92,7 +92,7 @@ class Batcher(Generic[Item, Result]):
             if parts:
                 self._make(parts)
 
-    def _wanted(self) -> list[tuple[_Request[Item, Result], int]]:
+    def _drop_unwanted(self) -> list[tuple[_Request[Item, Result], int]]:
         """Drop the items of requests that are over: the client has gone, or another item has failed."""
         self._queue = [part for part in self._queue if not part[0].future.done()]
         return self._queue
@@ -114,7 +114,7 @@ class Batcher(Generic[Item, Result]):
 
     def _alike(self) -> list[tuple[_Request[Item, Result], int]]:
         """Return the waiting items that are alike the first."""
-        kinds = [self.alike(request.items[place]) for request, place in self._wanted()]
+        kinds = [self.alike(request.items[place]) for request, place in self._drop_unwanted()]
         return [part for part, kind in zip(self._queue, kinds, strict=True) if kind == kinds[0]]
 
     def _make(self, parts: Sequence[tuple[_Request[Item, Result], int]]) -> None:

@@ -97,7 +97,7 @@ def flow_factory(body: Compute, limits: Limits) -> list[Sample]:
     decoder = _Decoder(limits.most_pixels)
     samples = []
     for number, (text, frames, given) in enumerate(zip(body.prompt, files, conditions, strict=True)):
-        condition = decoder.checked(given[0], f"condition_images[{number}]") if given else None
+        condition = decoder.check(given[0], f"condition_images[{number}]") if given else None
         decoded = [decoder.decoded(frame, f"{name}[{number}]") for frame in frames]
         if not decoded or len({frame.shape for frame in decoded}) > 1:
             raise RequestError(400, f"{name}[{number}] has no frames, or frames of several sizes")
@@ -139,14 +139,14 @@ class _Decoder:
 
     def decoded(self, text: str, where: str) -> Tensor:
         """Return an image `[3, H, W]` of uint8."""
-        data = self.checked(text, where)
+        data = self.check(text, where)
         try:
             array = np.array(read_image(data, formats=FILES).convert("RGB"))
         except ValueError as error:
             raise RequestError(400, f"{where} is a damaged image") from error
         return torch.from_numpy(array).permute(2, 0, 1)
 
-    def checked(self, text: str, where: str) -> bytes:
+    def check(self, text: str, where: str) -> bytes:
         """Return the file of an image whose header says that it is small enough."""
         try:
             data = base64.b64decode(text, validate=True)

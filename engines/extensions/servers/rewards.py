@@ -83,7 +83,7 @@ class RewardService:
         Raises:
             RequestError: there is no such reward.
         """
-        names = [self._known(request.path_params["reward"])] if "reward" in request.path_params else self.batchers
+        names = [self._find_name(request.path_params["reward"])] if "reward" in request.path_params else self.batchers
         return JSONResponse({"status": "ok", "rewards": dict.fromkeys(names, "ok")})
 
     async def rewards(self, request: Request) -> JSONResponse:
@@ -100,10 +100,10 @@ class RewardService:
             RunError: the reward raised for every sample.
         """
         name = request.path_params.get("reward") or (next(iter(self.batchers)) if len(self.batchers) == 1 else "")
-        self._known(name)
+        self._find_name(name)
         body = await json_of(request, Compute, most_bytes=self.limits.most_bytes)
         samples = await asyncio.to_thread(flow_factory, body, self.limits)
-        outcomes = await until_gone(request, self._scored(name, samples))
+        outcomes = await until_gone(request, self._score(name, samples))
         if all(outcome.raised for outcome in outcomes):
             raise RunError(f"reward {name!r} {outcomes[0].problem}")
         scores = [None if math.isnan(outcome.score) else outcome.score for outcome in outcomes]
@@ -124,7 +124,7 @@ class RewardService:
             if name not in self.batchers:
                 raise RequestError(400, f"there is no reward {name!r}, expected one of {', '.join(self.batchers)}")
         rows = {name: [number for number, each in enumerate(requests) if name in each.rewards] for name in names}
-        work = asyncio.gather(*(self._scored(name, [requests[number].sample for number in rows[name]]) for name in names))
+        work = asyncio.gather(*(self._score(name, [requests[number].sample for number in rows[name]]) for name in names))
         results: list[dict[str, dict[str, float]]] = [{} for _ in requests]
         errors: list[dict[str, str]] = [{} for _ in requests]
         for name, outcomes in zip(names, await until_gone(request, work), strict=True):
@@ -135,7 +135,7 @@ class RewardService:
                     results[number][name] = {"score": outcome.score, **_finite(outcome.parts)}
         return JSONResponse({"results": results, "errors": errors})
 
-    def _known(self, name: str) -> str:
+    def _find_name(self, name: str) -> str:
         """Return the name of a reward; RequestError if there is no such reward."""
         if name not in self.batchers:
             raise RequestError(
@@ -143,7 +143,7 @@ class RewardService:
             )
         return name
 
-    async def _scored(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
+    async def _score(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         return await asyncio.wrap_future(self.batchers[name].submit(samples))
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ _active: list[tuple[Accelerator, Meter]] = []  # the simulation under way, if th
 
 
 @contextlib.contextmanager
-def simulated_device(accelerator: Accelerator, meter: Meter) -> Iterator[torch.device]:
+def simulate_device(accelerator: Accelerator, meter: Meter) -> Iterator[torch.device]:
     """Yield the device, which is the accelerator of this process until the context ends."""
     register()
     _active.append((accelerator, meter))

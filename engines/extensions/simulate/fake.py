@@ -90,18 +90,18 @@ class Results:
         leaves, structure = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
-            key = (func, structure, *map(_described, leaves))
+            key = (func, structure, *map(_describe_leaf, leaves))
             known = self._known.get(key)
         except TypeError:  # an argument has no hash
-            return self._computed(func, args, kwargs)
+            return self._compute(func, args, kwargs)
         if known is not None:
             return self._again(known, tensors), known.flops
-        out, flops = self._computed(func, args, kwargs)
+        out, flops = self._compute(func, args, kwargs)
         if key not in self._known:
             self._known[key] = _what_it_does(func, tensors, out, flops)
         return out, flops
 
-    def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
+    def _compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
         args, kwargs = optree.tree_map(self._fake, (args, kwargs), none_is_leaf=True)
         with self.mode:
             out = func(*args, **kwargs)
@@ -134,7 +134,7 @@ class Results:
         return optree.tree_unflatten(known.structure, made)
 
 
-def _described(leaf: Any) -> Hashable:
+def _describe_leaf(leaf: Any) -> Hashable:
     """Return what of an argument decides the results."""
     if isinstance(leaf, Tensor):
         device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device

@@ -100,7 +100,7 @@ class SimulatedMode(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional")):
             return self._collective(func, args, kwargs, fake=fake)
         if func.overloadpacket in (aten.is_pinned, aten._pin_memory) and leaves[0].device.type == "cpu":
-            return fake if func.overloadpacket is aten.is_pinned else leaves[0] if fake else _pinned(leaves[0])
+            return fake if func.overloadpacket is aten.is_pinned else leaves[0] if fake else _pin(leaves[0])
         if not fake and (device := kwargs.get("device")) is not None and torch.device(device).type == TYPE:
             fake = True
         if not fake:
@@ -108,7 +108,7 @@ class SimulatedMode(TorchDispatchMode):
         handler = _HANDLERS.get(func.overloadpacket)
         if handler is not None and (done := handler(self, func, args, kwargs)) is not NotImplemented:
             return done
-        return self._computed(func, args, kwargs)
+        return self._compute(func, args, kwargs)
 
     def _on_host(self, func: Any, args: tuple, kwargs: dict[str, Any], leaves: list[Tensor]) -> Any:
         """Compute on the host, or only pretend to if the result is large."""
@@ -118,10 +118,10 @@ class SimulatedMode(TorchDispatchMode):
             meta = func(*args, **{**kwargs, "device": "meta"})
             device = kwargs.get("device") or (leaves[0].device if leaves else "cpu")
             if meta.nbytes >= LARGE and meta.is_floating_point() and torch.device(device).type == "cpu":
-                return self._computed(func, args, kwargs)
+                return self._compute(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _computed(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation, without values."""
         out, flops = self._results.of(func, args, kwargs)
         results = [leaf for leaf in optree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
@@ -158,7 +158,7 @@ class SimulatedMode(TorchDispatchMode):
             collectives.same_everywhere(func, args)
         return out
 
-    # Operations that need more than a shape. A handler that returns NotImplemented leaves the operation to `_computed`.
+    # Operations that need more than a shape. A handler that returns NotImplemented leaves the operation to `_compute`.
 
     def _read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
@@ -183,7 +183,7 @@ class SimulatedMode(TorchDispatchMode):
         value = value_of(mask)
         count = mask.numel() if value is None else int(value.count_nonzero())
         options = {"dtype": torch.int64, "device": mask.device}
-        out: Tensor = self._computed(aten.empty.memory_format, ([count, mask.dim()],), options)
+        out: Tensor = self._compute(aten.empty.memory_format, ([count, mask.dim()],), options)
         if value is not None:
             out.fluvial_value = value.nonzero()  # type: ignore[attr-defined]
         return out
@@ -204,7 +204,7 @@ class SimulatedMode(TorchDispatchMode):
             if value is not None:
                 return value.to(options["dtype"]).clone()
             return self._on_host(aten.zeros.default, (list(source.shape),), options, [])
-        out = self._computed(aten.empty_like.default, (source,), options)
+        out = self._compute(aten.empty_like.default, (source,), options)
         if value is not None:
             out.fluvial_value = value.to(options["dtype"]).clone()
         return out
@@ -234,16 +234,16 @@ class SimulatedMode(TorchDispatchMode):
         places: list[Tensor | None] = []
         for each in args[1]:
             if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
-                places += self._computed(aten.unbind.int, (self._true(each, "index by a mask"), 1), {})
+                places += self._compute(aten.unbind.int, (self._true(each, "index by a mask"), 1), {})
             else:
                 if isinstance(each, Tensor) and each.device.type == "cpu":
                     self.note("blocking copy to the device", "index by a host tensor")
                 places.append(each)
-        return self._computed(func, (args[0], places, *args[2:]), kwargs)
+        return self._compute(func, (args[0], places, *args[2:]), kwargs)
 
     def _mask(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         number = len(self._true(args[1], "masked_select"))
-        return self._computed(aten.empty.memory_format, ([number],), {"dtype": args[0].dtype, "device": args[0].device})
+        return self._compute(aten.empty.memory_format, ([number],), {"dtype": args[0].dtype, "device": args[0].device})
 
     def _repeat(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func is not aten.repeat_interleave.Tensor or kwargs.get("output_size") is not None:
@@ -251,7 +251,7 @@ class SimulatedMode(TorchDispatchMode):
         self.note("read", "repeat_interleave")
         value = value_of(args[0])
         length = args[0].shape[0] if value is None else int(value.sum())
-        return self._computed(func, args, {**kwargs, "output_size": length})
+        return self._compute(func, args, {**kwargs, "output_size": length})
 
     def _nothing(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         return None
@@ -260,7 +260,7 @@ class SimulatedMode(TorchDispatchMode):
         return False
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     """Return a copy of a host tensor with its strides, as CUDA makes one in pinned memory; fake ones count as pinned."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 

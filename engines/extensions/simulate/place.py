@@ -14,7 +14,7 @@ SPEAKING = ("torch/distributed/fsdp/", "torch/optim/", "torch/utils/checkpoint.p
 
 
 @cache
-def _named(file: str) -> tuple[str, bool] | None:
+def _name_file(file: str) -> tuple[str, bool] | None:
     """Return how a file is named, and whether it is fluvial's own; None for one that only passes calls on."""
     if file.startswith((HERE, "<")) or file.endswith(PASSING):
         return None
@@ -39,7 +39,7 @@ def place(depth: int = 2) -> str:
     """
     frame, inner = sys._getframe(depth), ""
     while frame is not None:
-        named = _named(frame.f_code.co_filename)
+        named = _name_file(frame.f_code.co_filename)
         if named is not None:
             name, own = named
             line = f"{name}:{frame.f_lineno}"

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fluvial.engines.engine.world import World, entered
+from fluvial.engines.engine.world import World, enter_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, Meter, Stream, simulated_device
+from fluvial.engines.extensions.simulate.device import TYPE, Accelerator, Meter, Stream, simulate_device
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
 from fluvial.engines.extensions.simulate.phases import Phases
 
@@ -69,18 +69,18 @@ def simulate(*, ranks: int = 1, accelerator: Accelerator | None = None) -> Itera
         lambda: ledger.now, lambda: ledger.peak, ledger.reset_peak, lambda: mode.note("synchronisation", "synchronize")
     )
     store = _Store()  # as long as it has a name, its methods are found
-    with simulated_device(accelerator, meter) as device, _patched(mode):
+    with simulate_device(accelerator, meter) as device, _patch_torch(mode):
         dist.init_process_group(f"cpu:fake,{TYPE}:fake", store=store, rank=0, world_size=ranks)
         try:
             world = World(0, ranks, device, init_device_mesh(TYPE, (ranks,), mesh_dim_names=("shard",)))
-            with entered(world), mode, _explained():
+            with enter_world(world), mode, _explain_late_device():
                 yield Simulation(world, mode, accelerator)
         finally:
             dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explain_late_device() -> Iterator[None]:
     """Say why autograd does not know the device, where it was registered too late."""
     try:
         yield
@@ -94,7 +94,7 @@ def _explained() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patched(mode: SimulatedMode) -> Iterator[None]:
+def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
     """Run threads under the mode, and tell the ledger of resized storages, which are no operations."""
     start, resize = threading.Thread.start, torch.UntypedStorage.resize_
 
@@ -116,7 +116,7 @@ def _patched(mode: SimulatedMode) -> Iterator[None]:
         with torch._C._DisableTorchDispatch():
             return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
 
-    def pickled(tensor: Any, _: Any) -> Any:  # images that ranks show each other
+    def reduce_tensor(tensor: Any, _: Any) -> Any:  # images that ranks show each other
         return partial(torch.zeros, dtype=tensor.dtype), (tuple(tensor.shape),)
 
     with (
@@ -124,7 +124,7 @@ def _patched(mode: SimulatedMode) -> Iterator[None]:
         replaced(torch.UntypedStorage, "resize_", resized),
         replaced(FakeTensor, "tolist", to_list),
         replaced(FakeTensor, "numpy", to_numpy),
-        replaced(FakeTensor, "__reduce_ex__", pickled),
+        replaced(FakeTensor, "__reduce_ex__", reduce_tensor),
         replaced(FakeTensor, "record_stream", lambda *_: None),
         replaced(torch.Tensor, "data", property(*_data())),
         replaced(torch.accelerator, "current_stream", lambda *_: Stream()),

@@ -24,7 +24,7 @@ def value_of(tensor: Tensor) -> Tensor | None:
 
 def follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> None:
     """Give the results of an operation their values, where they follow from known ones, and take away outdated ones."""
-    values = _computed_values(func, args, kwargs, results)
+    values = _compute_values(func, args, kwargs, results)
     if values is not None:
         for result, value in zip(results, values, strict=True):
             result.fluvial_value = value  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTen
             vars(result).pop("fluvial_value", None)
 
 
-def _computed_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
+def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: list[FakeTensor]) -> list[Tensor] | None:
     """Return the values of the results, None if they are not known."""
     packet = func.overloadpacket
     if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:

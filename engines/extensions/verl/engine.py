@@ -19,7 +19,7 @@ from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.world import joined_world
+from fluvial.engines.engine.world import join_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
@@ -58,7 +58,7 @@ class VerlEngine:
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
-        world = joined_world()
+        world = join_world()
         self.settings: Settings = read_settings(
             model_config, engine_config, optimizer_config, checkpoint_config, ranks=world.size
         )
@@ -87,7 +87,7 @@ class VerlEngine:
         hooks = type(self).hooks(self.model_config)
         if hooks is not None and settings.lora is None:
             hooks.configure_trainable_params(module, self.model_config)
-        self._configure: Callable[[nn.Module], None] = _unchanged if hooks is None else hooks.configure_train_mode
+        self._configure: Callable[[nn.Module], None] = _leave_unchanged if hooks is None else hooks.configure_train_mode
         blocks = model.blocks(module)
         if settings.optimizer is None:
             module.requires_grad_(False)
@@ -120,7 +120,7 @@ class VerlEngine:
     @property
     def module(self) -> nn.Module:
         """The sharded network."""
-        return self._sharded().module
+        return self._require_sharded().module
 
     @property
     def scheduler(self) -> Any:
@@ -204,16 +204,16 @@ class VerlEngine:
         )
         with deterministic(self.settings.engine.deterministic):
             if forward_only:
-                return passes.infer(self._sharded())
-            return passes.train(self._trained("a backward pass"), self._configure)
+                return passes.infer(self._require_sharded())
+            return passes.train(self._require_engine("a backward pass"), self._configure)
 
     def optimizer_step(self) -> float:
         """Take an optimizer step, unless the gradient is not finite, and return its norm before clipping."""
-        return self._trained("optimizer_step").step().grad_norm
+        return self._require_engine("optimizer_step").step().grad_norm
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one, and return the learning rate of the next updates."""
-        engine = self._trained("lr_scheduler_step")
+        engine = self._require_engine("lr_scheduler_step")
         self.rounds += 1
         return engine.config.lr * engine.lr_factor(engine.updates)
 
@@ -233,7 +233,7 @@ class VerlEngine:
 
     def move(self, away: bool, *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move parameters, optimizer state or gradients to the host (`away`) or back; what is there already stays."""
-        sharded, engine = self._sharded(), self.engine
+        sharded, engine = self._require_sharded(), self.engine
         parts = {PARAMETERS: model, OPTIMIZER: optimizer and engine is not None, GRADIENTS: grad and engine is not None}
         for part, wanted in parts.items():
             if not wanted or (part in self._away) == away:
@@ -252,7 +252,7 @@ class VerlEngine:
             (self._away.add if away else self._away.discard)(part)
 
     @contextmanager
-    def _onloaded(self, *, optimizer: bool = False) -> Iterator[None]:
+    def _onload(self, *, optimizer: bool = False) -> Iterator[None]:
         """Hold the parameters, and the optimizer state, on the device inside the context."""
         away = set(self._away)
         self.move(False, model=True, optimizer=optimizer, grad=False)
@@ -285,7 +285,7 @@ class VerlEngine:
         dtype = DTYPES[settings.sent]
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            with self._onloaded():
+            with self._onload():
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
                     for name, tensor in export.weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
@@ -315,7 +315,7 @@ class VerlEngine:
     def copy_adapter(self, source: str = "default", target: str = "old") -> None:
         """Copy an adapter's weights: target <- source."""
         self._check_adapters(source, target)
-        with self._onloaded():
+        with self._onload():
             copy_adapter(self.module, source, target)
 
     def ema_update_adapter(self, source: str = "default", target: str = "old", decay: float = 0.0) -> None:
@@ -323,7 +323,7 @@ class VerlEngine:
         self._check_adapters(source, target)
         if not 0 <= decay <= 1:
             raise UsageError(f"decay is {decay}, expected a number from 0 to 1")
-        with self._onloaded():
+        with self._onload():
             blend_adapter(self.module, source, target, decay)
 
     def save_checkpoint(
@@ -346,10 +346,10 @@ class VerlEngine:
             max_ckpt_to_keep: number of this engine's checkpoints to keep; None keeps all.
             options: what other engines take.
         """
-        engine, settings, world, path = self._trained("save_checkpoint"), self.settings, self.world, Path(local_path)
+        engine, settings, world, path = self._require_engine("save_checkpoint"), self.settings, self.world, Path(local_path)
         _check_remote(hdfs_path)
         meta, fingerprint = {**engine.counters(), "rounds": self.rounds}, settings.fingerprint()
-        with self._onloaded(optimizer=True):
+        with self._onload(optimizer=True):
             checkpoint.save(path, engine.state(), meta, update=global_step, fingerprint=fingerprint, world=world, keep=1)
             if settings.export and settings.lora is not None:
                 export.write_lora(engine.module, path / "lora_adapter", world=world)
@@ -376,9 +376,9 @@ class VerlEngine:
         """
         if local_path is None:
             return
-        engine, world, path = self._trained("load_checkpoint"), self.world, Path(local_path)
+        engine, world, path = self._require_engine("load_checkpoint"), self.world, Path(local_path)
         _check_remote(hdfs_path)
-        with self._onloaded(optimizer=True):
+        with self._onload(optimizer=True):
             with world.agreed():
                 found = checkpoint.listed(path, recover=False)
                 if not found:
@@ -403,19 +403,19 @@ class VerlEngine:
                     f"({', '.join(self.settings.adapters)})"
                 )
 
-    def _sharded(self) -> ShardedModule:
+    def _require_sharded(self) -> ShardedModule:
         if self.sharded is None:
             raise UsageError("the engine is not built: call initialize() first")
         return self.sharded
 
-    def _trained(self, what: str) -> Engine:
-        self._sharded()
+    def _require_engine(self, what: str) -> Engine:
+        self._require_sharded()
         if self.engine is None:
             raise UsageError(f"engine.forward_only is set, and {what} needs an optimizer")
         return self.engine
 
 
-def _unchanged(module: nn.Module) -> None:
+def _leave_unchanged(module: nn.Module) -> None:
     """Leave a module in training mode as it is."""
 
 

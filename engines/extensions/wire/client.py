@@ -69,7 +69,7 @@ class HttpClient:
         transport: httpx2.BaseTransport | None = None,
         clock: Any = time,  # tests put another in its place
     ) -> None:
-        self.address, self.url = url.rstrip("/"), _checked_url(url)
+        self.address, self.url = url.rstrip("/"), _check_url(url)
         for name, value in {"timeout": timeout, "in_flight": in_flight, "most_mb": most_mb}.items():
             if not (math.isfinite(value) and value > 0):
                 raise UsageError(f"{name} is {value:g}, expected a number above 0")
@@ -93,7 +93,7 @@ class HttpClient:
 
     def get(self, path: str) -> Any:
         """Return the JSON at a path; see `post`."""
-        return self._decoded(self._fetched(path), path)
+        return self._decode(self._fetch(path), path)
 
     def post(self, path: str, value: Any) -> Any:
         """Return the JSON that the server answers to a value; NaN and Infinity may stand for numbers.
@@ -101,11 +101,11 @@ class HttpClient:
         Raises:
             RunError: the server cannot be reached, fails, or does not answer in JSON.
         """
-        return self._decoded(self._fetched(path, json.dumps(value).encode()), path)
+        return self._decode(self._fetch(path, json.dumps(value).encode()), path)
 
     def post_bytes(self, path: str, body: bytes, *, content_type: str) -> bytes:
         """Return the bytes that the server answers; see `post`."""
-        return self._fetched(path, body, content_type)
+        return self._fetch(path, body, content_type)
 
     def attempt(self, path: str, body: bytes | None = None, content_type: str = JSON) -> tuple[Reply | None, str]:
         """Send a request once; return the reply, None if there was none, and what is wrong where it is no success.
@@ -118,7 +118,7 @@ class HttpClient:
         """
         try:
             with self._slots:
-                reply = self._sent(path, body, content_type)
+                reply = self._send(path, body, content_type)
         except (TimeoutError, httpx2.TimeoutException):
             return None, f"{self.address}{path} did not answer within {self.timeout:g} s"
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -126,14 +126,14 @@ class HttpClient:
         self.answered |= is_success(reply)
         return reply, f"{self.address}{path} {self._problem(reply)}"
 
-    def _decoded(self, body: bytes, path: str) -> Any:
+    def _decode(self, body: bytes, path: str) -> Any:
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             kind = "not JSON" if isinstance(error, ValueError) else "JSON that is nested too deeply"
             raise RunError(f"{self.address}{path} answered with {kind}: {shown(body)}") from error
 
-    def _fetched(self, path: str, body: bytes | None = None, content_type: str = JSON) -> bytes:
+    def _fetch(self, path: str, body: bytes | None = None, content_type: str = JSON) -> bytes:
         """Return the body of the first reply that is a success."""
         start, delay, tries = self.clock.monotonic(), FIRST_DELAY, 0
         while True:
@@ -152,7 +152,7 @@ class HttpClient:
             self.clock.sleep(wait)
             delay = min(2 * delay, LAST_DELAY)
 
-    def _sent(self, path: str, body: bytes | None, content_type: str) -> Reply:
+    def _send(self, path: str, body: bytes | None, content_type: str) -> Reply:
         """Return the reply to a request, read piece by piece so that one that is too large is cut off."""
         most, read = int(self.most_mb * 1_000_000), bytearray()
         too_large = RunError(
@@ -184,10 +184,10 @@ class HttpClient:
             return f"redirects to {target}, and redirects are not followed: set url to the server's own address"
         if reply.status in (401, 403):
             advice = "the key was not accepted" if self._key else "set key_env to the environment variable of an API key"
-            return f"answered {reply.status}: {self._said(reply)}; {advice}"
-        return f"answered {reply.status}: {self._said(reply)}"
+            return f"answered {reply.status}: {self._quote_reply(reply)}; {advice}"
+        return f"answered {reply.status}: {self._quote_reply(reply)}"
 
-    def _said(self, reply: Reply) -> str:
+    def _quote_reply(self, reply: Reply) -> str:
         """Return the server's own words: `detail` of a JSON object, or else the body, without the key if it repeats that."""
         said: bytes | str = reply.body[:MOST_ERROR]
         with suppress(ValueError, RecursionError):
@@ -271,7 +271,7 @@ def _direct(url: httpx2.URL) -> httpx2.HTTPTransport:
     return httpx2.HTTPTransport(verify=verify, trust_env=False, limits=limits)
 
 
-def _checked_url(url: str) -> httpx2.URL:
+def _check_url(url: str) -> httpx2.URL:
     """Return a server's address."""
     try:
         parts: httpx2.URL | None = httpx2.URL(url)

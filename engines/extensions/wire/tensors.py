@@ -94,7 +94,7 @@ def envelope(tensor: Tensor) -> Envelope:
 
 def packed(value: Any) -> bytes:
     """Return a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
-    return msgspec.msgpack.encode(value, enc_hook=_enveloped)
+    return msgspec.msgpack.encode(value, enc_hook=_envelop)
 
 
 def tree_of(data: bytes) -> Any:
@@ -116,7 +116,7 @@ def tree_of(data: bytes) -> Any:
     return opened(unpack(data, Any), "")
 
 
-def _enveloped(value: Any) -> Envelope:
+def _envelop(value: Any) -> Envelope:
     if isinstance(value, Tensor):
         return envelope(value)
     raise WireError(f"a {type(value).__name__} has no place in the schema")

@@ -120,7 +120,7 @@ def buckets(layout: Mapping[str, Tensor], *, most_bytes: int) -> list[list[Place
     return found
 
 
-def flattened(places: Iterable[Place], tensors: Iterable[Tensor]) -> Tensor:
+def flatten(places: Iterable[Place], tensors: Iterable[Tensor]) -> Tensor:
     """Return a bucket, uint8 `[bytes]`, on the device of its tensors."""
     return torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for _, t in zip(places, tensors, strict=True)])
 
@@ -160,7 +160,7 @@ class SharedBucket(Struct, frozen=True):
         return to_builtins(self, enc_hook=str)
 
 
-def shared_bucket(value: Any) -> SharedBucket:
+def open_shared_bucket(value: Any) -> SharedBucket:
     """Return the bucket of a JSON value.
 
     Raises:

@@ -72,15 +72,15 @@ def save(
     with world.agreed():
         store = open_store(folder)
     name = f"{update:06d}"
-    failed = _failed(store, name)
+    failed = _format_failure(store, name)
     draft: Draft | None = None
-    with _agreed(world, failed):
+    with _raise_on_every_rank(world, failed):
         if world.is_main:
             draft = store.draft(name)
     draft = world.gather_items(draft)[0]
     assert draft is not None
     try:
-        with _agreed(world, failed):
+        with _raise_on_every_rank(world, failed):
             files = DraftFiles(store, draft)
             writer = HuggingFaceStorageWriter(draft.folder, save_distributed=True)
             writer.fs, writer.sync_files = files, False  # the storage syncs its files itself
@@ -89,7 +89,7 @@ def save(
             dense = {key: tensor.contiguous() for key, tensor in state.items()}  # as safetensors demands
             dcp.save(dense, storage_writer=writer, process_group=world.group)
         written = {file: entry for ranks in world.gather_items(files.written) for file, entry in ranks.items()}
-        with _agreed(world, failed):
+        with _raise_on_every_rank(world, failed):
             if world.is_main:
                 present = store.sizes(draft.folder)
                 for file, entry in written.items():
@@ -139,7 +139,7 @@ def save_async(
     assert world.group is not None
     with world.agreed():
         store = open_store(folder)
-    with _agreed(world, _failed(store, f"{update:06d}")):
+    with _raise_on_every_rank(world, _format_failure(store, f"{update:06d}")):
         stager = DefaultStager(StagingOptions(False, False, False, False))
         copied = stager.stage(state)
         assert isinstance(copied, dict)  # not a future: it is asked to wait
@@ -198,7 +198,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
     store, name = locate(path)
     unread, other = f"checkpoint {path} could not be read: {{reason}}", f"checkpoint {path} is of another model"
     with TemporaryDirectory(prefix="fluvial-") as scratch:
-        with _agreed(world, unread):
+        with _raise_on_every_rank(world, unread):
             reader = TensorFiles(store, name, manifest["files"], Path(scratch))
             held = reader.read_metadata().state_dict_metadata
         with world.agreed():
@@ -214,7 +214,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
                     raise RunError(f"{other}: {key} is {entry.properties.dtype} there, {tensor.dtype} here")
                 if sum(chunk.sizes.numel() for chunk in entry.chunks) != tensor.numel():
                     raise RunError(f"checkpoint {path} holds only a part of {key}")
-        with _agreed(world, unread):
+        with _raise_on_every_rank(world, unread):
             dcp.load(state, storage_reader=reader)
     return manifest["meta"]
 
@@ -238,7 +238,7 @@ def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tu
     store, name = locate(path)
     with (
         TemporaryDirectory(prefix="fluvial-") as scratch,
-        _agreed(world, f"checkpoint {path} could not be read: {{reason}}; the run may have removed it"),
+        _raise_on_every_rank(world, f"checkpoint {path} could not be read: {{reason}}; the run may have removed it"),
     ):
         files = TensorFiles(store, name, manifest["files"], Path(scratch))
         state: dict[str, Tensor] = {}
@@ -411,13 +411,13 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _failed(store: CheckpointStore, name: str) -> str:
+def _format_failure(store: CheckpointStore, name: str) -> str:
     """Return the message of a failed save, with a place for its reason."""
     return f"checkpoint {store.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are unchanged"
 
 
 @contextmanager
-def _agreed(world: World, message: str) -> Iterator[None]:
+def _raise_on_every_rank(world: World, message: str) -> Iterator[None]:
     """Turn errors of files and services into a RunError, on every rank if on one."""
     with world.agreed():
         try:

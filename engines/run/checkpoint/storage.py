@@ -199,10 +199,10 @@ class RemoteStore(CheckpointStore):
     holds_only_its_own = False  # a killed replacement leaves its files beside the others
 
     def names(self, *, recover: bool = True) -> list[str]:
-        return sorted((name for name in self._numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
+        return sorted((name for name in self._list_numbered() if self.kind(f"{name}/{MANIFEST}") == "file"), key=int)
 
     def draft(self, name: str) -> Draft:
-        for unfinished in {*self._numbered()} - {*self.names()}:
+        for unfinished in {*self._list_numbered()} - {*self.names()}:
             self._delete(unfinished)
         token = secrets.token_hex(4)
         draft = Draft(f"{name}/{token}", f"{token}/")
@@ -252,7 +252,7 @@ class RemoteStore(CheckpointStore):
     def _copy(self, file: str, scratch: Path) -> Path:
         return scratch / file.replace("/", "-")
 
-    def _numbered(self) -> list[str]:
+    def _list_numbered(self) -> list[str]:
         try:
             found = self._ask(self.fs.ls, self.path, detail=True)
         except FileNotFoundError:

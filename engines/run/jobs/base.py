@@ -94,9 +94,9 @@ class Job:
         values = {
             "model": model,
             "prompts": train,
-            "rewards": _named("rewards", rewards),
+            "rewards": _name_rewards("rewards", rewards),
             "heldout": apart,
-            "evaluators": _named("evaluators", evaluators),
+            "evaluators": _name_rewards("evaluators", evaluators),
             "shape": tuple(shape) if shape is not None else only_shape(model),
             "load": load,
             "data": data,
@@ -142,7 +142,7 @@ def _records(field: str, prompts: Sequence[str | Prompt]) -> tuple[Prompt, ...]:
     return as_prompts(prompts)
 
 
-def _named(field: str, rewards: Mapping[str, Reward] | Reward | None) -> dict[str, Reward]:
+def _name_rewards(field: str, rewards: Mapping[str, Reward] | Reward | None) -> dict[str, Reward]:
     """Return rewards by name; a single function is named after itself."""
     if rewards is None:
         return {}

@@ -93,7 +93,7 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
     return heard(found, job.model)
 
 
-def encoded_texts(job: Job, asked: Job, guidance: Guidance) -> list[Any]:
+def list_texts(job: Job, asked: Job, guidance: Guidance) -> list[Any]:
     """Return all that a run encodes: prompts of the job and its evaluations, and with guidance negative prompts."""
     return list(dict.fromkeys(guidance.texts(job.model, [*job.prompts, *job.heldout, *asked.heldout])))
 

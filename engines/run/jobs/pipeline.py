@@ -98,9 +98,7 @@ def opened(
     try:
         adapted = is_adapter(name)
         model: Any = (
-            _adapted(name, config)
-            if adapted
-            else _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
+            _adapt(name, config) if adapted else _of_diffusers(name, config, steps=steps, guidance=guidance, compute=compute)
         )
         if prompts is not None:
             model, found = prompts(model)
@@ -135,7 +133,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         options["text_tokens"] = config.text_tokens
     folder = local_folder(name, trust_remote_code=config.trust_remote_code)
     if has_adapter(folder):
-        call, known = dict(map(_named_value, config.call)), list_call_options(folder)
+        call, known = dict(map(_parse_value, config.call)), list_call_options(folder)
         if not call.keys() <= {*known}:
             raise no_effect("pipeline.call", "with an adapter, which calls no pipeline")
         options |= call
@@ -165,7 +163,7 @@ def _of_diffusers(name: str, config: PipelineConfig, *, steps: int, guidance: Gu
         options["dtype"] = compute
     options |= {"steps": steps, "scale": guidance.scale, "negative": guidance.negative, "compute": compute}
     size = {**config.size._asdict(), "frames": config.frames}
-    return AnyPipeline(folder, **size, call=dict(map(_named_value, config.call)), **options)
+    return AnyPipeline(folder, **size, call=dict(map(_parse_value, config.call)), **options)
 
 
 def check_second_scale(model: Any, *, guided: bool) -> None:
@@ -190,7 +188,7 @@ def is_adapter(name: str) -> bool:
     return ":" in name and not Path(name).is_dir()
 
 
-def _adapted(name: str, config: PipelineConfig) -> Any:
+def _adapt(name: str, config: PipelineConfig) -> Any:
     """Return a user-defined model."""
     from fluvial.models import load_adapter
 
@@ -202,7 +200,7 @@ def _adapted(name: str, config: PipelineConfig) -> Any:
     return load_adapter(name)
 
 
-def _named_value(word: str) -> tuple[str, Any]:
+def _parse_value(word: str) -> tuple[str, Any]:
     """Return the name and the value of name=value; the value is JSON, or else text."""
     name, _, value = word.partition("=")
     try:

@@ -86,29 +86,29 @@ class SafeTracker:
     def __init__(self, name: str, maker: Maker, run: TrackedRun, warn: Callable[[str], None]) -> None:
         self.name, self.warn, self.failures, self.warned = name, warn, 0, False
         self.tracker: Tracker | None = None
-        with self._guarded():
+        with self._guard():
             self.tracker = maker(run)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Log the numbers of an update."""
-        with self._guarded():
+        with self._guard():
             if self.tracker is not None:
                 self.tracker.log(numbers, step)
 
     def images(self, samples: Samples, step: int) -> None:
         """Log the images of an evaluation."""
-        with self._guarded():
+        with self._guard():
             if self.tracker is not None:
                 self.tracker.images(samples, step)
 
     def finish(self) -> None:
         """End the tracker."""
-        with self._guarded():
+        with self._guard():
             if self.tracker is not None:
                 self.tracker.finish()
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guard(self) -> Iterator[None]:
         try:
             yield
             self.failures = 0

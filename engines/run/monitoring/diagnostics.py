@@ -16,7 +16,7 @@ from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.job import Job
 from fluvial.engines.sampling.generate import Requests, Sampling, generate
-from fluvial.engines.sampling.noising import noised_at
+from fluvial.engines.sampling.noising import add_noise
 from fluvial.engines.streams import Stream
 from fluvial.models import Schedule
 
@@ -48,7 +48,7 @@ class Probe(NamedTuple):
         step = torch.arange(SAMPLES, device=x0.device) * len(schedule.timesteps) // SAMPLES
         level, timestep = schedule.levels.to(x0.device)[step], schedule.timesteps[step]
         keys = fold_in(fold_in(root, Stream.PROBE_NOISE), torch.arange(SAMPLES, device=x0.device))
-        x = noised_at(x0, normal(keys, tuple(x0.shape)), level, prediction=job.model.prediction)[0]
+        x = add_noise(x0, normal(keys, tuple(x0.shape)), level, prediction=job.model.prediction)[0]
         bare = Probe(x, level, timestep, x)
         return bare._replace(v=bare._predictions(job, module, micro_batch))
 

@@ -54,13 +54,13 @@ class KeptImages:
         found = {i: file for part in world.gather_items(own) for i, file in part.items()}
 
         def shown(chosen: Sequence[int]) -> Shown:
-            images = [_enlarged(found[i]) for i in chosen]
+            images = [_enlarge(found[i]) for i in chosen]
             return Shown(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
 
         return shown(best), shown(worst)
 
 
-def _enlarged(file: bytes) -> Image.Image:
+def _enlarge(file: bytes) -> Image.Image:
     """Return an image, enlarged by a whole factor to at most 256 pixels unless it is wider, as `as_image` does."""
     with Image.open(io.BytesIO(file)) as image:
         factor = max(WIDTH // image.width, 1)

@@ -20,7 +20,7 @@ def best_of(points: Sequence[Point]) -> Point | None:
     return max(points, key=lambda point: point.score, default=None)
 
 
-def gamed(points: Sequence[Point], count: int) -> Sequence[Point]:
+def find_gaming(points: Sequence[Point], count: int) -> Sequence[Point]:
     """Return the last evaluations if the score fell from each to the next, `count` times, while the reward rose.
 
     Otherwise none are returned. The reward rose if it is higher before the last of them than before the first.
@@ -36,7 +36,7 @@ def evaluator_of(names: Sequence[str]) -> str:
 
 
 def described(points: Sequence[Point], evaluator: str) -> str:
-    """Return what happened over the evaluations that `gamed` found."""
+    """Return what happened over the evaluations that `find_gaming` found."""
     scores = " > ".join(f"{point.score:.3f}" for point in points)
     return (
         f"the score of the {evaluator} evaluator fell at {len(points) - 1} evaluations in a row ({scores}) while the reward "

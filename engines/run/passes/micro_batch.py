@@ -116,7 +116,7 @@ def choose(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: int
     """
     start, trials, best = time.perf_counter(), dict[int, Trial](), 0
     for size in sizes:
-        if best and _expected(trials, size) > budget:
+        if best and _extrapolate(trials, size) > budget:
             break
         trials[size] = measure(size)
         if not trials[size].fits or (best and trials[size].peak > budget):
@@ -146,7 +146,7 @@ def fastest(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: in
     """
     start, trials, good = time.perf_counter(), dict[int, Trial](), list[int]()
     for size in sizes:
-        if trials and _expected(trials, size) > budget:
+        if trials and _extrapolate(trials, size) > budget:
             break
         trials[size] = measure(size)
         if good and not (trials[size].fits and trials[size].peak <= budget and trials[size].same):
@@ -162,7 +162,7 @@ def fastest(sizes: Sequence[int], measure: Callable[[int], Trial], *, budget: in
     return Choice(best, trials, budget, time.perf_counter() - start, name)
 
 
-def _expected(trials: dict[int, Trial], size: int) -> float:
+def _extrapolate(trials: dict[int, Trial], size: int) -> float:
     """Return the bytes that a size will take: on the line through the last two, or in proportion to the only one."""
     (last, now), *_ = reversed(trials.items())
     if len(trials) == 1:

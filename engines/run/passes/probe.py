@@ -20,7 +20,7 @@ from fluvial.engines.run.passes.warm_up import WarmUp, warm_up
 from fluvial.engines.sampling.generate import samples_per_rank
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
-from fluvial.models.padding import MULTIPLE, trimmed, trims_padding
+from fluvial.models.padding import MULTIPLE, trim, trims_padding
 from fluvial.models.prompt_layers import PromptLayers
 
 
@@ -54,10 +54,10 @@ class RunPasses:
             # Results of prompt layers are kept for a whole rollout, so that they count for the memory.
             known = PromptLayers(model, module, in_blocks=not self.engine.compiles)
             with known.prediction() if self.config.rollout.reuse_prompt else nullcontext():
-                return self._predicted(module, size, shape, tokens, guided=guided)
+                return self._predict(module, size, shape, tokens, guided=guided)
 
         def update(module: nn.Module, size: int) -> Tensor:
-            return self._predicted(module, size, shape, tokens, guided=self._updates_guided)
+            return self._predict(module, size, shape, tokens, guided=self._updates_guided)
 
         return Passes(update, *((rollout, model.decode) if self.config.makes_samples else ()))
 
@@ -73,7 +73,7 @@ class RunPasses:
         """
         engine, same = self.engine, True
         for shape in self.shapes:
-            predict = partial(self._predicted, shape=shape, tokens=None, guided=self._updates_guided, chunk=rows)
+            predict = partial(self._predict, shape=shape, tokens=None, guided=self._updates_guided, chunk=rows)
             with engine.inference() as module:
                 alone = [_rows(predict(module, rows, first=first)) for first in range(0, size, rows)]
             engine.set_last(False)
@@ -99,7 +99,7 @@ class RunPasses:
         if self.config.makes_samples and plain == [False, True]:
             yield self.of(self.largest, guided=False)
 
-    def _predicted(
+    def _predict(
         self,
         module: nn.Module,
         size: int,
@@ -112,7 +112,7 @@ class RunPasses:
     ) -> Tensor:
         """Return the prediction of `size` rows of noise from row `first` on; each `chunk` of them is at a step's level."""
         gradient, device = self.config.rollout.guidance.gradient, self.engine.world.device
-        cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), trimmed(self.job.model, self.row, tokens))
+        cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), trim(self.job.model, self.row, tokens))
         cond = cond.cond if isinstance(cond, Guided) and not guided else cond
         rows = torch.arange(first, first + size)
         step = rows // (chunk or size) % len(self.schedule.timesteps)
@@ -164,7 +164,7 @@ def choose_pairs(config: TrainConfig, job: Job, engine: Engine, schedule: Schedu
         return micro_batch.fastest(sizes, measure, budget=budget, name="update_micro_batch")
 
 
-def fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
+def explain_fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
     """Return why an update takes as many pairs per pass as a rollout has rows; None where the number can be chosen.
 
     Compiled blocks are another program for each number, and a reward's gradient takes memory that no pass of the network

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.parallelize import compiled_programs
+from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.micro_batch import Passes, once, recover
@@ -41,7 +41,7 @@ def warm_up(engine: Engine, passes: Sequence[Passes], size: int, *, progress: Ru
     Raises:
         UsageError: the blocks cannot be compiled, and engine.compile is True.
     """
-    start, before, failure = time.perf_counter(), compiled_programs(), None
+    start, before, failure = time.perf_counter(), count_programs(), None
     for number, each in enumerate(passes):
         if progress is not None:
             progress.phase(f"compiling blocks, pass {number + 1} of {len(passes)}")
@@ -57,4 +57,4 @@ def warm_up(engine: Engine, passes: Sequence[Passes], size: int, *, progress: Ru
         torch.compiler.set_stance("force_eager")
         recover(engine)
         once(engine, passes[0], size)  # as written
-    return WarmUp(compiled_programs() - before, time.perf_counter() - start, failures[0] if failures else None)
+    return WarmUp(count_programs() - before, time.perf_counter() - start, failures[0] if failures else None)

@@ -91,7 +91,7 @@ def _is_alive(path: Path, known: tuple[Any, int], say: Callable[[str], None]) ->
     """Return whether the holder of a lock lives; False too if the file is gone."""
     holder, me = known[0], _this_process()
     if holder is not None and all(holder[name] == me[name] for name in ("host", "machine")):
-        return bool(holder["started"] == _started(holder["pid"]))
+        return bool(holder["started"] == _find_start(holder["pid"]))
     say(f"{_tell(path, holder)}: waiting up to {STALE:g} s for a sign of life")
     for _ in range(round(STALE / BEAT)):
         time.sleep(BEAT)
@@ -121,10 +121,10 @@ def _this_process() -> dict[str, Any]:
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": socket.gethostname(), "machine": machine, "pid": os.getpid(), "started": _find_start(os.getpid())}
 
 
-def _started(pid: int) -> str | None:
+def _find_start(pid: int) -> str | None:
     """Return when a process of this machine started, in ticks since the boot, or None if it does not run."""
     with suppress(OSError):
         state, *others = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -24,11 +24,11 @@ def mark(out: Path) -> None:
 
 def unmark(out: Path) -> None:
     """Remove the note of an earlier torchrun with the same name: this one may not have the run, nor may its next attempt."""
-    if _marked(out):
+    if _is_marked(out):
         (out / MARK).unlink()
 
 
-def restarted(out: Path, world: World) -> bool:
+def check_restart(out: Path, world: World) -> bool:
     """Return whether an earlier attempt of the same torchrun began or resumed this run; every rank must take part.
 
     Raises:
@@ -38,10 +38,10 @@ def restarted(out: Path, world: World) -> bool:
     if not any(world.gather_items(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))):
         return False
     with world.agreed():
-        mine = world.is_main and _marked(out) and (out / "config.json").exists()
+        mine = world.is_main and _is_marked(out) and (out / "config.json").exists()
     return world.gather_items(mine)[0]
 
 
-def _marked(out: Path) -> bool:
+def _is_marked(out: Path) -> bool:
     note = out / MARK
     return note.is_file() and note.read_text(encoding="utf-8") == os.environ.get(LAUNCH)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.engines.sampling.noising import NoisingConfig, draw_levels, noised_at
+from fluvial.engines.sampling.noising import NoisingConfig, add_noise, draw_levels
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction, Schedule
 from fluvial.models.host_values import to_device
@@ -89,7 +89,7 @@ def noised_samples(
     for m in range(each):
         noise_keys = fold_in(fold_in(keys, Stream.NOISE), 0 if config.is_shared else m)
         noise = normal(noise_keys, tuple(x0.shape), dtype=x0.dtype)
-        parts.append(noised_at(x0, noise, levels[:, m], prediction=prediction))
+        parts.append(add_noise(x0, noise, levels[:, m], prediction=prediction))
     return NoisedSamples(
         x=torch.cat([x for x, _ in parts]),
         level=levels.T.flatten(),

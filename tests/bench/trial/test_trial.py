@@ -13,7 +13,7 @@ import launch
 import pytest
 import wheels
 
-from fluvial.bench.trial.pipelines import COLUMNS, Row, _reason, measured_table
+from fluvial.bench.trial.pipelines import COLUMNS, Row, _reason, format_table
 from fluvial.engines.cli import main as cli
 from fluvial.models.tiny import pipelines as tiny
 
@@ -38,7 +38,7 @@ def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
         TRAINS,
         TRAINS._replace(pipeline="DPipeline", ratio=1.5),
     ]
-    lines = measured_table(rows).splitlines()
+    lines = format_table(rows).splitlines()
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:6]] == [
         "APipeline",
         "BPipeline",
@@ -96,15 +96,15 @@ def test_a_pipeline_whose_scheduler_is_not_a_flows_is_told_by_its_type(name: str
 
 
 def test_pipelines_that_edit_images_are_given_some() -> None:
-    assert tiny.asked_of("FluxKontextPipeline").media == ("image",)
-    assert tiny.asked_of("FluxFillPipeline").media == ("image", "mask_image")
-    assert tiny.asked_of("FluxPipeline").media == ()
-    assert tiny.asked_of("Flux2KleinKVPipeline").media == ()
+    assert tiny.find_call("FluxKontextPipeline").media == ("image",)
+    assert tiny.find_call("FluxFillPipeline").media == ("image", "mask_image")
+    assert tiny.find_call("FluxPipeline").media == ()
+    assert tiny.find_call("Flux2KleinKVPipeline").media == ()
 
 
 @pytest.mark.parametrize("name", ["Flux2Pipeline", "Flux2KleinPipeline"])
 def test_flux_2_is_given_the_image_that_it_can_do_without(name: str) -> None:
-    asked = tiny.asked_of(name)
+    asked = tiny.find_call(name)
     assert asked.media == ("image",)
     assert asked.size == 64  # it refuses smaller ones
 

@@ -93,8 +93,8 @@ def test_saved_tensors_are_copied_once_each_way() -> None:
     packed: list[host_activations.OnHost] = []
     x = torch.randn(3, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        pack = host_activations._packed
-        patch.setattr(host_activations, "_packed", lambda tensor: packed.append(pack(tensor)) or packed[-1])  # type: ignore[func-returns-value]
+        pack = host_activations._pack
+        patch.setattr(host_activations, "_pack", lambda tensor: packed.append(pack(tensor)) or packed[-1])  # type: ignore[func-returns-value]
         y = host_activations.on_host(torch.exp, x)
     assert [saved.host.data_ptr() == y.data_ptr() for saved in packed if saved.host is not None] == [False]
     y.sum().backward()
@@ -120,7 +120,7 @@ def test_inputs_by_keyword_go_to_the_host(name: str, monkeypatch: pytest.MonkeyP
     call().square().sum().backward()
     expected = {key: parameter.grad for key, parameter in net.named_parameters()}
     net, blocks, call = velocity(name)
-    given, packed, pack = list[int](), list[int](), host_activations._packed
+    given, packed, pack = list[int](), list[int](), host_activations._pack
 
     def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = (each for each in optree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
@@ -134,7 +134,7 @@ def test_inputs_by_keyword_go_to_the_host(name: str, monkeypatch: pytest.MonkeyP
         packed.extend([tensor.data_ptr()] if tensor.numel() else [])  # torch 2.11 keeps an empty one of its own per block
         return pack(tensor)
 
-    monkeypatch.setattr(host_activations, "_packed", count)
+    monkeypatch.setattr(host_activations, "_pack", count)
     out = call()
     assert packed == given
     assert len(given) >= len(blocks)

@@ -14,7 +14,7 @@ from tiny_models import Net, data
 from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.files import MODEL, stored_digests
+from fluvial.engines.engine.files import MODEL, digest_weights
 from fluvial.engines.engine.loading import load_weights
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, init_world
@@ -139,7 +139,7 @@ def test_other_variants_beside_the_weights_are_not_read(tmp_path: Path, one: Wor
     """Hubs keep float16 copies and older shards in the same folder; what is read is what `from_pretrained` would."""
     held = state()
     save(tmp_path, held, parts=parts)
-    before = stored_digests(tmp_path)
+    before = digest_weights(tmp_path)
     for name in ("diffusion_pytorch_model.fp16.safetensors", f"{MODEL}-00001-of-00009.safetensors", "zz.safetensors"):
         save_file({key: torch.full_like(tensor, 7) for key, tensor in held.items()}, tmp_path / name)
     net = Net()
@@ -148,7 +148,7 @@ def test_other_variants_beside_the_weights_are_not_read(tmp_path: Path, one: Wor
             parameter.zero_()
     load_weights(net, tmp_path, world=one)
     assert all(torch.equal(tensor, held[name]) for name, tensor in net.state_dict().items())
-    assert stored_digests(tmp_path) == before
+    assert digest_weights(tmp_path) == before
 
 
 def test_digests_see_all_values_and_names(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_digests_see_all_values_and_names(tmp_path: Path) -> None:
     swapped = held["head.weight"].flip(1)  # with the sum of before
     save(tmp_path / "swapped", {**held, "head.weight": swapped})
     folders = ("one", "two", "moved", "renamed", "last", "swapped")
-    prints = {folder: join_digests(stored_digests(tmp_path / folder)) for folder in folders}
+    prints = {folder: join_digests(digest_weights(tmp_path / folder)) for folder in folders}
     assert prints["one"] == prints["two"]
     assert len(set(prints.values())) == 5
-    parts = [stored_digests(tmp_path / "two", share=slice(rank, None, 3)) for rank in range(3)]
+    parts = [digest_weights(tmp_path / "two", share=slice(rank, None, 3)) for rank in range(3)]
     assert join_digests({**parts[2], **parts[0], **parts[1]}) == prints["one"]

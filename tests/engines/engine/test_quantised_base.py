@@ -21,7 +21,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter
-from fluvial.models.quantised import FORMATS, Base, quantised_layers
+from fluvial.models.quantised import FORMATS, Base, find_quantised
 
 SHORT = ("nf4",)
 BASES = [base if base in SHORT else pytest.param(base, marks=pytest.mark.long) for base in get_args(Base)]
@@ -59,7 +59,7 @@ def predicted(trained: Engine, adapter: str | None = "default") -> Tensor:
 @pytest.mark.parametrize("base", BASES)
 def test_training_leaves_the_base_and_the_reference_alone(one: World, base: Base) -> None:
     trained = engine(one, base)
-    layers = quantised_layers(trained.module)
+    layers = find_quantised(trained.module)
     before = {name: layer.quantised.codes.clone() for name, layer in layers.items()}
     reference = predicted(trained, None)
     losses = steps(trained, 4)
@@ -79,7 +79,7 @@ def test_the_base_takes_the_bytes_of_its_format(one: World, base: Base) -> None:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
     quantised, plain = engine(one, base), engine(one, "auto")
-    layers = quantised_layers(quantised.module).values()
+    layers = find_quantised(quantised.module).values()
     shapes = [(layer.out_features, layer.in_features) for layer in layers]
     saved = sum(4 * rows * columns - FORMATS[base].nbytes((rows, columns)) for rows, columns in shapes)
     assert held(plain) - held(quantised) == saved
@@ -97,7 +97,7 @@ def test_each_sharding_has_the_same_bits(one: World, base: Base, monkeypatch: py
     others += [engine(one, base), engine(one, base, comm="reshard")]
     for other in others:
         other.offload()
-        layers = quantised_layers(other.module).values()
+        layers = find_quantised(other.module).values()
         assert {layer.quantised.codes.untyped_storage().nbytes() for layer in layers} == {0}
         other.onload()
         assert steps(other, 2) == losses
@@ -109,8 +109,8 @@ def test_an_empty_module_is_quantised_as_it_is_read(one: World, base: Base) -> N
     empty = adapted(empty=True)
     read = ShardedModule(empty, MODEL.blocks(empty), one, EngineConfig(base=base), weights=BASE)
     expected = engine(one, base).module
-    found = quantised_layers(read.module)
-    for name, layer in quantised_layers(expected).items():
+    found = find_quantised(read.module)
+    for name, layer in find_quantised(expected).items():
         for own, other in zip(found[name].quantised, layer.quantised, strict=True):
             assert torch.equal(own.view(torch.uint8), other.view(torch.uint8)), name
     with read.inference() as module:
@@ -142,7 +142,7 @@ def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path,
     export.export(trained.module, tmp_path, merge=True, world=one)
     plain = SD3Transformer2DModel.from_pretrained(tmp_path)
     torch.testing.assert_close(lora_model.run(plain.eval()), expected, rtol=1e-4, atol=1e-4)
-    name, layer = next((name, each) for name, each in quantised_layers(trained.module).items() if "to_q.base" in name)
+    name, layer = next((name, each) for name, each in find_quantised(trained.module).items() if "to_q.base" in name)
     a, b = (trained.module.get_parameter(name.replace("base_layer", f"lora_{factor}.default.weight")) for factor in "AB")
     merged = layer.weight + LORA.alpha / LORA.rank * local(b) @ local(a)
     torch.testing.assert_close(plain.get_parameter(name.replace("base_layer", "weight")).data, merged)

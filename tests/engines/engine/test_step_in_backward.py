@@ -73,14 +73,14 @@ def test_one_gradient_is_held_at_a_time(one: World, monkeypatch: pytest.MonkeyPa
     """When a parameter steps, the gradients of those before it are freed; the plan counts the largest."""
     trained = engine(one)
     alive, most = weakref.WeakSet[Tensor](), list[int]()
-    real = trained._arrived
+    real = trained._step_parameter
 
     def arrived(parameter: Any) -> None:
         alive.add(parameter.grad._local_tensor)
         most.append(len(alive))
         real(parameter)
 
-    monkeypatch.setattr(trained, "_arrived", arrived)
+    monkeypatch.setattr(trained, "_step_parameter", arrived)
     steps(trained, 2)
     assert most == [1] * 2 * len(trained.trainable)
     assert all(parameter.grad is None for parameter in trained.trainable.values())

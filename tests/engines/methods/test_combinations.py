@@ -37,7 +37,7 @@ from fluvial.engines.sampling.window import AllSteps, RandomWindow
 from fluvial.models import Prediction
 
 ROLLOUT: dict[str, Sequence[Any]] = {
-    "sampler": (*(Stochastic(name, 0.5) for name in Stochastic.known_kinds()), Ode(), Ode("dpmpp_2m"), SaSolver(0.5)),
+    "sampler": (*(Stochastic(name, 0.5) for name in Stochastic.list_kinds()), Ode(), Ode("dpmpp_2m"), SaSolver(0.5)),
     "form": ("density", "no_const", "unscaled"),
     "reduction": ("mean", "sum"),
     "group": (1, 2),

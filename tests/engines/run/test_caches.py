@@ -16,7 +16,7 @@ from fluvial.engines.methods.imitation import Sft
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.jobs.evaluated import encoded_texts
+from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
 from fluvial.engines.run.jobs.weights import digest
 from fluvial.engines.sampling.config import RolloutConfig
@@ -95,7 +95,7 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
 def prepared(job: Job, world: World) -> None:
     """Encode what the job learns from."""
     assert job.prepare is not None
-    job.prepare(world, encoded_texts(job, job, NO_GUIDANCE))
+    job.prepare(world, list_texts(job, job, NO_GUIDANCE))
 
 
 def test_a_cache_is_of_one_model_and_its_settings(folder: Path, tmp_path: Path, one: World) -> None:
@@ -119,7 +119,7 @@ def test_a_full_disk_while_captions_are_encoded(
     folder: Path, tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line; what was encoded is kept, nothing half-written stays, and the next start encodes the rest."""
-    write, encode, encoded = base.save_file, Pipeline._encoded, list[str]()
+    write, encode, encoded = base.save_file, Pipeline._encode, list[str]()
 
     def full(tensors: Any, path: Path) -> None:
         if len([*(tmp_path / "texts").glob("*.safetensors")]) == 2:
@@ -131,7 +131,7 @@ def test_a_full_disk_while_captions_are_encoded(
         encoded.append(prompt)
         return encode(self, prompt)
 
-    monkeypatch.setattr(Pipeline, "_encoded", counted)
+    monkeypatch.setattr(Pipeline, "_encode", counted)
     monkeypatch.setattr(base, "save_file", full)
     with pytest.raises(RunError, match=r"texts: No space left on device; what is encoded is kept, start again") as error:
         prepared(job(folder, tmp_path), one)

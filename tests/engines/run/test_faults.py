@@ -324,7 +324,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def continued(config: TrainConfig, world: World) -> TrainConfig:
     """Return the run as a restart by torchrun goes on with it."""
-    return training._restarted(config, world)
+    return training._resume_restarted(config, world)
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, count: int, name: str = "none") -> None:

@@ -21,7 +21,7 @@ from fluvial.engines.run import train
 from fluvial.engines.run.exports import export_run
 from fluvial.engines.sampling.config import ServersConfig
 from fluvial.models.lora import Dora, Lokr, LoraConfig
-from fluvial.models.quantised import quantised_layers
+from fluvial.models.quantised import find_quantised
 
 WAYS: dict[str, dict[str, Any]] = {
     "nf4": {"train": "lora", "engine": EngineConfig(base="nf4", checkpointing="host")},
@@ -117,7 +117,7 @@ def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
     with init_world() as world, ExitStack() as stack:
         subjects = opened(str(config.out), asked, world, stack)
         with subjects.ours.network() as module:
-            assert not quantised_layers(module)
+            assert not find_quantised(module)
         assert subjects.base is not None
         with subjects.base.network() as module:
-            assert {layer.base for layer in quantised_layers(module).values()} == {"int4"}
+            assert {layer.base for layer in find_quantised(module).values()} == {"int4"}

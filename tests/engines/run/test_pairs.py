@@ -26,7 +26,7 @@ from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
 from fluvial.engines.run.passes import micro_batch
-from fluvial.engines.run.passes.probe import RunPasses, fixed_pairs
+from fluvial.engines.run.passes.probe import RunPasses, explain_fixed_pairs
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -342,7 +342,7 @@ def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkey
 )
 def test_what_cannot_be_chosen(compiles: bool, objective: Any, reason: str | None) -> None:
     config, engine = SimpleNamespace(objective=objective), SimpleNamespace(compiles=compiles)
-    assert fixed_pairs(config, engine) == reason  # type: ignore[arg-type]
+    assert explain_fixed_pairs(config, engine) == reason  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pairs", ["rollout", 12])

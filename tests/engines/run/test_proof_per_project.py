@@ -22,7 +22,7 @@ from torch import Tensor
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import PublishedRun, find, published_runs
+from fluvial.engines.extensions.published.runs import PublishedRun, find, load_published
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run.config import PipelineConfig, RolloutConfig, TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
@@ -75,7 +75,7 @@ def one() -> Iterator[World]:
 def test_every_project_is_proved_or_has_no_objective() -> None:
     """A project without a row has only runs of methods that fluvial lacks."""
     proved = {name.partition("/")[0] for name in PROVED}
-    for run in published_runs().values():
+    for run in load_published().values():
         assert project_of(run) in proved or run.needs, run.name
 
 

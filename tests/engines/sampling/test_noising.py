@@ -19,8 +19,8 @@ from fluvial.engines.sampling.noising import (
     LogitNormalLevels,
     ScheduleLevels,
     StratifiedLevels,
+    add_noise,
     draw_levels,
-    noised_at,
 )
 from fluvial.models import Prediction, Schedule
 
@@ -157,7 +157,7 @@ def test_the_formulas(prediction: Prediction) -> None:
     x0, noise = clean().double(), normal(key(9), (B, *tiny.SHAPE), dtype=torch.float64)
     level = torch.linspace(0.01, 0.99, B, dtype=torch.float64)
     expected = FORMULAS[prediction](x0, noise, level[:, None, None, None])
-    for got, known in zip(noised_at(x0, noise, level, prediction=prediction), expected, strict=True):
+    for got, known in zip(add_noise(x0, noise, level, prediction=prediction), expected, strict=True):
         assert got.dtype == torch.float64
         torch.testing.assert_close(got, known, rtol=1e-14, atol=1e-14)
 

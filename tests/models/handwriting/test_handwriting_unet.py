@@ -30,7 +30,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run.evaluation.evaluate import Evaluation, evaluate
 from fluvial.engines.run.job import Job
-from fluvial.engines.sampling.noising import noised_at
+from fluvial.engines.sampling.noising import add_noise
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.handwriting import (
     BASE,
@@ -206,7 +206,7 @@ def test_training_noises_as_the_scheduler_does() -> None:
     assert torch.equal(levels(torch.tensor([0.0, 1 - 2**-24]), "epsilon"), alphas_cumprod(u.device)[[0, 999]])
     x0, drawn = write(key(3), CODES), noise(3)
     batch = Noised(x0, drawn, level[:3], MODEL.encode(CODES))
-    x, target = noised_at(*batch[:3], prediction="epsilon")
+    x, target = add_noise(*batch[:3], prediction="epsilon")
     expected = MODEL.scheduler(10).add_noise(x0, drawn, timestep[:3].long())
     torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(target, drawn)
@@ -217,7 +217,7 @@ def test_the_transformers_training_is_flow_matching() -> None:
     u = uniform(key(2), (3,))
     level, x0, drawn = 3.0 * u / (1 + 2.0 * u), write(key(3), CODES), noise(3)
     assert torch.equal(levels(u, "velocity"), level)
-    x, target = noised_at(x0, drawn, level, prediction="velocity")
+    x, target = add_noise(x0, drawn, level, prediction="velocity")
     sigma = level[:, None, None, None]
     assert torch.equal(x, (1 - sigma) * x0 + sigma * drawn)
     assert torch.equal(target, drawn - x0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fluvial.engines.engine.storages import LiveStorages
 from fluvial.models.pipelines import base, unfilled
 from fluvial.models.pipelines.base import VaeOptions
-from fluvial.models.quantised import quantised_layers
+from fluvial.models.quantised import find_quantised
 
 
 @pytest.mark.long
@@ -28,7 +28,7 @@ def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Call
     assert plain._encoders() != quantised._encoders()
     for part in (part for part in quantised.parts if part.startswith("text_encoder")):
         held = getattr(quantised._text, part)
-        assert quantised_layers(held)
+        assert find_quantised(held)
         import transformers
 
         options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}

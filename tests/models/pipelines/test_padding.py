@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.flops import FlopCounter
 from fluvial.models.guidance import Guided, guided_velocity
-from fluvial.models.padding import padded_length, trimmed, trims_padding
+from fluvial.models.padding import pad_length, trim, trims_padding
 from fluvial.models.pipelines.base import Pipeline
 
 MASKED = [name for name, row in ROWS.items() if row.masks]
@@ -46,7 +46,7 @@ def test_trimming_changes_neither_prediction_nor_gradient(name: str, folders: Ca
         uncond, scale = model.encode([PROMPTS[1]] * len(prompts)), torch.full((len(prompts),), 2.0)
         whole: Any = Guided(model.encode(prompts), uncond, scale)
         longest = max(int(model.prompt_tokens(half).max()) for half in (whole.cond, whole.uncond))  # type: ignore[attr-defined]
-        short = trimmed(model, whole, longest + more)
+        short = trim(model, whole, longest + more)
         assert short.cond.tokens.shape[1] == short.uncond.tokens.shape[1] == longest + more < 80
         (v, grads), (expected, expected_grads) = (
             answered(model, module, noise[: len(prompts)], cond) for cond in (short, whole)
@@ -63,9 +63,9 @@ def test_a_short_prompt_of_qwen_image_costs_less(folders: Callable[[str], Path])
     model = opened("qwen-image", folders("qwen-image"), text_tokens=512)
     module, x = model.build(), start(model, 2, (16, 16))
     cond = model.encode(["a fox", "two cats"])
-    tokens = padded_length(int(model.prompt_tokens(cond).max()), limit=512)  # type: ignore[attr-defined]
+    tokens = pad_length(int(model.prompt_tokens(cond).max()), limit=512)  # type: ignore[attr-defined]
     counted = []
-    for each in (cond, trimmed(model, cond, tokens)):
+    for each in (cond, trim(model, cond, tokens)):
         with FlopCounter() as counter, torch.no_grad():
             model.predict(module, x, torch.tensor([0.3, 0.8]), each)
         counted.append(counter.model)
@@ -78,4 +78,4 @@ def test_a_short_prompt_of_qwen_image_costs_less(folders: Callable[[str], Path])
 )
 def test_lengths_repeat(longest: int, limit: int, length: int) -> None:
     """They are multiples of 32 up to the model's own padding."""
-    assert padded_length(longest, limit=limit) == length
+    assert pad_length(longest, limit=limit) == length

@@ -27,7 +27,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig
-from fluvial.engines.run.jobs.evaluated import encoded_texts
+from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import decoded
 from fluvial.models.pipelines import unet_edits
@@ -286,7 +286,7 @@ def test_a_negative_prompt_is_cached_with_each_image(tmp_path: Path) -> None:
     guidance, model = Guidance(2.0, "blurred"), cast(Any, job.model)
     asked = replace(job, heldout=(replace(job.prompts[0], text="an owl"),))
     with init_world() as one:
-        job.prepare(one, encoded_texts(job, asked, guidance))
+        job.prepare(one, list_texts(job, asked, guidance))
     guidance.encode(model, [*job.prompts, *job.heldout, *asked.heldout])
     assert model._text is None
 
@@ -298,7 +298,7 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, tmp_path: Path) 
     words = typed_for(name, tmp_path)[1:]
     ended = wait([Forked(lambda: cli.run(["train", *words, "--out", str(tmp_path / "run")]), tmp_path / "run.txt")])
     assert ended.code == 0, ended.output
-    assert pipelines._served(words, tmp_path, cli.run, recorded=False) == "yes"
+    assert pipelines._train_served(words, tmp_path, cli.run, recorded=False) == "yes"
 
 
 @pytest.mark.long
@@ -361,7 +361,7 @@ def test_samples_that_start_as_noise_are_noise_mixed_with_the_image() -> None:
     """x = sqrt(A) z + sqrt(1 - A) e at the first level A, and z with what is left of y at the last."""
     noise, image = normal(fold_in(key(0), torch.arange(2)), (2, 4, 3, 2, 2)).unbind()
     powers = torch.tensor([0.005, 0.3, 0.9, 0.9991])
-    levels = unet_edits._rescaled(powers.double(), 1 / unet_edits.UNIT).float()
+    levels = unet_edits._rescale(powers.double(), 1 / unet_edits.UNIT).float()
     mixed = unet_edits._with_image(noise, levels, image)
     power = powers.reshape(-1, 1, 1, 1)
     torch.testing.assert_close(mixed, torch.sqrt(power) * image + torch.sqrt(1 - power) * noise, rtol=1e-5, atol=1e-5)

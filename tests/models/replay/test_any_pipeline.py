@@ -29,7 +29,7 @@ from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay import any_pipeline
 from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.replay.recipe import Row
-from fluvial.models.tiny.pipelines import asked_of, save
+from fluvial.models.tiny.pipelines import find_call, save
 
 STEPS = 4
 CASES = [name if name == "sana" else long(name) for name in WITHOUT_ADAPTER]
@@ -100,7 +100,7 @@ def test_the_check_passes_with_the_real_transformer(name: str, replayed: Callabl
     model = opened(name, replayed(name))
     assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
     assert is_recorded(model)
-    assert type(model._loaded().transformer).__name__ == "StandIn"  # which is put back
+    assert type(model._load_pipeline().transformer).__name__ == "StandIn"  # which is put back
 
 
 @each
@@ -296,14 +296,14 @@ def test_another_size_or_number_of_steps_is_refused(replayed: Callable[[str], Pa
 def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline that pads to the longest prompt of the batch gives its transformer other shapes for other prompts."""
     model = opened("lumina2", replayed("lumina2"))
-    encode: Any = type(model._loaded()).encode_prompt
+    encode: Any = type(model._load_pipeline()).encode_prompt
 
     def unpadded(self: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         found = encode(self, prompt, *args, **kwargs)
         length = 4 if "fox" in str(prompt) else 6
         return tuple(part if part is None else part[:, :length] for part in found)
 
-    monkeypatch.setattr(type(model._loaded()), "encode_prompt", unpadded)
+    monkeypatch.setattr(type(model._load_pipeline()), "encode_prompt", unpadded)
     with pytest.raises(ValueError, match="samples of both cannot be in one batch"):
         model.encode(["a red fox"])
 
@@ -327,7 +327,7 @@ def test_rows_by_coincidence_are_none(replayed: Callable[[str], Path], monkeypat
 @pytest.mark.long
 def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> None:
     """Bria FIBO's positions of text have no dimension of the batch, and are as many as the prompt's tokens."""
-    asked = asked_of("BriaFiboPipeline")
+    asked = find_call("BriaFiboPipeline")
     save("BriaFiboPipeline", tmp_path / "fibo")
     settings: dict[str, Any] = {"scale": asked.scale, "negative": asked.negative, "call": asked.call, "example": PROMPTS[0]}
     model = AnyPipeline(tmp_path / "fibo", height=asked.size, width=asked.size, steps=STEPS, **settings).given(PROMPTS)
@@ -350,7 +350,7 @@ def test_the_stand_in_takes_no_memory(replayed: Callable[[str], Path]) -> None:
     model = opened("sana", replayed("sana"))
     model.encode(PROMPTS)
     model.decode(torch.zeros(2, *model.known.shape))
-    pipe = model._loaded()
+    pipe = model._load_pipeline()
     assert all(parameter.is_meta for parameter in pipe.transformer.parameters())
     assert type(pipe.scheduler) is FlowMatchEulerDiscreteScheduler
     assert not pipe.transformer._forward_hooks

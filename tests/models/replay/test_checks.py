@@ -101,15 +101,15 @@ def test_what_depends_on_one_samples_noise_is_refused(
     """Samples that are made one by one are compared with one another, as those of a batch."""
     call = {"image": IMAGE, "strength": 0.5, **SHORT}
     model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
-    prepare = type(model._loaded()).encode_prompt
+    prepare = type(model._load_pipeline()).encode_prompt
 
     def noisy(self: Any, *args: Any, **more: Any) -> Any:
         *found, pooled, other = prepare(self, *args, **more)
         return (*found, pooled + torch.randn(()), other)
 
-    monkeypatch.setattr(type(model._loaded()), "encode_prompt", noisy)
+    monkeypatch.setattr(type(model._load_pipeline()), "encode_prompt", noisy)
     says = "its transformer is given something besides the sample that depends on it"
-    refused(lambda: list(model._runs(model._loaded(), PROMPTS[0], single=[True])), says)
+    refused(lambda: list(model._runs(model._load_pipeline(), PROMPTS[0], single=[True])), says)
 
 
 @pytest.mark.long
@@ -130,7 +130,7 @@ def test_initial_samples_that_are_no_noise_are_refused(
 ) -> None:
     """A pipeline that scales its noise, or adds something to it."""
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
-    kind = type(model._loaded())
+    kind = type(model._load_pipeline())
     prepare = kind.prepare_latents
     changes: list[Callable[[Tensor], Tensor]] = [
         lambda x: 0.8 * x,
@@ -148,7 +148,7 @@ def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], P
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
     module = model.build().eval()
     model.check(module, PROMPTS[:2])
-    pipe = model._loaded()
+    pipe = model._load_pipeline()
     decode = pipe.vae.decode
     runs_own = [True]
 
@@ -207,7 +207,7 @@ def test_a_pipeline_that_lacks_a_property_is_refused(
     """As soon as it is run without its transformer."""
     alter, says = ALTERED[name]
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
-    alter(monkeypatch, type(model._loaded()))
+    alter(monkeypatch, type(model._load_pipeline()))
     refused(lambda: model.known, f"^SanaPipeline cannot be trained without an adapter: {says}$")
 
 
@@ -216,7 +216,7 @@ def test_a_run_that_differs_from_the_first_or_fails_is_refused(
 ) -> None:
     """Its schedule is another one, or only the real transformer fails, with one prompt too; sounds are asked of none."""
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
-    module, kind = model.build().eval(), type(model._loaded())
+    module, kind = model.build().eval(), type(model._load_pipeline())
     refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
     with monkeypatch.context() as patch:
         prepare = kind.prepare_latents
@@ -254,7 +254,7 @@ def test_an_exception_of_the_pipeline_is_one_line(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise kind("name 'ftfy' is not defined;\nand a second line")
 
-    pipe: Any = model._loaded()
+    pipe: Any = model._load_pipeline()
     monkeypatch.setattr(type(pipe), method, fail)
     refused(lambda: model.known, f"^SanaPipeline cannot {says}")
     assert type(pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
@@ -268,7 +268,7 @@ def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError
 
-    pipe = model._loaded()
+    pipe = model._load_pipeline()
     pipe.vae.decode = fail
     refused(lambda: model.decode(torch.zeros(1, *shape)), "^SanaPipeline cannot decode samples: MemoryError$")
     own = pipe.tokenizer
@@ -298,7 +298,7 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) 
     from transformers import ProcessorMixin
 
     model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
-    pipe = model._loaded()
+    pipe = model._load_pipeline()
     own = pipe.tokenizer
     processor = ProcessorMixin.__new__(type("Processor", (ProcessorMixin,), {}))
     processor.tokenizer = own

@@ -138,7 +138,7 @@ def test_an_image_or_sound_without_an_effect_is_refused(
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0])
     module = model.build().eval()
-    kind = type(model._loaded())
+    kind = type(model._load_pipeline())
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda *args, **more: call(*args, **{**more, argument: ignored(more[argument])}))
     with pytest.raises(ValueError, match=rf"^{kind.__name__} .* its {argument} has no effect on the samples; leave it out$"):
@@ -167,7 +167,7 @@ def test_each_sample_is_decoded_with_its_own_prompts_image(
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0])
     module = model.build().eval()
-    kind = type(model._loaded())
+    kind = type(model._load_pipeline())
     call = kind.__call__
 
     def brighter(self: Any, *args: Any, control_image: Any, **more: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_decoding_that_mixes_samples_is_refused(folder: Callable[[str], Path],
     asked = prompts("kontext", folder("kontext"))
     model = opened("kontext", folder("kontext"), asked[0])
     module = model.build().eval()
-    vae = type(model._loaded().vae)
+    vae = type(model._load_pipeline().vae)
     decode = vae.decode
 
     def mix(self: Any, z: torch.Tensor, *args: Any, **more: Any) -> Any:

@@ -157,7 +157,7 @@ def test_tokens_of_text_before_those_of_the_sample_are_left_out() -> None:
 @pytest.mark.parametrize("name", ["Kandinsky5T2IPipeline", "BriaFibo2Pipeline", "QwenImage21Pipeline"])
 def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: Path) -> None:
     """Prompts of unlike lengths, with guidance, against the pipeline's own images."""
-    asked = tiny.asked_of(name)
+    asked = tiny.find_call(name)
     with tiny.surroundings(name, asked.size):
         folder = tiny.save(name, tmp_path / "model")
         model = AnyPipeline(

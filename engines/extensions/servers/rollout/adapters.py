@@ -41,7 +41,7 @@ class Applied(NamedTuple):
     product: Product
 
 
-def applied(adapters: Sequence[Adapter], product: Product) -> Applied | None:
+def merge_adapters(adapters: Sequence[Adapter], product: Product) -> Applied | None:
     """Return adapters as one whose rank is the sum of theirs; None if there is none.
 
         sum_i s_i B_i A_i = [s_1 B_1, s_2 B_2, ...] [A_1; A_2; ...]

@@ -126,13 +126,13 @@ def _answer(asked: ImagesRequest, samples: list[RolloutSample]) -> dict[str, Any
     return {
         "id": samples[0].request_id,
         "created": int(time.time()),
-        "data": [{"b64_json": _encoded(each.generated_output, asked), "revised_prompt": asked.prompt} for each in samples],
+        "data": [{"b64_json": _encode(each.generated_output, asked), "revised_prompt": asked.prompt} for each in samples],
         "inference_time_s": max(sample.inference_time_s or 0.0 for sample in samples),
         "peak_memory_mb": samples[0].peak_memory_mb,
     }
 
 
-def _encoded(image: Tensor, asked: ImagesRequest) -> str:
+def _encode(image: Tensor, asked: ImagesRequest) -> str:
     """Return an image `[C, H, W]` in [0, 1] as the base64 of a file."""
     file, kind = io.BytesIO(), asked.output_format.upper()
     as_image(image, width=1).save(file, format=kind, **({} if kind == "PNG" else {"quality": asked.output_compression}))

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from fluvial.engines.engine.determinism import fresh_copy
-from fluvial.engines.engine.files import shared_folder
+from fluvial.engines.engine.files import find_shared_folder
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.rollout.policy import Policy
@@ -41,8 +41,8 @@ def opened(
         weights: folder of other base weights; None takes the model's own.
         steps, guidance, pipeline: settings where a request names none, and how a pipeline is opened.
         dtype: dtype of the network, as `EngineConfig.compute`; auto is bfloat16 on a GPU, else float32.
-        roots: folders that weights and images may be read from later; by default `shared_folder()` and those of the model's
-            own weights.
+        roots: folders that weights and images may be read from later; by default `find_shared_folder()` and the folders of
+            the model's weights.
         prompts: files of the run's prompts, which a pipeline without an adapter is recorded on.
         device: device; by default the GPU where there is one.
 
@@ -66,7 +66,7 @@ def opened(
         # A file's weights lie where its header ends, and those of a trainer at the start of their own memory.
         parameter.data = fresh_copy(parameter.data.to(kind), device)
     module.to(device)
-    served = ServedWeights(module, roots=roots or [shared_folder(), *_folders(job.model.weights)], device=device)
+    served = ServedWeights(module, roots=roots or [find_shared_folder(), *_folders(job.model.weights)], device=device)
     return Policy(name, job.model, served, shape=job.shape, steps=steps, guidance=guidance, device=device)
 
 

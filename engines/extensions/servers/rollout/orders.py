@@ -177,11 +177,11 @@ def _check_parts(request: RolloutRequest, recipe: Recipe, windows: Sequence[tupl
         raise RequestError(400, f"prefix has {own.prefix[0]} steps, expected stochastic steps after it, and none within")
     if own.after != Tail() and (recipe.window is None or not taken or policy.model.prediction != "velocity"):
         raise RequestError(400, "after is set, expected one window for all samples, and a model that predicts a velocity")
-    if request.debug and len(_observed(recipe)) < recipe.steps + 1:
+    if request.debug and len(_find_boundaries(recipe)) < recipe.steps + 1:
         raise RequestError(400, "prefix or after is set, so that not all steps are taken here: set rollout_debug_mode false")
 
 
-def _observed(recipe: Recipe) -> list[int]:
+def _find_boundaries(recipe: Recipe) -> list[int]:
     """Return the boundaries of steps at which the latents of a batch are known."""
     first = 0 if recipe.options.prefix is None else recipe.options.prefix[0]
     if recipe.options.after == Tail() or recipe.window is None:
@@ -196,7 +196,7 @@ def _boundaries(request: RolloutRequest, recipe: Recipe, window: tuple[int, ...]
         return tuple(sorted({*window, *(step + 1 for step in window)} | last))
     asked = request.rollout_return_step_indices
     wanted = tuple(range(recipe.steps + 1)) if asked is None else asked
-    if missing := sorted(set(wanted) - set(_observed(recipe))):
+    if missing := sorted(set(wanted) - set(_find_boundaries(recipe))):
         raise RequestError(
             400,
             f"latents at boundary {missing[0]} are asked for, and prefix or after is set, so that they are not known: "

@@ -46,7 +46,7 @@ def prompt_of(request: RolloutRequest, policy: Policy, *, most_bytes: int, most_
             raise RequestError(400, f"image_path holds {count} images for {name}, expected one")
     media: dict[str, bytes | tuple[bytes, ...]] = {}
     for name, image in zip(names, given, strict=True):
-        file = checked(_file(image, policy, most_bytes), name, most_pixels)
+        file = check_file(_file(image, policy, most_bytes), name, most_pixels)
         media[name] = (*media.get(name, ()), file) if name in lists else file
     return Prompt(request.prompt, media=media)
 
@@ -82,7 +82,7 @@ def _read(path: Path) -> bytes:
         raise RequestError(400, f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
-def checked(file: bytes, name: str, most_pixels: int) -> bytes:
+def check_file(file: bytes, name: str, most_pixels: int) -> bytes:
     """Return the bytes of a file that is an image or a video of at most `most_pixels`, or a WAV file, by its argument."""
     if name in SOUND.arguments and not file.startswith(b"RIFF"):
         raise RequestError(400, f"image_path: {name} cannot be read as WAV")

@@ -68,7 +68,7 @@ def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> 
         with policy.sampling() as module:
             for order in orders:
                 policy.check_version(order.request.fluvial.version)
-            return _made(policy, module, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
+            return _generate(policy, module, orders, [*orders, *[orders[0]] * (micro_batch - len(orders))])
     except RequestError:
         raise
     except Exception as error:
@@ -78,7 +78,7 @@ def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> 
         raise RunError(f"the samples cannot be made: {said}") from None
 
 
-def _made(
+def _generate(
     policy: Policy, module: nn.Module, orders: Sequence[SampleOrder], filled: Sequence[SampleOrder]
 ) -> list[RolloutSample]:
     start, recipe = time.perf_counter(), filled[0].recipe
@@ -127,7 +127,7 @@ def _made(
                 rollout_log_probs=log_probs[row].clone() if asked.rollout else None,
                 rollout_debug_tensors=form.debug({name: debug[name][row] for name in asked.debug}) or None,
                 denoising_env=form.conditioning(chunk.cond, row) if asked.rollout and env else None,
-                dit_trajectory=form.trajectory(_chosen(order, row, latents), order.boundaries, schedule)
+                dit_trajectory=form.trajectory(_choose_latents(order, row, latents), order.boundaries, schedule)
                 if asked.rollout and traced
                 else None,
                 inference_time_s=seconds,
@@ -182,7 +182,7 @@ def _latents(steps: _Steps, chunk: Chunk, recipe: Recipe) -> dict[int, Tensor]:
     return found
 
 
-def _chosen(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tensor:
+def _choose_latents(order: SampleOrder, row: int, latents: Mapping[int, Tensor]) -> Tensor:
     """Return the latents of a sample at the boundaries that it is asked for, `[K, *event]`."""
     chosen = [latents[boundary][row] for boundary in order.boundaries]
     return torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()

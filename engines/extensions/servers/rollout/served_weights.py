@@ -19,7 +19,7 @@ from fluvial.engines.engine.export import base_tensors, components
 from fluvial.engines.engine.files import weight_files
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
+from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
 from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
@@ -232,7 +232,7 @@ class ServedWeights:
             raise RequestError(400, f"{path!r} is a {file.form.kind}, and adapters here are LoRA: send merged weights")
         return Adapter(nickname, path, strength, file if alpha is None else file._replace(alpha=alpha))
 
-    def loaded_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
+    def find_adapter(self, target: str, *, nickname: str, strength: float, alpha: float | None) -> Adapter:
         """Return an adapter of a network that was read before; see `read_adapter`.
 
         Raises:
@@ -251,7 +251,7 @@ class ServedWeights:
         """
         if target not in self.last:
             raise RequestError(400, f"{target} has had no adapter: send the lora_path of one to /v1/set_lora")
-        again = applied([each._replace(strength=strength) for each in self.last[target].adapters], product)
+        again = merge_adapters([each._replace(strength=strength) for each in self.last[target].adapters], product)
         assert again is not None
         return again
 
@@ -284,7 +284,7 @@ class ServedWeights:
         if not any(nickname == known for known, _ in self.loaded):
             raise RequestError(400, f"adapter {nickname} is not loaded: GET /v1/list_loras has the names of those that are")
         return {
-            name: applied([adapter for adapter in each.adapters if adapter.nickname != nickname], each.product)
+            name: merge_adapters([adapter for adapter in each.adapters if adapter.nickname != nickname], each.product)
             for name, each in self.adapters.items()
             if nickname in [adapter.nickname for adapter in each.adapters]
         }

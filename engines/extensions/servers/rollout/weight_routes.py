@@ -26,10 +26,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from fluvial.engines.extensions.servers.asgi import RequestError, json_of
-from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, applied
+from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.extensions.wire.decode import WireError, convert
-from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, Text, shared_bucket
+from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, Text, open_shared_bucket
 from fluvial.models.lora_layer import Product
 
 Result = TypeVar("Result")
@@ -152,7 +152,7 @@ class WeightRoutes:
         """Take the weights of a folder over: all of them, or none."""
         read = self.weights.read_folder
         staged = await asyncio.to_thread(read, asked.model_path, asked.target_modules, asked.sha256)
-        return await self._changed(lambda: self.weights.exchange(staged), asked, f"the weights of {asked.model_path}")
+        return await self._change(lambda: self.weights.exchange(staged), asked, f"the weights of {asked.model_path}")
 
     async def from_tensors(self, asked: FromTensors) -> dict[str, Any]:
         """Take a bucket over; the last one of a push changes the weights."""
@@ -163,13 +163,13 @@ class WeightRoutes:
                 400, f"serialized_named_tensors holds {len(asked.serialized_named_tensors)}, expected one bucket"
             )
         try:
-            bucket = shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
+            bucket = open_shared_bucket(msgspec.json.decode(asked.serialized_named_tensors[0]))
         except (msgspec.DecodeError, RecursionError):
             raise RequestError(400, "serialized_named_tensors holds a text that is not JSON") from None
         staged = await asyncio.to_thread(self.weights.stage, bucket)
         if staged is None:
             return {"success": True, "message": f"bucket {bucket.index + 1} of {bucket.count} is staged"}
-        return await self._changed(lambda: self.weights.exchange(staged), asked, f"{bucket.count} buckets")
+        return await self._change(lambda: self.weights.exchange(staged), asked, f"{bucket.count} buckets")
 
     async def set_lora(self, asked: SetLora) -> dict[str, Any]:
         """Take adapters over, in the place of those before."""
@@ -180,7 +180,7 @@ class WeightRoutes:
         def read(each: NamedAdapter, network: str) -> Adapter:
             options: dict[str, Any] = {"nickname": each.nickname, "strength": each.strength, "alpha": each.alpha}
             if each.path is None:
-                return self.weights.loaded_adapter(network, **options)
+                return self.weights.find_adapter(network, **options)
             path = f"{each.path}/{network}" if several and len(chosen[each]) > 1 else each.path
             return self.weights.read_adapter(path, network, **options)
 
@@ -191,12 +191,12 @@ class WeightRoutes:
                 if len({each.nickname for each in own}) < len(own):
                     raise RequestError(400, f"lora_nickname names an adapter of {network} twice, expected different ones")
                 if own:
-                    found[network] = applied([read(each, network) for each in own], product)
+                    found[network] = merge_adapters([read(each, network) for each in own], product)
             return found
 
         adapters = await asyncio.to_thread(wanted)
         what = ", ".join(f"{each.nickname} of {each.path or 'an earlier request'}" for each in named)
-        return await self._changed(lambda: self.weights.adapt(adapters), asked, f"adapter {what}")
+        return await self._change(lambda: self.weights.adapt(adapters), asked, f"adapter {what}")
 
     async def merge_lora(self, asked: MergeLora) -> dict[str, Any]:
         """Set the adapters that were set last, again with another strength."""
@@ -204,21 +204,26 @@ class WeightRoutes:
         again = {
             name: last(name, strength=asked.strength, product=PRODUCTS["merge"]) for name in self._targets(asked.target)
         }
-        return await self._changed(lambda: self.weights.adapt(again), asked, f"adapters of strength {asked.strength:g}")
+        return await self._change(lambda: self.weights.adapt(again), asked, f"adapters of strength {asked.strength:g}")
 
     async def unmerge_lora(self, asked: ForAdapters) -> dict[str, Any]:
         """Take adapters off, so that the base weights remain."""
         bare = dict.fromkeys(self._targets(asked.target))
-        return await self._changed(lambda: self.weights.adapt(bare), asked, "the base weights, without adapters")
+        return await self._change(lambda: self.weights.adapt(bare), asked, "the base weights, without adapters")
 
     async def unload_lora(self, asked: UnloadLora) -> dict[str, Any]:
         """Take an adapter off, and forget it."""
         name, left = asked.lora_name, self.weights.without(asked.lora_name)
         found: dict[str, Any] = {"success": True, "status": "ok", "message": f"adapter {name} is unloaded"}
         if left:
-            found = await self._changed(lambda: self.weights.adapt(left), asked, f"the weights without adapter {name}")
+            found = await self._change(lambda: self.weights.adapt(left), asked, f"the weights without adapter {name}")
         self.weights.forget(name)
-        return {**found, "error_message": None, "loaded_adapters": self._loaded(), "weight_version": self.weights.version}
+        return {
+            **found,
+            "error_message": None,
+            "loaded_adapters": self._list_loaded(),
+            "weight_version": self.weights.version,
+        }
 
     async def list_loras(self, asked: NoFields) -> dict[str, Any]:
         """Return the adapters that are loaded, and those that act on each network."""
@@ -236,10 +241,10 @@ class WeightRoutes:
             ]
             for name, each in self.weights.adapters.items()
         }
-        loaded = [{"nickname": nickname, "path": path} for nickname, path in self._loaded().items()]
+        loaded = [{"nickname": nickname, "path": path} for nickname, path in self._list_loaded().items()]
         return {"loaded_adapters": loaded, "active": active}
 
-    def _loaded(self) -> dict[str, str]:
+    def _list_loaded(self) -> dict[str, str]:
         """Return the paths of the loaded adapters by nickname."""
         return {each.nickname: each.path for each in self.weights.loaded.values()}
 
@@ -262,7 +267,7 @@ class WeightRoutes:
         await self.between(self.weights.resume)
         return {"success": True, "message": "the weights are on the device"}
 
-    async def _changed(self, change: Callable[[], None], asked: Change, what: str) -> dict[str, Any]:
+    async def _change(self, change: Callable[[], None], asked: Change, what: str) -> dict[str, Any]:
         """Make a change while no batch is sampled, note the version of the weights, and return the answer."""
         weights, version = self.weights, asked.weight_version
 

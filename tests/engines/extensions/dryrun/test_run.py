@@ -18,7 +18,7 @@ from rich.console import Console
 from fluvial.engines.cli.main import run as command_line
 from fluvial.engines.extensions.dryrun.passes import Repeated
 from fluvial.engines.extensions.dryrun.report import Report, draw
-from fluvial.engines.extensions.dryrun.run import _given, dry_run
+from fluvial.engines.extensions.dryrun.run import _complete, dry_run
 from fluvial.engines.extensions.simulate.collectives import called
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
@@ -339,7 +339,7 @@ def test_a_reward_that_needs_other_prompts_is_named(tmp_path: Path) -> None:
 
     config = adapter("sd3", tmp_path)
     for reward, ends in ((needs_records, False), (broken, True)):
-        given = _given(config, tmp_path, [])
+        given = _complete(config, tmp_path, [])
         report = dry_run(replace(given, rewards=()), replace(of_run(given), rewards={"mine": reward}))
         assert (report.error is not None) == ends
         assert any("the reward mine, which needs other prompts ('objects')" in note for note in report.notes) != ends

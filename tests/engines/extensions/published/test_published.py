@@ -26,7 +26,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published import runs as published
 from fluvial.engines.extensions.published.resolve import ASSUMED, resolve, side_by_side
-from fluvial.engines.extensions.published.runs import find, published_runs
+from fluvial.engines.extensions.published.runs import find, load_published
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.recipes import grpo
 from fluvial.engines.run.record import as_record, recorded
@@ -38,7 +38,7 @@ from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
 
-RUNS = published_runs()
+RUNS = load_published()
 TRAINED = [name for name, run in RUNS.items() if not run.needs]
 ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 

@@ -13,11 +13,11 @@ import pytest
 from published_settings import stated
 
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import PublishedRun, flat, published_runs
+from fluvial.engines.extensions.published.runs import PublishedRun, flat, load_published
 from fluvial.engines.run.record import as_record
 from fluvial.engines.sampling.samplers import sampler_rule
 
-RUNS = published_runs()
+RUNS = load_published()
 Leaves = Mapping[str, Any]
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
 SAMPLERS = {"ddim_eta": "ddim", "dpm2_ode": "ode", "euler_ode": "ode"}

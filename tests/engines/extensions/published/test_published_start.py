@@ -15,12 +15,12 @@ from fluvial.engines.data.prompt_sets import PROMPT_SETS
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published import takes
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import find, published_runs
+from fluvial.engines.extensions.published.runs import find, load_published
 from fluvial.engines.run.presets import on_gpus
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 
-RUNS = published_runs()
+RUNS = load_published()
 OCR = "flow_grpo/sd3.5-medium/ocr"
 SMALL_RUN = "flow_grpo/sd3.5-medium/ocr-4gpu"
 

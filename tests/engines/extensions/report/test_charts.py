@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fluvial.engines.extensions.report.charts import COLOURS, MOST_POINTS, LineChart, bar_chart, line_chart, thinned
+from fluvial.engines.extensions.report.charts import COLOURS, MOST_POINTS, LineChart, bar_chart, line_chart, thin
 
 pytestmark = pytest.mark.usefixtures("charts")
 
@@ -104,8 +104,8 @@ def test_bars_are_as_high_as_their_share() -> None:
 def test_long_lines_are_thinned_to_means() -> None:
     """The mean of the line stays, and so does its order."""
     points = [(float(i), float(i % 7)) for i in range(7 * MOST_POINTS)]
-    found = thinned(points)
+    found = thin(points)
     assert len(found) == MOST_POINTS
     assert found == sorted(found)
     assert sum(y for _, y in found) / len(found) == pytest.approx(3.0)
-    assert thinned(points[:5]) == points[:5]
+    assert thin(points[:5]) == points[:5]

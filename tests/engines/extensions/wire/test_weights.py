@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fluvial.engines.extensions.wire.decode import WireError
-from fluvial.engines.extensions.wire.weight_buckets import SharedBucket, buckets, flattened, shared_bucket
+from fluvial.engines.extensions.wire.weight_buckets import SharedBucket, buckets, flatten, open_shared_bucket
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),
@@ -21,7 +21,7 @@ def test_buckets_hold_every_tensor_once() -> None:
     plan = buckets(TENSORS, most_bytes=64)
     assert [[place.name for place in places] for places in plan] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
     for places in plan:
-        flat = flattened(places, [TENSORS[place.name] for place in places])
+        flat = flatten(places, [TENSORS[place.name] for place in places])
         assert len({place.dtype for place in places}) == 1
         assert flat.numel() == places[-1].end_idx
         for place in places:
@@ -33,7 +33,7 @@ def test_buckets_hold_every_tensor_once() -> None:
 def test_a_bucket_travels_as_json() -> None:
     places = buckets(TENSORS, most_bytes=64)[0]
     bucket = SharedBucket("push", 0, 4, "transformer", "/dev/shm/x", places)
-    assert shared_bucket(bucket.as_json()) == bucket
+    assert open_shared_bucket(bucket.as_json()) == bucket
     for change, says in (
         ({"push": None}, "push: Expected `str`"),
         ({"index": 4}, "index is 4, expected at most 3"),
@@ -47,6 +47,6 @@ def test_a_bucket_travels_as_json() -> None:
         ({"places": bucket.as_json()["places"][1:]}, r"places\[0\].start_idx is 24, expected 0"),
     ):
         with pytest.raises(WireError, match=says):
-            shared_bucket({**bucket.as_json(), **change})
+            open_shared_bucket({**bucket.as_json(), **change})
     with pytest.raises(WireError, match=r"^the body: Expected `object`, got `int`$"):
-        shared_bucket(1)
+        open_shared_bucket(1)

@@ -12,7 +12,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.evaluated import check_negatives, encoded_texts, evaluated
+from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated, list_texts
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 
 
@@ -36,8 +36,8 @@ def test_what_is_trained_on_stays(tmp_path: Path) -> None:
     assert found.prompts == job.prompts
     assert dict(found.evaluators) == {"contrast": tiny.contrast, "heldout": tiny.brightness}
     own = texts([*job.prompts, *job.heldout])
-    assert encoded_texts(job, found, NO_GUIDANCE) == [*own, "5"]
-    assert encoded_texts(job, found, Guidance(2.0, "dull")) == [*own, "5", "dull", ""]
+    assert list_texts(job, found, NO_GUIDANCE) == [*own, "5"]
+    assert list_texts(job, found, Guidance(2.0, "dull")) == [*own, "5", "dull", ""]
     assert asked(job) is job
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.parallelize import compiled_programs
+from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import RolloutConfig
@@ -75,14 +75,14 @@ def test_no_size_after_the_warm_up_needs_a_program(one: World, backend: list[Exc
     items, weight = data(12)
     warmed, plain = made(one, compile=True), made(one, compile=False)
     found = warm_up(warmed, [rows(1), rows(2)], 4)
-    assert found.programs == compiled_programs() > 0
+    assert found.programs == count_programs() > 0
     assert found.failure is None
     for factor in (1, 2, 3, 5, 7):
         once(warmed, rows(factor), 4)
     for size in (3, 4, 6, 12):
         for engine in (warmed, plain):
             engine.update(items, squared(engine.module), weight, micro_batch=size)
-    assert compiled_programs() == found.programs
+    assert count_programs() == found.programs
     assert all(torch.equal(tensor, plain.state()[name]) for name, tensor in warmed.state().items())
 
 
@@ -116,7 +116,7 @@ def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, bac
         assert found.programs > 0
         trainer.evaluate(4)
         assert [trainer.update()["compiled_programs"] for _ in range(2)] == [0, 0]
-        assert compiled_programs() == found.programs
+        assert count_programs() == found.programs
     with Trainer(replace(config, engine=EngineConfig(compile=False)), tiny.job(), one) as trainer:
         assert trainer.warm_up() is None
         assert "compiled_programs" not in trainer.update()

@@ -154,7 +154,7 @@ def test_a_dead_holder_is_replaced_at_once_and_a_living_one_is_not(tmp_path: Pat
         FolderLock(tmp_path).release()
         assert [*tmp_path.iterdir()] == []
     parent = os.getppid()
-    hold(tmp_path, pid=parent, started=lock._started(parent))
+    hold(tmp_path, pid=parent, started=lock._find_start(parent))
     with pytest.raises(
         UsageError, match=rf"is held by process {parent} on .*: wait for its end, or set out to another folder"
     ):

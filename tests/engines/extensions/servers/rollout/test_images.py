@@ -23,7 +23,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.opening import opened
 from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
-from fluvial.engines.extensions.servers.rollout.prompts import checked
+from fluvial.engines.extensions.servers.rollout.prompts import check_file
 from fluvial.engines.extensions.wire.request import RequestLimits
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
@@ -153,15 +153,15 @@ def test_videos_and_sounds_are_bounded() -> None:
     """A video by its pixels, of all frames; a sound is one that nothing unpacks."""
     frames = [Image.new("RGB", (10, 10), (number, 0, 0)) for number in range(5)]
     frames[0].save(file := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:])
-    assert checked(file.getvalue(), "video", 500) == file.getvalue()
+    assert check_file(file.getvalue(), "video", 500) == file.getvalue()
     with pytest.raises(RequestError, match="image_path: video: the video has more than 499 pixels"):
-        checked(file.getvalue(), "video", 499)
+        check_file(file.getvalue(), "video", 499)
     with pytest.raises(RequestError, match="image_path: video: a video of 4 bytes cannot be read as a video"):
-        checked(b"none", "video", 500)
+        check_file(b"none", "video", 500)
     wave = SOUND.write(Sound(torch.zeros(1, 4), 400))
-    assert checked(wave, "audio", 1) == wave
+    assert check_file(wave, "audio", 1) == wave
     with pytest.raises(RequestError, match="image_path: audio cannot be read as WAV"):
-        checked(b"fLaC", "audio", 500)
+        check_file(b"fLaC", "audio", 500)
 
 
 def test_other_images_than_the_pipeline_takes_are_refused(server: servers.Server, folder: Path) -> None:

@@ -25,7 +25,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     adapter_checksum,
     buckets,
     checksum,
-    flattened,
+    flatten,
     policy_checksums,
 )
 from fluvial.models.lora import adapter_parameters
@@ -75,7 +75,7 @@ def send_bucket(
     """Send tensors as one bucket of a push."""
     (places,) = buckets(tensors, most_bytes=10**6)
     bucket = SharedBucket(push, index, count, "transformer", str(folder / "bucket"), places)
-    (folder / "bucket").write_bytes(flattened(places, tensors.values()).numpy().tobytes())
+    (folder / "bucket").write_bytes(flatten(places, tensors.values()).numpy().tobytes())
     value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket.as_json())], **more}
     return ask(server, "/update_weights_from_tensor", **value)
 
