@@ -61,8 +61,8 @@ ELSEWHERE = (
     ),
     *("config", "pretrain", "vote", "hpsv3:", "videoreward:", "preference"),
 )
-STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in ("train", "data", "rewards", "export", "checkpoint"))]
-STORY += [f"engines/{topic}/README.md" for topic in ("evaluation", "objectives", "cli")]
+TOPICS = ("run", "data", "scoring", "export", "run/checkpoint", "run/evaluation", "methods", "cli")
+STORY = ["README.md", *(f"engines/{topic}/README.md" for topic in TOPICS)]
 
 
 def is_here(words: Sequence[str]) -> bool:

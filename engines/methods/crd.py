@@ -86,8 +86,8 @@ class Crd(Method):
         """Keep an old policy, one that makes the rollouts, and the references of the KL terms."""
         old = partial(ramp, start=self.old_value, rise=self.old_rise, cap=self.old_cap, delay=self.old_delay)
         slower = partial(ramp, rise=self.sampling_rise, cap=self.sampling_cap, delay=self.sampling_delay)
-        sampling = Follower(partial(slower, start=self.sampling_value), samples_from=0)
-        return {"old": Follower(old), "sampling": sampling, **kl.networks()}
+        sampling = partial(slower, start=self.sampling_value)
+        return {"old": Follower(old), "sampling": Follower(sampling, samples_from=0), **kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Centre the implicit and the given rewards over the samples of each update, at each level; fit one to the other."""
@@ -109,9 +109,8 @@ class Crd(Method):
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, crd.CrdInfo]:
         """Return `crd.crd_loss` with the KL term."""
-        implicit, reward = self.implicit_reward(v, items), items.signal
         assert items.context is not None
-        centre, mean = items.context.unbind(1)
+        implicit, reward, (centre, mean) = self.implicit_reward(v, items), items.signal, items.context.unbind(1)
         loss = crd.crd_loss(implicit, centre, reward - mean, beta=self.beta, scale=self.adv_clip, match=self.match)
         info = crd.CrdInfo(implicit.detach(), implicit.detach() - centre, torch.zeros_like(reward))
         if "ref" in items.predictions:

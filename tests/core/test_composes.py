@@ -27,9 +27,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 Arguments = dict[str, Tensor]
 
 
-def rows(accept: Callable[[Row], object]) -> pytest.MarkDecorator:
-    """Return the rows that are accepted as the tests of a function."""
-    return pytest.mark.parametrize("row", [row for row in ROWS if accept(row)], ids=lambda row: row.name)
+def rows(accept: Callable[[Row], object], *, graphs: bool = False) -> pytest.MarkDecorator:
+    """Return the rows that are accepted as the tests of a function.
+
+    Args:
+        graphs: whether it makes a graph, which takes seconds for a whole rollout: one is made by default.
+    """
+    long = [row for row in ROWS if graphs and row.name.startswith("rollout.") and row.name != "rollout.rollout flow_sde"]
+    found = [pytest.param(row, id=row.name, marks=pytest.mark.long if row in long else ()) for row in ROWS if accept(row)]
+    return pytest.mark.parametrize("row", found)
 
 
 # Functions whose results have the dtype of what they are given, and those of one number per sample that depends on it alone.
@@ -199,7 +205,7 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
-@rows(lambda row: not row.not_compiled)
+@rows(lambda row: not row.not_compiled, graphs=True)
 def test_compile(row: Row, compiled: Callable[..., Any]) -> None:
     """With its gradients."""
     results = []
@@ -222,7 +228,7 @@ def test_fake(row: Row) -> None:
     assert [(tensor.shape, tensor.dtype) for tensor in found] == [(tensor.shape, tensor.dtype) for tensor in expected]
 
 
-@rows(bool)
+@rows(bool, graphs=True)
 def test_make_fx(row: Row) -> None:
     """A graph that was traced with some numbers gives the results of others."""
     names = [*row.arguments()]

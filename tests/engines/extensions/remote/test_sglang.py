@@ -190,7 +190,7 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME], ids=["plain", "tokens", "frame"])
 def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch, layout: Layout, name: str) -> None:
     """Its log-probs are the trainer's, its steps lead from latents to latents, and its images come from the last ones."""
-    monkeypatch.setattr(replies, "layout_of", lambda model: layout)
+    monkeypatch.setattr(replies, "find_layout", lambda model: layout)
     changes, others = ROLLOUTS[name]
     asked = replace(RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
     plan = planned(one, asked, **others)

@@ -11,7 +11,7 @@ import pytest
 
 from fluvial.bench import pretrain
 from fluvial.engines.cli import eval as evaluating
-from fluvial.engines.run import loop, train
+from fluvial.engines.run import training, train
 from fluvial.engines.run.process import heap
 
 
@@ -41,7 +41,7 @@ class Asked(Exception):
     """`keep_freed_memory` was called."""
 
 
-@pytest.mark.parametrize("module", [loop, pretrain, evaluating], ids=["train", "pretrain", "eval"])
+@pytest.mark.parametrize("module", [training, pretrain, evaluating], ids=["train", "pretrain", "eval"])
 def test_runs_keep_freed_memory_before_anything_else(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,7 +49,7 @@ def test_runs_keep_freed_memory_before_anything_else(
         raise Asked
 
     starts: dict[ModuleType, Callable[[], object]] = {
-        loop: lambda: train(handwriting_jobs.config(tmp_path / "run")),
+        training: lambda: train(handwriting_jobs.config(tmp_path / "run")),
         pretrain: lambda: pretrain.pretrain(pretrain.handwriting_pretraining(tmp_path / "base")),
         evaluating: lambda: evaluating.run(["handwriting"]),
     }

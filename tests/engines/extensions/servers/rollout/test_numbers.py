@@ -232,7 +232,7 @@ def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server
 
 def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, timesteps of the boundaries, images as videos of one frame, conditioning without the batch dimension."""
-    monkeypatch.setattr(forms, "layout_of", lambda model: TOKENS._replace(framed=True))
+    monkeypatch.setattr(forms, "find_layout", lambda model: TOKENS._replace(framed=True))
     server = servers.served(servers.policy(guidance=Guidance(2.0, "3")))
     fields = {
         "seed": 3,
