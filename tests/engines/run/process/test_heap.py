@@ -11,7 +11,7 @@ import pytest
 
 from fluvial.bench import pretrain
 from fluvial.engines.cli import eval as evaluating
-from fluvial.engines.run import training, train
+from fluvial.engines.run import train, training
 from fluvial.engines.run.process import heap
 
 
