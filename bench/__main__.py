@@ -12,7 +12,7 @@ from fluvial.bench.peers import report as peers
 from fluvial.bench.update.cases import UpdateConfig
 from fluvial.bench.update.measure import run as update
 from fluvial.engines.cli.main import exit_with
-from fluvial.engines.cli.parse import parsed
+from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
 
 
@@ -37,7 +37,7 @@ def main(args: list[str]) -> int:
     if args[0] not in benchmarks:
         raise UsageError(f"unknown benchmark {args[0]!r}, expected one of {', '.join(benchmarks)}")
     config, run = benchmarks[args[0]]
-    run(parsed(config(), f"fluvial.bench {args[0]}", args[1:]))
+    run(parse_config(config(), f"fluvial.bench {args[0]}", args[1:]))
     return 0
 
 

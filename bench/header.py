@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from fluvial.engines.run.job import named
+from fluvial.engines.run.job import build_job
 from fluvial.engines.run.log.images import BAD, GOOD, INK, PAPER
 from fluvial.models.images import read_image
 
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
 def cells(folder: Path, model: str) -> list[Cell]:
     """Return the samples of an evaluation with a base, in the order of their files."""
-    edited = {prompt.text: prompt.image for prompt in named(model).heldout}
+    edited = {prompt.text: prompt.image for prompt in build_job(model).heldout}
     with (folder / "scores.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     found = []
@@ -45,7 +45,7 @@ def cells(folder: Path, model: str) -> list[Cell]:
     return found
 
 
-def chosen(found: list[Cell]) -> list[Cell]:
+def choose_words(found: list[Cell]) -> list[Cell]:
     """Return WRONG words that the base misspells and RIGHT that it spells, drawn and shuffled with a fixed seed."""
     draw = random.Random(SEED)
     wrong, right = ([cell for cell in found if (cell.scores[0] == 1) is is_right] for is_right in (False, True))
@@ -81,7 +81,7 @@ def sheet(picked: list[Cell]) -> Image.Image:
 def main(folder: str, out: str, model: str = "words") -> None:
     """Write the image, and print the shares of all samples that are right."""
     found = cells(Path(folder), model)
-    sheet(chosen(found)).save(out, optimize=True)
+    sheet(choose_words(found)).save(out, optimize=True)
     shares = [sum(cell.scores[k] == 1 for cell in found) / len(found) for k in range(2)]
     print(f"{len(found)} held-out words, exactly right by {EVALUATOR}: before {shares[0]:.3f}, after {shares[1]:.3f}")
 

@@ -120,7 +120,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
         UsageError: the folder already holds a model, or a package that the evaluation needs is not installed.
     """
     keep_freed_memory()
-    job = jobs.named(config.model)
+    job = jobs.build_job(config.model)
     assert job.data is not None, "built-in models have data"
     model: DiffusionModel = resolve_name(MODELS[config.model].model)(None, seed=config.seed)  # as it is before training
     prompts, write, root = job.prompts, job.data, key(config.seed)
@@ -175,7 +175,7 @@ def pretrain(config: PretrainConfig, *, console: Console | None = None) -> dict[
                 micro_batch=config.micro_batch,
                 world=world,
             )
-        export(engine.module, config.out, average=engine.averaged(), dtype=getattr(torch, config.dtype), world=world)
+        export(engine.module, config.out, average=engine.read_average(), dtype=getattr(torch, config.dtype), world=world)
         record = {
             "command": f"fluvial pretrain {config.model}",
             "updates": config.updates,

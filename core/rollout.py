@@ -184,7 +184,7 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
     if any(len(row) < len(index) for row in places):  # windows differ: each sample's steps among those of all samples
         place = to_device(torch.tensor(places, dtype=torch.int64), x.device)
 
-    def stacked(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype | None = None) -> Tensor:
+    def stack_recorded(tensors: Sequence[Tensor], *event: int, dtype: torch.dtype | None = None) -> Tensor:
         if not tensors:
             return x.new_empty((batch, 0, *event), dtype=dtype or compute)
         table = torch.stack([tensor.to(dtype or tensor.dtype) for tensor in tensors], dim=1)
@@ -197,19 +197,19 @@ def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
         each = [plan.transition(t) for t in index]
         means = [gaussian.mean(*parts) for parts in zip(each, before, velocities, strict=True)]
         debug = Debug(
-            stacked(noises, *event),
-            stacked(means, *event),
-            stacked([step.std for step in each]),
-            stacked(velocities, *event),
+            stack_recorded(noises, *event),
+            stack_recorded(means, *event),
+            stack_recorded([step.std for step in each]),
+            stack_recorded(velocities, *event),
         )
     stored = record.dtype or (None if before else x.dtype)
     taken = to_device(torch.tensor(index, dtype=torch.int64), x.device)
     return Trajectory(
-        x=stacked(before, *event, dtype=stored),
-        x_next=stacked(after, *event, dtype=stored),
+        x=stack_recorded(before, *event, dtype=stored),
+        x_next=stack_recorded(after, *event, dtype=stored),
         steps=taken.repeat(batch, 1) if place is None else taken[place],
-        log_prob=stacked(log_probs),
-        velocity=stacked(velocities, *event) if record.velocity else None,
+        log_prob=stack_recorded(log_probs),
+        velocity=stack_recorded(velocities, *event) if record.velocity else None,
         final=x.to(compute),
         debug=debug,
     )

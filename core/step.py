@@ -48,7 +48,7 @@ def step_log_prob(
     Raises:
         ValueError: one of v_uncond and guidance is missing, or an error of `gaussian.log_prob`.
     """
-    v = guided("step_log_prob", v, v_uncond, guidance)
+    v = apply_guidance("step_log_prob", v, v_uncond, guidance)
     log_prob = gaussian.log_prob(transition, x, v, x_next, form=form, reduction=reduction)
     return log_prob, None if v_ref is None else gaussian.kl(transition, v, v_ref, reduction=reduction)
 
@@ -72,7 +72,7 @@ def sde_step(
         key: key of the noise: one key per sample, or one key, into which each sample's index in the batch is folded.
         v_uncond, guidance, form, reduction: as in `step_log_prob`, which also says what raises.
     """
-    v = guided("sde_step", v, v_uncond, guidance)
+    v = apply_guidance("sde_step", v, v_uncond, guidance)
     keys = sample_keys(key, x.shape[0], device=x.device)
     return gaussian.draw(transition, x, v, normal(keys, tuple(x.shape)), form=form, reduction=reduction)
 
@@ -115,7 +115,7 @@ def policy_loss(
     Raises:
         ValueError: kl_coef is set without v_ref, "rate" is used without dt, or an error of `step_log_prob`.
     """
-    v = guided("policy_loss", v, v_uncond, guidance)
+    v = apply_guidance("policy_loss", v, v_uncond, guidance)
     log_prob, kl = step_log_prob(transition, x, v, x_next, v_ref=v_ref, form=form, reduction=reduction)
     scale = kl_scale(transition, v, v_ref=v_ref, kl_coef=kl_coef, kl_weight=kl_weight, dt=dt)
     loss, info = clipped_surrogate(log_prob, log_prob_old, advantage, clip_low=clip_low, clip_high=clip_high)
@@ -163,7 +163,7 @@ def check_guidance(function: str, v_uncond: Tensor | None, guidance: Scalar | No
         raise ValueError(f"{function}: {missing} is None, expected v_uncond and guidance together or neither")
 
 
-def guided(function: str, v: Samples, v_uncond: Samples | None, guidance: Scalar | None) -> Samples:
+def apply_guidance(function: str, v: Samples, v_uncond: Samples | None, guidance: Scalar | None) -> Samples:
     """Return v with guidance if v_uncond and guidance are given, else v itself."""
     check_guidance(function, v_uncond, guidance)
     return v if v_uncond is None or guidance is None else classifier_free(v, v_uncond, guidance)

@@ -42,7 +42,7 @@ def settings(variant: type) -> list[dataclasses.Field[Any]]:
     return list(dataclasses.fields(variant))[is_open(variant) :]
 
 
-def required(variant: type) -> list[str]:
+def list_required(variant: type) -> list[str]:
     """Return the names of the fields that have no default."""
     bare = (dataclasses.MISSING, dataclasses.MISSING)
     return [field.name for field in settings(variant) if (field.default, field.default_factory) == bare]

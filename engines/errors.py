@@ -24,12 +24,12 @@ class FluvialError(Exception):
         """Return the message, with its fields still marked."""
         return str(self.args[0]) if self.args else ""
 
-    def worded(self, name: Callable[[str], str]) -> str:
+    def name_fields(self, name: Callable[[str], str]) -> str:
         """Return the message with each field written as `name` returns it."""
         return _FIELD.sub(lambda found: name(found[1]), self.message())
 
     def __str__(self) -> str:
-        return self.worded(str)
+        return self.name_fields(str)
 
 
 class UsageError(FluvialError, ValueError):

@@ -37,7 +37,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
     "reports": {"page": "fluvial.engines.extensions.report.page:finish"},
     "curves": {"png": "fluvial.engines.extensions.report.charts:curve"},
     "extensions": {
-        "fit": "fluvial.engines.extensions.plan.fit:fitted",
+        "fit": "fluvial.engines.extensions.plan.fit:fit_config",
         "stored": "fluvial.engines.extensions.remote.stored:Storing",
         "published": "fluvial.engines.extensions.published.resolve:configure",
     },

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free
 from fluvial.core.types import PerSample, Samples
-from fluvial.models.host_values import joined, kept
+from fluvial.models.host_values import join, keep
 from fluvial.models.protocol import Cond, DiffusionModel
 
 
@@ -23,7 +23,7 @@ class Guided(NamedTuple):
 
 def both_halves(cond: Guided) -> Cond:
     """Return the conditioning of both halves as one batch, `[2B, ...]`: the prompts, then the negative prompts."""
-    return optree.tree_map(joined, cond.cond, cond.uncond)
+    return optree.tree_map(join, cond.cond, cond.uncond)
 
 
 def guided_velocity(
@@ -89,7 +89,7 @@ def guidance_halves(
     """
     if forwards == "one":
         both = both_halves(cond) if both is None else both
-        twice = None if timestep is None else kept(lambda each: each.repeat(2), timestep)
+        twice = None if timestep is None else keep(lambda each: each.repeat(2), timestep)
         v, v_uncond = model.predict(module, x.repeat(2, *[1] * (x.ndim - 1)), level.repeat(2), both, timestep=twice).chunk(2)
         v_uncond = v_uncond.detach() if gradient == "conditional" else v_uncond
     else:

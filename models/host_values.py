@@ -1,6 +1,6 @@
 """Values of small tensors of a device that the host knows, so that nothing waits for the device to read them.
 
-A copy from the host is known (`to_device`), and what `kept` computes from known tensors. A tensor that was written to
+A copy from the host is known (`to_device`), and what `keep` computes from known tensors. A tensor that was written to
 since is not known any more.
 """
 
@@ -55,7 +55,7 @@ def read(tensor: Tensor) -> Tensor:
     return found
 
 
-def kept(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def keep(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return function(*tensors), known if all of the tensors are.
 
     On an accelerator the function is called twice, for the device and for the host; it only moves, joins and repeats values.
@@ -70,13 +70,13 @@ def kept(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 def rows(tensor: Tensor, index: Tensor | slice) -> Tensor:
     """Return tensor[index], known if both are."""
     if isinstance(index, slice):
-        return kept(lambda values: values[index], tensor)
-    return kept(lambda values, places: values[places], tensor, index)
+        return keep(lambda values: values[index], tensor)
+    return keep(lambda values, places: values[places], tensor, index)
 
 
-def joined(*tensors: Tensor) -> Tensor:
+def join(*tensors: Tensor) -> Tensor:
     """Return torch.cat(tensors), known if all are."""
-    return kept(lambda *values: torch.cat(values), *tensors)
+    return keep(lambda *values: torch.cat(values), *tensors)
 
 
 def _on_host(tensor: Tensor) -> bool:

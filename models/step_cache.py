@@ -75,7 +75,7 @@ class StepCache:
     def _wrap_forward(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a block, which a pass calls in order."""
 
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def forward_or_reuse(*args: Any, **kwargs: Any) -> Any:
             if place <= self._last:
                 self._end_pass()
                 self._number, self._first, self._reused = self._number + 1, -1, None
@@ -91,7 +91,7 @@ class StepCache:
             self._tail = returned
             return returned
 
-        return replaced
+        return forward_or_reuse
 
     def _is_close(self, returned: Any, known: _Whole) -> bool:
         """Return whether what a block returned has hardly changed, for each sample."""

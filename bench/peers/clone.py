@@ -107,7 +107,7 @@ def importable(
             del sys.modules[name]
 
 
-def filled(kind: Any, **attributes: Any) -> Any:
+def fill_object(kind: Any, **attributes: Any) -> Any:
     """Return an object of a class with the given attributes, without its constructor."""
     made = kind.__new__(kind)
     for name, value in attributes.items():

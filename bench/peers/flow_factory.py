@@ -63,7 +63,7 @@ class FlowFactory(Peer):
             latent_storage_dtype=None,
             offload_samples_to_cpu=False,
         )
-        adapter = clone.filled(
+        adapter = clone.fill_object(
             sd3.SD3_5Adapter,
             pipeline=self.pipeline,
             accelerator=accelerator,
@@ -73,7 +73,7 @@ class FlowFactory(Peer):
             _mode="train",
             _components={"transformer": transformer},
         )
-        self.trainer = clone.filled(
+        self.trainer = clone.fill_object(
             _quiet(trainers.GRPOTrainer),
             adapter=adapter,
             accelerator=accelerator,

@@ -89,7 +89,7 @@ def check_agreement(name: str, agreement: Agreement) -> None:
             raise RunError(f"{name}: the {what} is {value:.2g} apart, expected at most {TOLERANCE:g}, so nothing was timed")
 
 
-def timed(device: torch.device, **calls: Callable[[], object]) -> Side:
+def time_calls(device: torch.device, **calls: Callable[[], object]) -> Side:
     """Return a side that makes calls in turn, with the time of each by its name, and of the `whole` if there are several.
 
     Args:
@@ -193,7 +193,7 @@ def measure(name: str, project: Project, folder: Path, case: Case, config: Peers
     check_agreement(name, agreement)
     held = held[0] + compared.held[0], held[1] + compared.held[1]
     items = ours.items(stored)
-    clocks = partial(timed, world.device)
+    clocks = partial(time_calls, world.device)
 
     def theirs(samples: int) -> float:
         if project.micro_batches:
@@ -235,7 +235,7 @@ def measure_alone(case: Case, config: PeersConfig, world: World) -> Iterator[Pee
     own, other = Passes(work, peft=False), Passes(work, peft=True)
     log_prob = _apart(own.predict(work.samples).detach(), other.predict(work.samples).detach())
     check_agreement(TRANSFORMER, Agreement(log_prob, 0.0, 0.0))
-    pairs, clocks = case.pairs(config), partial(timed, world.device)
+    pairs, clocks = case.pairs(config), partial(time_calls, world.device)
     sides: dict[int | None, Side] = {None: clocks(rollout=own.rollout)}
     sides |= {number: clocks(update=partial(own.passes, number)) for number in pairs}
     peaks: dict[tuple[str, int | None], int] = {("rollout", None): peak_bytes(own.rollout)}

@@ -105,13 +105,13 @@ class Ours:
         spent: dict[str, Spent] = {}
 
         @contextmanager
-        def counted(seconds: dict[str, float], phase: str) -> Iterator[None]:
+        def count_seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
             stop = start_clocks(self.parts.world.device)
             yield
             spent[phase] = stop().plus(spent.get(phase, Spent(0.0, 0.0)))
             seconds[phase] = spent[phase].wall
 
-        with patch.object(metrics, "timed", counted):
+        with patch.object(metrics, "time_phase", count_seconds):
             stop = start_clocks(self.parts.world.device)
             self.parts.update()
             return {"rollout": spent["rollout"], "update": spent["update"], "whole": stop()}

@@ -63,7 +63,7 @@ class UniRL(Peer):
         algorithm = flowgrpo.FlowGRPO(
             params=self.params, stage=self.stage, clip_range=work.clip, conditions_cls=conditions.SD3Conditions
         )
-        holder = clone.filled(
+        holder = clone.fill_object(
             backend.FSDPBackend,
             model=self.module,
             optimizer=self.optimizer,

@@ -131,7 +131,7 @@ class VerlOmni(Peer):
             pipeline=SimpleNamespace(guidance_scale=work.scale),
             algo=SimpleNamespace(noise_level=work.eta, sde_type="sde"),
         )
-        self.engine = clone.filled(
+        self.engine = clone.fill_object(
             engines.PPODiffusersFSDPEngine,
             module=self.module,
             optimizer=self.optimizer,

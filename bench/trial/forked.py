@@ -55,7 +55,7 @@ class Forked:
             os.dup2(written, 1)
             os.dup2(written, 2)
             sys.stdout = sys.stderr = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-            limited()
+            limit_memory()
             code = function() or 0
         except BaseException as error:  # of diffusers and transformers
             traceback.print_exc()
@@ -78,12 +78,12 @@ class Forked:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
-    def printed(self) -> str:
+    def read_output(self) -> str:
         """Return what it has printed so far."""
         return self.output.read_text(errors="replace", encoding="utf-8") if self.output.exists() else ""
 
 
-def limited() -> None:
+def limit_memory() -> None:
     """Limit the memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])  # of data and stack
     most = pages * resource.getpagesize() + MOST_BYTES
@@ -103,7 +103,7 @@ def wait(processes: list[Forked], seconds: float = SECONDS) -> Ended:
         time.sleep(POLL)
     for process in running.values():
         process.kill()
-    output = "\n".join(process.printed() for process in processes)
+    output = "\n".join(process.read_output() for process in processes)
     said = {-signal.SIGALRM: f"it takes more than {seconds:g} seconds", -signal.SIGKILL: "it takes too much memory"}
     return Ended(code, f"{output}\n{said[code]}" if code in said else output)
 

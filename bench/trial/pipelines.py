@@ -78,7 +78,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
     asked = tiny.find_call(name)
 
-    def called(args: list[str]) -> int:
+    def run_command(args: list[str]) -> int:
         import torch
 
         torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
             return command(args)
 
     def train_with(words: list[str]) -> Ended:
-        return wait([Forked(lambda: called(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
+        return wait([Forked(lambda: run_command(["train", *words, "--out", str(folder / "run")]), folder / "run.txt")])
 
     trained = train_with(words := _command(name, folder, asked))
     row = row._replace(conditions=asked.media)
@@ -108,8 +108,8 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
         layers=0 if adapted is None else int(adapted[1]),
         parameters=0 if adapted is None else int(adapted[2]),
         opens=wait([Forked(lambda: print(_opens(name, folder)), folder / "opens.txt")]).last,
-        ranks=_two_ranks(words, folder, called),
-        served=_train_served(words, folder, called, recorded=name not in built_in()),
+        ranks=_two_ranks(words, folder, run_command),
+        served=_train_served(words, folder, run_command, recorded=name not in built_in()),
     )
 
 
@@ -192,9 +192,9 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
     asked = ["serve", str(folder / "model"), "--port", "0", *MICRO_BATCH, *shared, "--weights-root", weights, str(folder)]
     with running(lambda: command(asked), folder / "serve.txt") as server:
         until = time.monotonic() + STARTING
-        while (found := ADDRESS.search(server.printed())) is None and time.monotonic() < until:
+        while (found := ADDRESS.search(server.read_output())) is None and time.monotonic() < until:
             if server.poll() is not None:
-                return f"no: {_line(server.printed().strip().rpartition(chr(10))[2])[:60]}"
+                return f"no: {_line(server.read_output().strip().rpartition(chr(10))[2])[:60]}"
             time.sleep(0.1)
         if found is None:
             return "no: the server does not start"

@@ -179,7 +179,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
         return normal(fold_in(root, stream), (case.samples, *shape), device=device)
 
     # The kernel's own log-prob, so that the first ratio is 1 on a GPU, too.
-    def fused(transition: Transition, x: Tensor, v: Tensor, key: Key) -> tuple[Tensor, Tensor]:
+    def step_fused(transition: Transition, x: Tensor, v: Tensor, key: Key) -> tuple[Tensor, Tensor]:
         return sde_step(transition, x, v, key=key)
 
     widths = size.settings["joint_attention_dim"], size.settings["pooled_projection_dim"]
@@ -197,7 +197,7 @@ def make_rollout(engine: Engine, case: Case, world: World) -> Rollout:
 
             x = draw(4, *size.event)[first : first + case.micro_batch]
             table = plan(schedule.levels, sampler, batch=len(x), record=range(case.steps), device=device)
-            chunks.append(scan(velocity, x, table, fold_in(root, 5 + first), draw=fused))
+            chunks.append(scan(velocity, x, table, fold_in(root, 5 + first), draw=step_fused))
     trajectory: Trajectory = items.concatenate(chunks)
     advantage = draw(1000)
     stored = Stored(

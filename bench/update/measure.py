@@ -82,7 +82,7 @@ class Measured(NamedTuple):
     compared: list[Compared]
 
 
-def counted(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> dict[str, int]:
+def count_update(update: Callable[[], object], side: Engine | PublishedLoop, rollout: Rollout) -> dict[str, int]:
     """Return the counts of one update by their names in `CountRow`.
 
     The peak leaves out what is there before: parameters, optimizer state and the rollout.
@@ -157,7 +157,7 @@ def count_case(case: Case, world: World, *, name: str, compared: Collection[str]
             world.size,
             len(MODEL.blocks(side.trained.module)) + 1,
             side.passes,
-            **counted(side.update, side.trained, rollout),
+            **count_update(side.update, side.trained, rollout),
             torch=torch.__version__,
         )
         for provider, side in sides.items()

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fluvial.engines.cli.listing import width, wrapped
+from fluvial.engines.cli.listing import width, wrap
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 LONGEST = 190  # characters of a flag's first sentence that is printed whole
@@ -114,13 +114,13 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
     paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n")]
     return [
         f"usage: {program} [--flag value ...]",
-        *(line for paragraph in paragraphs for line in ["", *wrapped(paragraph, columns)]),
+        *(line for paragraph in paragraphs for line in ["", *wrap(paragraph, columns)]),
         "",
         *shown,
         "",
         "Examples",
-        *(line for example in brief.examples for line in wrapped(f"fluvial {example}", columns, indent=2, later=6)),
-        *wrapped(f"Every other flag, by group: {program} {HELP_ALL}", columns),
+        *(line for example in brief.examples for line in wrap(f"fluvial {example}", columns, indent=2, later=6)),
+        *wrap(f"Every other flag, by group: {program} {HELP_ALL}", columns),
     ]
 
 

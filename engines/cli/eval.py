@@ -5,16 +5,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from fluvial.engines.cli.brief import EVAL, asks
-from fluvial.engines.cli.eval_models import EvalConfig, opened, settings_of_run, settings_of_suite, source_of
+from fluvial.engines.cli.eval_models import EvalConfig, open_networks, settings_of_run, settings_of_suite, source_of
 from fluvial.engines.cli.listing import JSON, may_be_model, without
 from fluvial.engines.cli.listing import defaults as defaults_of
-from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.evaluation.folder import BASE, IMAGES, EvaluationFolder
 from fluvial.engines.run.evaluation.suites import find
-from fluvial.engines.run.evaluation.table import as_records, printed, rows
+from fluvial.engines.run.evaluation.table import as_records, format_tables, rows
 from fluvial.engines.run.process.heap import keep_freed_memory
 from fluvial.engines.run.process.run_folder import finite
 from fluvial.engines.run.record import CONVERTER
@@ -31,9 +31,11 @@ def run(args: list[str]) -> None:
     """Print what each evaluator finds, as JSON with --json, and write the folder if one is asked for."""
     args, as_json = without(args, JSON)
     if asks(args):
-        parsed(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
-    name = named("eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model)
-    config = parsed(defaults(name, args[1:]), f"fluvial eval {name}", args[1:], brief=EVAL)
+        parse_config(EvalConfig(), "fluvial eval MODEL_OR_RUN", args[:1], brief=EVAL)
+    name = parse_name(
+        "eval", args, tuple(MODELS), "a model, or a folder of a pipeline, run or checkpoint", fits=may_be_model
+    )
+    config = parse_config(defaults(name, args[1:]), f"fluvial eval {name}", args[1:], brief=EVAL)
     with flags_in_errors(config, FLAGS):
         score(name, config, as_json=as_json)
 
@@ -45,11 +47,11 @@ def defaults(name: str, args: list[str]) -> EvalConfig:
         seeds=1 if own.samples is None else None, samples=own.samples, steps=own.steps, micro_batch=own.micro_batch
     )
     config = settings_of_run(name, config)
-    if suites := typed(args, "--suite"):
-        compared = source_of(name) is not None or bool(typed(args, "--weights") or typed(args, "--lora"))
+    if suites := find_values(args, "--suite"):
+        compared = source_of(name) is not None or bool(find_values(args, "--weights") or find_values(args, "--lora"))
         return settings_of_suite(name, find(suites[-1]), config, compared=compared)
     # Prompts of a file, and several samples per prompt, are wanted each and not drawn.
-    if typed(args, "--prompts") or typed(args, "--seeds"):
+    if find_values(args, "--prompts") or find_values(args, "--seeds"):
         config = replace(config, seeds=config.seeds or 1, samples=None)
     return config
 
@@ -58,7 +60,7 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
     """Sample, score, print the table or the JSON of its rows, and write the folder."""
     keep_freed_memory()
     with init_world() as world, ExitStack() as stack:
-        subjects = opened(name, config, world, stack)
+        subjects = open_networks(name, config, world, stack)
         folder = None if config.out is None else EvaluationFolder(config.out, world)
         found = {}
         for kind, subject in ((BASE, subjects.base), (IMAGES, subjects.ours)):
@@ -89,7 +91,7 @@ def score(name: str, config: EvalConfig, *, as_json: bool = False) -> None:
             versus = "" if subjects.base is None else f", base {subjects.base.title}"
             drawn = f"{config.steps} steps, guidance {config.guidance:g}"
             asked = subjects.prompts if config.suite is None else f"suite {config.suite}"
-            for sheet in printed(f"{asked}, {ours.samples} samples of {title}, {drawn}{versus}", table):
+            for sheet in format_tables(f"{asked}, {ours.samples} samples of {title}, {drawn}{versus}", table):
                 console().print(sheet, highlight=False)
             if config.out is not None:
                 print(f"images, scores and table: {config.out}")

@@ -27,7 +27,7 @@ from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.exports import export_run, policy_of
 from fluvial.engines.run.job import Job
-from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated
+from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives
 from fluvial.engines.run.jobs.media import media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
@@ -247,7 +247,7 @@ def settings_of_suite(name: str, suite: EvaluationConfig, config: EvalConfig, *,
     )
 
 
-def opened(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Subjects:
+def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack) -> Subjects:
     """Return the networks of an evaluation.
 
     Args:
@@ -324,7 +324,7 @@ def _of_weights(
         model: Any = start.model
         model = model.given(model_inputs(start.heldout))
         start = replace(start, model=model, load=model.with_weights)
-    start = evaluated(start, asked, config.pipeline)
+    start = build_evaluated(start, asked, config.pipeline)
     ours = with_base(start, weights)
     exported = engine if source is None else replace(engine, base="auto")  # whose weights are dequantised, and stay so
     return (

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from fluvial.engines.cli.brief import EXPORT, asks
-from fluvial.engines.cli.parse import flags_in_errors, parsed
+from fluvial.engines.cli.parse import flags_in_errors, parse_config
 from fluvial.engines.errors import UsageError
 
 
@@ -35,11 +35,11 @@ class ExportConfig:
 def run(args: list[str]) -> None:
     """Write an export, and print where it is."""
     if asks(args):
-        parsed(ExportConfig(), "fluvial export RUN_OR_CHECKPOINT", args[:1], brief=EXPORT)
+        parse_config(ExportConfig(), "fluvial export RUN_OR_CHECKPOINT", args[:1], brief=EXPORT)
     if not args or args[0].startswith("-"):
         got = repr(args[0]) if args else "nothing"
         raise UsageError(f"export needs a run or a checkpoint, got {got}: fluvial export runs/grpo --as lora")
-    config = parsed(ExportConfig(), f"fluvial export {args[0]}", args[1:], brief=EXPORT)
+    config = parse_config(ExportConfig(), f"fluvial export {args[0]}", args[1:], brief=EXPORT)
     from fluvial.engines.engine.world import init_world
     from fluvial.engines.run.exports import export_run
 

@@ -95,11 +95,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, columns: int 
     found = list[str]()
     for first, *others in rows:
         cells = [f"{name}: {cell}" for name, cell in zip(header[1:], others, strict=True) if cell and cell != "-"]
-        found += [*wrapped(first, columns), *wrapped("; ".join(cells), columns, indent=4)]
+        found += [*wrap(first, columns), *wrap("; ".join(cells), columns, indent=4)]
     return found
 
 
-def wrapped(text: str, columns: int | None = None, *, indent: int = 0, later: int | None = None) -> list[str]:
+def wrap(text: str, columns: int | None = None, *, indent: int = 0, later: int | None = None) -> list[str]:
     """Return the lines of a text, each of at most `columns` columns.
 
     Args:
@@ -114,4 +114,4 @@ def wrapped(text: str, columns: int | None = None, *, indent: int = 0, later: in
 def paragraphs(text: str) -> str:
     """Return a text with its paragraphs wrapped to the terminal, and to WIDEST columns at most."""
     columns = min(width(), WIDEST)
-    return "\n\n".join("\n".join(wrapped(" ".join(each.split()), columns)) for each in text.split("\n\n")) + "\n"
+    return "\n\n".join("\n".join(wrap(" ".join(each.split()), columns)) for each in text.split("\n\n")) + "\n"

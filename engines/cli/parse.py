@@ -38,7 +38,7 @@ class HelpPrintedError(Exception):
     """Ends a command whose help was asked for and has been printed."""
 
 
-def parsed(
+def parse_config(
     base: Config, program: str, args: Sequence[str], *, about: str | None = None, brief: "Brief | None" = None
 ) -> Config:
     """Return the configuration that the arguments ask for.
@@ -67,7 +67,7 @@ def parsed(
     words = [word if word[2:] in names else _alias(word, names) for word in args]
     try:
         with flags_in_errors(base):
-            form = form_of(base, lambda name: next(iter(typed(words, _flag(name))[-1:]), None))
+            form = form_of(base, lambda name: next(iter(find_values(words, _flag(name))[-1:]), None))
         with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
                 form.type,
@@ -77,9 +77,9 @@ def parsed(
                 config=(tyro.conf.AvoidSubcommands,),
             )
             for flag in map(_flag, form.names):
-                if typed(words, flag)[-1:] == [""] and _at(filled, flag) == Path():
+                if find_values(words, flag)[-1:] == [""] and _at(filled, flag) == Path():
                     raise UsageError(f"{flag} is '', expected a path; the current folder is .")
-            config: Config = form.filled(filled)
+            config: Config = form.fill(filled)
             return config
     except SystemExit:
         raise HelpPrintedError from None
@@ -102,10 +102,10 @@ class Form(NamedTuple):
     union: Any  # type of the field, if it is a choice
     kind: str  # its kind
 
-    def filled(self, values: Any) -> Any:
+    def fill(self, values: Any) -> Any:
         """Return the configuration that a filled-in form describes; its checks run."""
         found = {field.name: getattr(values, field.name) for field in dataclasses.fields(values) if field.name != KIND}
-        return self.build(**found | {name: form.filled(found[name]) for name, form in self.inner.items()})
+        return self.build(**found | {name: form.fill(found[name]) for name, form in self.inner.items()})
 
     def other_kinds(self, name: str) -> str | None:
         """Return a hint for a flag that a choice has with another kind; None for any other flag."""
@@ -248,14 +248,14 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
     """
     names = config.names if isinstance(config, Form) else field_names(config)
 
-    def worded(field: str) -> str:
+    def format_field(field: str) -> str:
         name = (also or {}).get(field, field)
         return _flag(name) if name in names else field
 
     try:
         yield
     except FluvialError as error:
-        said = error.worded(worded)
+        said = error.name_fields(format_field)
         if said == str(error):
             raise
         raise type(error)(said) from error
@@ -263,7 +263,7 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
         from fluvial.core.checks import FieldError  # imports torch
 
         if isinstance(error, FieldError):
-            raise UsageError(f"{worded(error.field)} {error.problem}") from error
+            raise UsageError(f"{format_field(error.field)} {error.problem}") from error
         raise UsageError(str(error)) from error
 
 
@@ -280,14 +280,14 @@ def field_names(config: Any) -> list[str]:
     return names
 
 
-def typed(args: Sequence[str], flag: str) -> list[str]:
+def find_values(args: Sequence[str], flag: str) -> list[str]:
     """Return the values that a flag is given, as `flag value` or `flag=value`."""
     words = [arg.replace("_", "-") if arg.startswith("--") and "=" not in arg else arg for arg in args]
     spaced = [value for word, value in itertools.pairwise(words) if word == flag]
     return spaced + [arg.partition("=")[2] for arg in args if arg.startswith(f"{flag}=")]
 
 
-def taken(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+def split_flags(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the words of the given flags with their values, and all other words."""
     own, others, words = list[str](), list[str](), iter(args)
     for word in words:
@@ -318,7 +318,7 @@ def one_size(pipeline: Any) -> None:
         raise UsageError("pipeline.sizes", pipeline.sizes, "one size: only training takes several")
 
 
-def named(
+def parse_name(
     command: str, args: Sequence[str], known: Sequence[str], what: str, *, fits: Callable[[str], bool] | None = None
 ) -> str:
     """Return the name that follows a command.

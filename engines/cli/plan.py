@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fluvial.engines.cli.brief import HELP, asks
 from fluvial.engines.cli.listing import may_be_model
-from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, typed
+from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name
 from fluvial.engines.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,22 +26,22 @@ def run(args: list[str]) -> None:
     if asks(args):
         from fluvial.engines.extensions.plan.plan import PlanConfig
 
-        parsed(PlanConfig(), "fluvial plan MODEL", ["--help"])
-    if any(typed(args, flag) for flag in SECONDS) and args[0].startswith("--"):
+        parse_config(PlanConfig(), "fluvial plan MODEL", ["--help"])
+    if any(find_values(args, flag) for flag in SECONDS) and args[0].startswith("--"):
         from fluvial.engines.extensions.plan import simulate
 
-        ahead = parsed(simulate.AheadConfig(), "fluvial plan", args)
+        ahead = parse_config(simulate.AheadConfig(), "fluvial plan", args)
         with flags_in_errors(ahead):
             simulate.show(simulate.check_config(ahead), console=console())
         return
 
     from fluvial.engines.extensions.plan.plan import MODELS, PlanConfig
 
-    name = named("plan", args, tuple(MODELS), "a model or of a published run", fits=may_be_model)
+    name = parse_name("plan", args, tuple(MODELS), "a model or of a published run", fits=may_be_model)
     if _is_run(name):
         _plan_run(name, args[1:])
         return
-    config = parsed(PlanConfig(), f"fluvial plan {name}", args[1:])
+    config = parse_config(PlanConfig(), f"fluvial plan {name}", args[1:])
     if config.check:
         from fluvial.engines.extensions.plan.check import check
 
@@ -84,7 +84,10 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     from fluvial.engines.extensions.published.runs import find
 
     published = find(name)
-    config, count = resolve(published), parsed(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus
+    config, count = (
+        resolve(published),
+        parse_config(PlanConfig(gpus=published.gpus or 1), f"fluvial plan {name}", flags).gpus,
+    )
     if not set(HELP) & set(flags):
         print("\n".join(takes.lines(published, config, gpus=count)))
     try:
@@ -92,7 +95,7 @@ def _plan_run(name: str, flags: Sequence[str]) -> None:
     except UsageError as error:
         print(f"  memory   {error}")
         return
-    asked = parsed(planned, f"fluvial plan {name}", flags)
+    asked = parse_config(planned, f"fluvial plan {name}", flags)
     if asked.check:
         raise UsageError("--check makes an update of the built-in model, and has no effect with a published run; remove it")
     _show(config.model, asked)

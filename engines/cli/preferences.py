@@ -15,7 +15,7 @@ from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.parse import flags_in_errors, one_size, parse_config, parse_name
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import claim_preferences, write_preferences
 from fluvial.engines.data.records import Prompt, model_inputs
@@ -86,17 +86,17 @@ class PreferencesConfig:
 def run(args: list[str]) -> None:
     """Write the folder, and print the command that trains on it."""
     if asks(args):
-        parsed(
+        parse_config(
             PreferencesConfig(Path("runs") / "preferences"), "fluvial preferences MODEL_OR_RUN", args[:1], brief=PREFERENCES
         )
-    name = named("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
+    name = parse_name("preferences", args, tuple(MODELS), "a model", fits=may_be_model)
     source, folder = source_of(name), Path("runs") / "preferences"
     own = defaults(name if source is None else source.config.model)
     base = PreferencesConfig(folder, count=own.samples, steps=own.steps, micro_batch=own.micro_batch)
     if source is not None:
         run = source.config
         base = replace(base, prompts=run.prompts, rewards=run.rewards, **drawing_settings(run))
-    config = parsed(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
+    config = parse_config(base, f"fluvial preferences {name}", args[1:], brief=PREFERENCES)
     with flags_in_errors(config):
         count, asked = write(name, config)
     given = {"weights": config.weights, "lora": config.lora}

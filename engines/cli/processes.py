@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fluvial.engines.cli.parse import taken, typed
+from fluvial.engines.cli.parse import find_values, split_flags
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.process.launch import cores, launch
 
@@ -22,10 +22,10 @@ def split(args: Sequence[str]) -> tuple[int, list[str]]:
     Raises:
         UsageError: it is not a number, the flag is given twice, or this process is one of several already.
     """
-    own, others = taken(args, (FLAG,))
+    own, others = split_flags(args, (FLAG,))
     if not own or args[0] not in COMMANDS:
         return 1, list(args)
-    values = typed(own, FLAG)
+    values = find_values(own, FLAG)
     if len(values) != 1:
         raise UsageError(f"{FLAG} is given {'twice' if values else 'no value'}, expected one number, or auto")
     if "RANK" in os.environ:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, width, without, wrapped
+from fluvial.engines.cli.listing import JSON, find_installed, paragraphs, width, without, wrap
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 from fluvial.models.rewards.table import ELSEWHERE, REWARD_MODELS, RewardModel
@@ -73,7 +73,7 @@ def _table() -> None:
         print(*wrap_row(row), sep="\n")
         commit = f" @ {model.revision[:8]}" if model.revision else ""
         weights = f"{model.weights}{commit}, licence: {model.licence}; " if model.weights else ""
-        print(*wrapped(f"{weights}{model.source}{_to_install(model)}", indent=INDENT), sep="\n")
+        print(*wrap(f"{weights}{model.source}{_to_install(model)}", indent=INDENT), sep="\n")
     print("", paragraphs(FOOT), sep="\n", end="")
     print(paragraphs("Not here, because no class of transformers loads them (run them in a server):"), end="")
     for name, reason in ELSEWHERE.items():
@@ -84,7 +84,7 @@ def _table() -> None:
 
 def wrap_row(row: str) -> list[str]:
     """Return the lines of a row that is continued under its second column, where the terminal is narrow."""
-    return [row] if len(row) <= width() else wrapped(row, later=INDENT)
+    return [row] if len(row) <= width() else wrap(row, later=INDENT)
 
 
 def _to_install(model: RewardModel) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrapped
+from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrap
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.runs import PublishedRun, Source, find, load_published
 from fluvial.engines.extensions.published.takes import to_bring
@@ -30,9 +30,9 @@ def run(args: Sequence[str]) -> None:
     elif len(args) > 1:
         raise UsageError(f"runs takes one name, got {len(args)} words (fluvial runs --help)")
     elif args:
-        print(described(find(args[0])))
+        print(describe_run(find(args[0])))
     else:
-        print(listed())
+        print(list_lines())
 
 
 def _facts(found: PublishedRun) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _facts(found: PublishedRun) -> dict[str, Any]:
     return {**facts, "to_bring": to_bring(found), "headline": dict(found.headline)}
 
 
-def listed() -> str:
+def list_lines() -> str:
     """Return a line per run: name, algorithm, paper, GPUs, what it starts with, and headline."""
     runs = load_published()
     rows = [
@@ -63,7 +63,7 @@ def listed() -> str:
     return "\n".join(lines)
 
 
-def described(found: PublishedRun) -> str:
+def describe_run(found: PublishedRun) -> str:
     """Return a run's sources, its settings side by side, those that are assumed, and what is unusual about it."""
     from fluvial.engines.extensions.published.resolve import ASSUMED, side_by_side
 
@@ -77,7 +77,7 @@ def described(found: PublishedRun) -> str:
         *([f"  fluvial cannot train it: {found.algorithm} needs {found.needs}"] if found.needs else []),
         "",
     ]
-    lines = [part for line in lines for part in wrapped(line, later=4) or [""]]
+    lines = [part for line in lines for part in wrap(line, later=4) or [""]]
     rows = list(side_by_side(found))
     settings = [
         (
@@ -92,9 +92,9 @@ def described(found: PublishedRun) -> str:
     ]
     lines += table(("setting", "published", "ours", "source", "why"), settings)
     if assumed := "; ".join(f"{row.setting} {row.ours}" for row in rows if row.why == ASSUMED):
-        lines += ["", f"{ASSUMED}, since no source states them", *wrapped(assumed, indent=2, later=2)]
+        lines += ["", f"{ASSUMED}, since no source states them", *wrap(assumed, indent=2, later=2)]
     if found.unusual:
-        lines += ["", "unusual", *(part for line in found.unusual for part in wrapped(f"- {line}", indent=2, later=4))]
+        lines += ["", "unusual", *(part for line in found.unusual for part in wrap(f"- {line}", indent=2, later=4))]
     return "\n".join(lines)
 
 

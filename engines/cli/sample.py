@@ -14,7 +14,7 @@ from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.parse import flags_in_errors, one_size, parse_config, parse_name
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.prompts import check_prompts, is_prompt_file, read_prompts
 from fluvial.engines.data.records import Prompt, model_inputs, texts
@@ -83,14 +83,14 @@ class SampleConfig:
 def run(args: list[str]) -> None:
     """Draw, and print where the image is."""
     if asks(args):
-        parsed(SampleConfig(), "fluvial sample MODEL_OR_RUN", args[:1], brief=SAMPLE)
-    name = named("sample", args, tuple(MODELS), "a model", fits=may_be_model)
+        parse_config(SampleConfig(), "fluvial sample MODEL_OR_RUN", args[:1], brief=SAMPLE)
+    name = parse_name("sample", args, tuple(MODELS), "a model", fits=may_be_model)
     source = source_of(name)
     own = defaults(name if source is None else source.config.model)
     base = SampleConfig(own.prompts, steps=own.steps, micro_batch=own.micro_batch)
     if source is not None:
         base = replace(base, **drawing_settings(source.config))
-    config = parsed(base, f"fluvial sample {name}", args[1:], brief=SAMPLE)
+    config = parse_config(base, f"fluvial sample {name}", args[1:], brief=SAMPLE)
     with flags_in_errors(config):
         out = sample(name, config)
     print(f"image: {out}")
@@ -130,7 +130,7 @@ def _sample(name: str, drawn: Drawn, config: SampleConfig, files: tuple[str, ...
         sheets.append(_sheet(job, module.to(default_device()), prompts, config, f"with {config.lora}"))
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
-        images.stacked(sheets).save(config.out)
+        images.stack_images(sheets).save(config.out)
     except (OSError, ValueError) as error:  # ValueError: a format that Pillow cannot write
         raise UsageError("out", config.out, hint=f"it cannot be written, {error}") from error
     return config.out

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import may_be_model
-from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, named, one_size, parsed
+from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, one_size, parse_config, parse_name
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -76,9 +76,9 @@ class ServeConfig:
 def run(args: list[str]) -> None:
     """Serve a model until SIGINT or SIGTERM."""
     if args and args[0] in ("-h", "--help"):
-        parsed(ServeConfig(), "fluvial serve MODEL", args[:1])
-    name = named("serve", args, tuple(MODELS), "a model", fits=may_be_model)
-    config = parsed(ServeConfig(), f"fluvial serve {name}", args[1:])
+        parse_config(ServeConfig(), "fluvial serve MODEL", args[:1])
+    name = parse_name("serve", args, tuple(MODELS), "a model", fits=may_be_model)
+    config = parse_config(ServeConfig(), f"fluvial serve {name}", args[1:])
     with flags_in_errors(config):
         serve_model(name, config)
 
@@ -89,7 +89,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
     from fluvial.engines.engine.determinism import deterministic
     from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
-    from fluvial.engines.extensions.servers.rollout.opening import opened
+    from fluvial.engines.extensions.servers.rollout.opening import open_policy
     from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
     from fluvial.engines.extensions.servers.rollout.sampling import batcher
     from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
@@ -102,7 +102,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
     check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     keep_freed_memory()
     with deterministic(config.deterministic):
-        policy = opened(
+        policy = open_policy(
             name,
             weights=config.weights,
             steps=config.steps,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, parsed
+from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, parse_config
 from fluvial.engines.errors import UsageError
 
 
@@ -70,7 +70,7 @@ def run(args: list[str]) -> None:
     """Serve the rewards that are named until SIGINT or SIGTERM."""
     count = next((number for number, word in enumerate(args) if word.startswith("-")), len(args))
     names, flags = args[:count], args[count:]
-    config = parsed(ServeRewardsConfig(), "fluvial serve-rewards", flags)
+    config = parse_config(ServeRewardsConfig(), "fluvial serve-rewards", flags)
     if not names:
         raise UsageError("serve-rewards needs the names of rewards, e.g. fluvial serve-rewards pickscore ocr --port 8000")
     with flags_in_errors(config):
@@ -107,7 +107,7 @@ def serve_rewards(names: list[str], config: ServeRewardsConfig) -> None:
 
 def run_vote(args: list[str]) -> None:
     """Serve the page of votes until SIGINT or SIGTERM."""
-    config = parsed(VoteConfig(), "fluvial rewards vote", args)
+    config = parse_config(VoteConfig(), "fluvial rewards vote", args)
     with flags_in_errors(config):
         serve_votes(config)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fluvial.engines.cli import listing
 from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
-from fluvial.engines.cli.parse import console, flags_in_errors, named, parsed, taken, typed
+from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name, split_flags
 from fluvial.engines.errors import LostProcessError, UsageError
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def _dry_run(args: list[str]) -> None:
     from fluvial.engines.extensions.dryrun import command
 
     flags = {"--" + field.name.replace("_", "-") for field in fields(command.DryRunConfig)}
-    own, others = taken(args, flags)
-    asked = parsed(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
+    own, others = split_flags(args, flags)
+    asked = parse_config(command.DryRunConfig(), f"fluvial train RECIPE {DRY_RUN}", own)
     config = configure("train", [word for word in others if word != DRY_RUN], gpus=asked.as_gpus)
     with flags_in_errors(config):
         command.run(asked, config, console=console())
@@ -64,11 +64,11 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
     """
     if args and Path(args[0]).suffix in (".toml", ".json"):  # a file in place of a recipe
         args = ["--config", *args]
-    files = typed(args, "--config")
+    files = find_values(args, "--config")
     if files or "--config" in args:
         if not files:
             raise UsageError(f"--config names no file: fluvial {command} --config run.toml")
-        _, flags = taken(args, {"--config"})
+        _, flags = split_flags(args, {"--config"})
         if not args[0].startswith("--") or len(files) > 1:
             extra = f"the recipe {args[0]!r}" if not args[0].startswith("--") else f"--config {files[0]}"
             raise UsageError(f"{extra} has no effect with --config {files[-1]}, which holds a whole run; remove it")
@@ -76,21 +76,21 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
         default, about = _from_file(Path(name)), f"The run in {name}."
     else:
         known = [*listing.recipes(), *listing.find_installed("recipes")]
-        name = named(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
+        name = parse_name(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
     default, flags = _preset(default, flags)
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
-    resumes = "--resume" in flags or typed(flags, "--resume-from")
+    resumes = "--resume" in flags or find_values(flags, "--resume-from")
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
     asked = default
     if resumes and not shows_help:
-        default = _read_recorded(Path((typed(flags, "--out") or [str(default.out)])[-1]))
+        default = _read_recorded(Path((find_values(flags, "--out") or [str(default.out)])[-1]))
         _check_same_objective(name, asked, default)
-    elif name == "distill" and not shows_help and not typed(flags, "--objective.teacher"):
+    elif name == "distill" and not shows_help and not find_values(flags, "--objective.teacher"):
         raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
-    config = parsed(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
+    config = parse_config(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _notes(name, asked, config, flags, resumes=bool(resumes), gpus=gpus):
         print(f"fluvial: {line}", file=sys.stderr)
@@ -99,17 +99,17 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
 
 def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig", list[str]]:
     """Return a run on the number of GPUs that --preset names, and the other flags; rank 0 says what changes."""
-    own, others = taken(flags, {PRESET})
+    own, others = split_flags(flags, {PRESET})
     if not own:
         return config, others
     from fluvial.engines.run.presets import on_gpus
 
-    if "--resume" in others or typed(others, "--resume-from"):
+    if "--resume" in others or find_values(others, "--resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
-        found, said = on_gpus(config, (typed(flags, PRESET) or [""])[-1])
+        found, said = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])
     except UsageError as error:
-        raise UsageError(error.worded(lambda field: f"--{field}")) from error
+        raise UsageError(error.name_fields(lambda field: f"--{field}")) from error
     if os.environ.get("RANK", "0") == "0":
         print(f"fluvial: {said}", file=sys.stderr)
     return found, others
@@ -140,11 +140,16 @@ def _notes(
         return
     yield from _note_differences(name, config, gpus)
     lora = config.lora
-    if typed(flags, "--lora.rank") and not typed(flags, "--lora.alpha") and config.train == "lora" and lora.weights is None:
+    if (
+        find_values(flags, "--lora.rank")
+        and not find_values(flags, "--lora.alpha")
+        and config.train == "lora"
+        and lora.weights is None
+    ):
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
     if ":" in config.model and not Path(config.model).is_dir() and ":" not in name:
         chosen = {"optimizer.lr": config.optimizer.lr, "kl.coef": config.kl.coef}
-        untuned = [f"{field} {value:g}" for field, value in chosen.items() if not typed(flags, "--" + field)]
+        untuned = [f"{field} {value:g}" for field, value in chosen.items() if not find_values(flags, "--" + field)]
         if untuned:
             yield (
                 f"{' and '.join(untuned)} of the recipe {name} were chosen for large published models, not for "
@@ -156,7 +161,7 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     """Yield in what a published run differs here: the number of GPUs, and prompts that stand in for a file."""
     from fluvial.engines.extensions.published.resolve import resolve
     from fluvial.engines.extensions.published.runs import load_published
-    from fluvial.engines.extensions.published.takes import accumulated
+    from fluvial.engines.extensions.published.takes import choose_accumulation
 
     run = load_published().get(name)
     if run is None:
@@ -164,7 +169,7 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     asked = resolve(run)
     same = (config.rollout.batch, config.minibatches) == (asked.rollout.batch, asked.minibatches)
     if run.gpus not in (0, gpus) and config.makes_samples and same:
-        yield accumulated(config, published=run.gpus, gpus=gpus)
+        yield choose_accumulation(config, published=run.gpus, gpus=gpus)
     stated = run.published.get("prompts")
     if stated and config.prompts and config.prompts == asked.prompts:
         yield f"the prompts {' '.join(config.prompts)} stand in for {stated}: --prompts FILE takes the published file"
@@ -172,11 +177,11 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
 
 def _from_file(path: Path) -> "TrainConfig":
     """Return the configuration in a JSON or TOML file."""
-    from fluvial.engines.run.record import recorded
+    from fluvial.engines.run.record import read_record
 
     try:
         text = path.read_text(encoding="utf-8")
-        return recorded(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
+        return read_record(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -244,7 +249,7 @@ def _built(name: str, recipe: Callable[..., "TrainConfig"], args: list[str]) -> 
     from fluvial.engines.run.config import TrainConfig
     from fluvial.engines.run.jobs.weights import base_model
 
-    models = typed(args, "--model")[-1:]
+    models = find_values(args, "--model")[-1:]
     takes_model = "model" in inspect.signature(recipe).parameters
     try:
         config = recipe(model=base_model(models[0])) if models and takes_model else recipe()

@@ -206,7 +206,7 @@ class Captions:
             )
         self.firsts = [prompts[places[0]] for places in self.members]
 
-    def drawn(self, caption: int, key: Key, count: int) -> list[int]:
+    def draw(self, caption: int, key: Key, count: int) -> list[int]:
         """Return the indices of `count` images of a caption of `firsts`, each as often as the others, or once more."""
         places = self.members[caption]
         order: list[int] = uniform(key, (len(places),)).argsort(stable=True).tolist()

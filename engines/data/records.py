@@ -102,7 +102,7 @@ def copy_metadata(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
     return [deepcopy(dict(prompt.metadata)) for prompt in prompts]
 
 
-def copied(prompts: Sequence[Prompt]) -> list[Prompt]:
+def copy_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return prompts that user code may keep and change."""
     pairs = zip(prompts, copy_metadata(prompts), strict=True)
     return [replace(prompt, metadata=metadata, media=dict(prompt.media)) for prompt, metadata in pairs]

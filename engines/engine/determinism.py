@@ -33,14 +33,14 @@ from fluvial.models.host_values import known, remember, to_device
 def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
     """Return contiguous copies on a device, each at the start of its own storage, which torch aligns to 64 bytes or more."""
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copy_tensor(tensor: Tensor) -> Tensor:
         if tensor.device.type != device.type:
             return to_device(tensor.contiguous(), device)
         copy = tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
         host = known(tensor)
         return copy if host is None else remember(copy, host)
 
-    return optree.tree_map(copied, tensors)
+    return optree.tree_map(copy_tensor, tensors)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fluvial.engines.engine.flops import FlopCounter
 from fluvial.engines.engine.gradient_sync import LastBackward
 from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, local, saved, set_lr, shard_like
+from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved, local, set_lr, shard_like
 from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -413,10 +413,10 @@ class Engine:
 
         With `average` they are those of the moving average, if there is one.
         """
-        averaged = self.averaged() if average else None
+        averaged = self.read_average() if average else None
         return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
 
-    def averaged(self) -> dict[str, Tensor]:
+    def read_average(self) -> dict[str, Tensor]:
         """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""
         self._check_onloaded()
         return {name: shard_like(self.trainable[name], shard) for name, shard in self.average.items()}
@@ -466,7 +466,7 @@ class Engine:
     def _moments(self, name: str) -> dict[str, DTensor]:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
-        return saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
+        return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
 
     def set_last(self, last: bool) -> None:
         """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""

@@ -236,11 +236,11 @@ class _Source(NamedTuple):
 
     def full(self, dtype: torch.dtype | None) -> Tensor:
         """Gather the shards, and return the full tensor on their device."""
-        tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gathered(self.weight)
+        tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gather(self.weight)
         if self.longer is not None:
-            return (row_norms(tensor) + gathered(self.longer)).to(self.dtype(dtype))
+            return (row_norms(tensor) + gather(self.longer)).to(self.dtype(dtype))
         if self.parts is not None:
-            parts = {part: gathered(factor) for part, factor in self.parts.items()}
+            parts = {part: gather(factor) for part, factor in self.parts.items()}
             tensor = merge_weight(widen(tensor), parts, self.scaling)
         return tensor.to(self.dtype(dtype))
 
@@ -296,7 +296,7 @@ def _sources(
     return sources
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded as a whole one. Every rank must take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

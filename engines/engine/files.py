@@ -55,7 +55,9 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def stored(folder: Path, names: Container[str] | None = None, *, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
+def read_weights(
+    folder: Path, names: Container[str] | None = None, *, share: slice = slice(None)
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time; by default all.
 
     Args:
@@ -86,7 +88,7 @@ def digest_weights(folder: Weights, *, share: slice = slice(None)) -> dict[str, 
         UsageError: there are no weight files, or one cannot be read.
     """
     if isinstance(folder, Path):
-        return digest_tensors(stored(folder, share=share))
+        return digest_tensors(read_weights(folder, share=share))
     parts = {part: digest_weights(each, share=share) for part, each in folder.items()}
     return {f"{part}/{name}": digest for part, digests in parts.items() for name, digest in digests.items()}
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine.files import shapes, stored, weight_files
+from fluvial.engines.engine.files import read_weights, shapes, weight_files
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models.lora import is_adapter
@@ -53,7 +53,7 @@ def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
                 raise UsageError(
                     f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(shape)} here"
                 )
-        for name, tensor in stored(folder, quantised):
+        for name, tensor in read_weights(folder, quantised):
             quantised[name].fill(tensor.to(world.device))
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _Only(folder)

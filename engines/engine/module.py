@@ -97,7 +97,7 @@ class ShardedModule:
         empty = any(parameter.is_meta for parameter in module.parameters())
         if empty and weights is None:
             raise ValueError("the module's parameters are on the meta device: give the folder of their weights")
-        self.config, self.world = config, world.grouped(config.context_parallel)
+        self.config, self.world = config, world.group_ranks(config.context_parallel)
         self.module = parallelize(module, blocks, config, self.world)
         self.parts = list(self.module.modules())
         self.units = [unit for unit in self.parts if isinstance(unit, FSDPModule)]

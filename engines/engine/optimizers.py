@@ -96,7 +96,7 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
     return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
-def saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, DTensor]:
+def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, DTensor]:
     """Return the tensors of a parameter's state that a checkpoint holds, without the step count; they share its storage.
 
     Args:

@@ -346,7 +346,7 @@ def _move(module: nn.Module, config: EngineConfig, device: torch.device, *, froz
             parameter.data = parameter.data.to(DTYPES[config.masters] if parameter.requires_grad else frozen)
     stays = config.offload == "always"
 
-    def moved(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         return tensor if tensor.is_meta or (stays and isinstance(tensor, nn.Parameter)) else tensor.to(device)
 
-    module._apply(moved)
+    module._apply(move)

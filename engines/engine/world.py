@@ -70,7 +70,7 @@ class World:
         """Number of groups."""
         return self.size // self.sequence
 
-    def grouped(self, sequence: int) -> "World":
+    def group_ranks(self, sequence: int) -> "World":
         """Return this world with groups of `sequence` ranks; UsageError unless that divides the number of ranks."""
         if self.size % sequence:
             raise UsageError("engine.context_parallel", sequence, f"a divisor of the {self.size} ranks")

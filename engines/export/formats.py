@@ -160,7 +160,7 @@ def _lengths(
         prefix = f"{name}." if name else ""
         for layer in include_joined(Original(pipeline, network.config), network, lora_layers(network)):
             weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
-            weight = widen(fsdp.gathered(weight.detach())).cpu()
+            weight = widen(fsdp.gather(weight.detach())).cpu()
             if not world.is_main:
                 continue
             norms = row_norms(weight)

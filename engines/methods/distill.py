@@ -12,7 +12,7 @@ from fluvial.core import distill
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import ErrorInfo, KLConfig, LossConfig, fitted
+from fluvial.engines.methods.losses import ErrorInfo, KLConfig, LossConfig, fit_prediction
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
 from fluvial.engines.run.declared import Networks, Record, Teacher
 from fluvial.engines.sampling.items import RecordedSteps
@@ -72,4 +72,4 @@ class Distill(Method):
         """Return the distance between the student's and the teacher's step."""
         v_teacher, predictions = items.predictions["teacher"], self.match == "velocity_mse"
         error = config.error(v, v_teacher) if predictions else distill.mean_kl(items.transition, v, v_teacher)
-        return fitted(error, v, items, config)
+        return fit_prediction(error, v, items, config)

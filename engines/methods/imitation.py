@@ -10,7 +10,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import ErrorInfo, LossConfig, fitted
+from fluvial.engines.methods.losses import ErrorInfo, LossConfig, fit_prediction
 from fluvial.engines.methods.protocol import Method, ObjectiveTraits
 from fluvial.engines.sampling.items import NoisedSamples
 
@@ -38,7 +38,7 @@ class Sft(Method):
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error`."""
-        return fitted(config.error(v, items.target), v, items, config)
+        return fit_prediction(config.error(v, items.target), v, items, config)
 
 
 def _raft_needs(config: Any) -> Iterator[UsageError]:
@@ -98,4 +98,4 @@ class Raft(Method):
 
     def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, ErrorInfo]:
         """Return `kernels.velocity_error` of the kept samples, 0 for the others."""
-        return fitted(config.error(v, items.target), v, items, config, weight=items.signal)
+        return fit_prediction(config.error(v, items.target), v, items, config, weight=items.signal)

@@ -142,7 +142,7 @@ def add_velocity_kl(loss: Tensor, v: Tensor, items: Rows, config: LossConfig) ->
     return add_ema_kl(loss + config.kl_coef * kl, v, items, config), kl.detach()
 
 
-def fitted(
+def fit_prediction(
     error: Tensor, v: Tensor, items: Rows, config: LossConfig, *, weight: Tensor | None = None
 ) -> tuple[Tensor, ErrorInfo]:
     """Return the loss that fits a prediction, weight error + kl_coef mean |v - v_ref|^2, and its diagnostics."""

@@ -112,7 +112,7 @@ def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:
         return lambda loss: loss
 
     def check(loss: Loss) -> Loss:
-        def called(v: Tensor, rows: Any, config: LossConfig) -> tuple[Tensor, Any]:
+        def call_checked(v: Tensor, rows: Any, config: LossConfig) -> tuple[Tensor, Any]:
             # Copies, so that what it does in place changes neither the run's tensors nor those of the backward pass.
             own, own_rows = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (v, rows))
             found = loss(own, own_rows, config)
@@ -122,7 +122,7 @@ def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:
             check_loss(objective, *found, len(rows.level))
             return found
 
-        return called
+        return call_checked
 
     return check
 

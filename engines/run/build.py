@@ -27,7 +27,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Start, Teacher
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
-from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated, list_texts
+from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
 from fluvial.engines.run.monitoring.gaming import evaluator_of
@@ -44,7 +44,7 @@ from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.sampler_copy import Copy
 from fluvial.engines.sampling.text import TextLengths
-from fluvial.engines.scoring.heard import heard
+from fluvial.engines.scoring.heard import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_records, check_rewards, select
 from fluvial.engines.scoring.runner import RewardRunners
@@ -104,7 +104,7 @@ def build_parts(
         _check_order(config, job)
         if config.rollout.is_served:
             check_files(job.prompts)
-        asked = evaluated(job, config.evaluation, config.pipeline)
+        asked = build_evaluated(job, config.evaluation, config.pipeline)
         check_records({name: reward for name, (reward, _) in rewards.items()}, job.prompts)
         check_records(asked.evaluators, asked.heldout, label="evaluator")
         if config.prompts and not any(prompt.media for prompt in job.prompts):
@@ -320,7 +320,7 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
     rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
-    of_model = heard({name: reward for name, (reward, _) in rewards.items()}, job.model)
+    of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
     rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
     if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
         raise UsageError(
@@ -332,7 +332,7 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
             _check_waits(config, name, wait, world)
     _check_floors(config, rewards)
     check_rewards(job.evaluators, label="evaluator")
-    job = replace(job, evaluators=heard(job.evaluators, job.model))
+    job = replace(job, evaluators=with_audio(job.evaluators, job.model))
     if not job.evaluators:  # a reward that compares the samples of a group says nothing of one policy
         alone = {name: reward for name, (reward, _) in rewards.items() if not signature_of(reward).takes("group")}
         job = replace(job, evaluators=alone)

@@ -24,7 +24,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.weights import configuration, is_run
-from fluvial.engines.run.record import CONVERTER, as_record, locate_paths, recorded
+from fluvial.engines.run.record import CONVERTER, as_record, locate_paths, read_record
 from fluvial.models import DiffusionModel
 from fluvial.models.catalogue import KNOWN
 from fluvial.models.digests import join_digests
@@ -133,7 +133,7 @@ def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Pa
     Raises:
         RunError: the folder cannot be written.
     """
-    average = engine.averaged() if config.evaluation.average else {}
+    average = engine.read_average() if config.evaluation.average else {}
     exported = Exported(format_of(config), engine.updates, bool(average), config.export_dtype)
     out = config.out / EXPORTS / f"{exported.update:06d}-{exported.format}"
     _write(exported, config, model, engine.module, out, run=config.out, world=engine.world, weights=average)
@@ -214,7 +214,7 @@ def _is_trained(key: str) -> bool:
 def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) -> tuple[TrainConfig, dict[str, Any] | None]:
     """Return the configuration that a checkpoint was written with, and rank, alpha and layers of its adapter."""
     try:
-        run = recorded(manifest["meta"]["run"])
+        run = read_record(manifest["meta"]["run"])
         return locate_paths(run, folder or run.out), manifest["meta"]["lora"]
     except (KeyError, ValueError) as error:
         raise RunError(

@@ -26,7 +26,7 @@ from fluvial.engines.run.jobs.pipeline import (
     check_exists,
     check_second_scale,
     is_adapter,
-    opened,
+    open_job,
     read_prompts_of,
     read_training,
 )
@@ -40,12 +40,12 @@ from fluvial.models.lora import lora_layers
 __all__ = [
     "Job",
     "build",
+    "build_job",
     "edit_words",
     "from_run",
     "handwriting",
-    "named",
     "of_run",
-    "opened",
+    "open_job",
     "to_sample",
     "to_train",
     "words",
@@ -58,7 +58,7 @@ def handwriting(
     """Return the built-in job: write 4-digit codes so that a recogniser reads them.
 
     Args:
-        weights, prompts, data: see `named`.
+        weights, prompts, data: see `build_job`.
         unet: train the UNet that predicts epsilon, not the transformer that predicts a velocity.
     """
     from fluvial.models import handwriting as built_in
@@ -86,7 +86,7 @@ def handwriting_unet(*, weights: Path | None = None, prompts: Sequence[str] = ()
 def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
     """Return the job: draw words of 3 to 6 letters so that RapidOCR reads them; ddddocr evaluates held-out words.
 
-    The arguments are those of `named`.
+    The arguments are those of `build_job`.
 
     Raises:
         UsageError: a package of the recognisers is not installed, or a file holds a line that is not a word.
@@ -101,14 +101,14 @@ def words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Seq
 def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
     """Return the job: correct a wrong letter of an image of a word; RapidOCR reads it, and the other letters have to stay.
 
-    The arguments are those of `named`. The records of a file of prompts have a column `image`.
+    The arguments are those of `build_job`. The records of a file of prompts have a column `image`.
 
     Raises:
         UsageError: a package of the recognisers is not installed, or a record is not a word with an image of 24x96 pixels.
     """
     from fluvial.models import words as built_in
 
-    def known(split: Literal["train", "heldout"]) -> list[Prompt]:
+    def list_known(split: Literal["train", "heldout"]) -> list[Prompt]:
         images = built_in.misspelt_images(split)
         return [Prompt(word, media={"image": image}) for word, image in images.items()]
 
@@ -119,7 +119,7 @@ def edit_words(*, weights: Path | None = None, prompts: Sequence[str] = (), data
     rewards["unchanged"] = built_in.unchanged
     evaluators = {"unchanged": built_in.unchanged, **evaluators}
     base = weights or built_in.EDIT_BASE
-    job = _built_in(built_in.EditWords, base, known, write, rewards, evaluators, prompts, data)
+    job = _built_in(built_in.EditWords, base, list_known, write, rewards, evaluators, prompts, data)
     try:
         job.model.encode(model_inputs(job.prompts))
     except ValueError as error:
@@ -149,7 +149,7 @@ def _built_in(
     prompts: Sequence[str],
     data: Sequence[str],
 ) -> Job:
-    """Return the job of a built-in model, whose prompts are `known("train")` unless there are files of them."""
+    """Return the job of a built-in model, whose prompts are `list_known("train")` unless there are files of them."""
     model, heldout = load(weights), as_prompts(known("heldout"))
     train, source_weights = as_prompts(known("train")), dict[str, float]()
     if prompts or data:
@@ -169,7 +169,7 @@ def _built_in(
     )
 
 
-def named(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
+def build_job(model: str, *, weights: Path | None = None, prompts: Sequence[str] = (), data: Sequence[str] = ()) -> Job:
     """Return the job of a built-in model.
 
     Args:
@@ -216,9 +216,9 @@ def to_sample(
         _check_unset(name, settings)
         if prompts:
             raise no_effect("prompts", f"with model {name}, which is sampled from any")
-        return named(name, weights=weights)
+        return build_job(name, weights=weights)
     read = partial(_with_prompts, settings=settings, prompts=prompts, data=(), preferences=None) if prompts else None
-    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
+    job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     if prompts and not is_recorded(model):
         raise no_effect("prompts", f"with model {name}, whose adapter takes any")
@@ -252,7 +252,7 @@ def to_train(
     if not _is_opened(name):
         if name in MODELS:
             _check_unset(name, settings)
-        return named(name, weights=weights, prompts=prompts, data=data)
+        return build_job(name, weights=weights, prompts=prompts, data=data)
     if not prompts and not data and preferences is None:
         check_exists(name)
         raise UsageError(
@@ -262,7 +262,7 @@ def to_train(
         )
 
     read = partial(_with_prompts, settings=settings, prompts=prompts, data=data, preferences=preferences)
-    job = opened(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
+    job = open_job(name, settings, steps=steps, guidance=guidance, compute=compute, prompts=read)
     model: Any = job.model
     train = job.prompts
     if job.sizes and prompts:

@@ -121,7 +121,7 @@ class Loop:
     def time(self, seconds: dict[str, float], phase: str) -> AbstractContextManager[None]:
         """Add the seconds of the block to those of a phase, which the run is in."""
         self.phase = phase
-        return metrics.timed(seconds, phase)
+        return metrics.time_phase(seconds, phase)
 
     def _watch_ratio(self, info: UpdateInfo) -> None:
         """Keep the largest |log ratio| of a first pass, which is 0 unless rollout and update disagree about the policy.

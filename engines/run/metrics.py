@@ -82,7 +82,7 @@ def update_record(
         **reward_record(rewards, columns, batch.plan.asked, group=config.rollout.group),
         **(advantage_record(advantage) if columns.names else {}),
         **{name: value for name, value in rest.items() if name != "diversity"},
-        "speed": speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
+        "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
         "memory": memory(updates[-1]),
         "skipped_steps": engine.skipped,
         "seconds": seconds,
@@ -202,7 +202,7 @@ def parts_record(parts: Parts | None, *, steps: bool) -> dict[str, Any]:
     return {"by_step" if steps else "by_level": split} if held else {}
 
 
-def speed(
+def measure_speed(
     batch: Batch,
     updates: Sequence[UpdateInfo],
     scored: bool,
@@ -242,7 +242,7 @@ def memory(update: UpdateInfo) -> dict[str, float]:
     return {name: size / 2**30 for name, size in zip(names, update.memory, strict=True)}
 
 
-def shown(record: Mapping[str, Any]) -> dict[str, float]:
+def select_shown(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record that the progress line shows."""
     reward = {"reward": record["reward"]["mean"]} if "reward" in record else {}
     names = {"ratio": "ratio", "kl_ref": "KL", "clipped": "clipped", "error": "error", "accuracy": "accuracy"}
@@ -313,7 +313,7 @@ def versions() -> dict[str, str]:
 
 
 @contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+def time_phase(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Add the wall-clock seconds of the block to those of a phase."""
     start = time.perf_counter()
     yield

@@ -27,8 +27,8 @@ from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.run.batch import Batch, RolloutPlan
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.run import Run
-from fluvial.engines.sampling.generate import Chunk, SampleBatch, joined
-from fluvial.engines.sampling.sampler_copy import Copy, held
+from fluvial.engines.sampling.generate import Chunk, SampleBatch, join_batches
+from fluvial.engines.sampling.sampler_copy import Copy, snapshot_weights
 from fluvial.engines.scoring.gather import Scoring
 from fluvial.engines.scoring.runner import Collected
 from fluvial.models import DiffusionModel
@@ -145,7 +145,7 @@ class Ahead:
             # A daemon: a source that hangs does not keep the process alive.
             self._thread = Thread(target=self._serve, name="rollouts", daemon=True)
             self._thread.start()
-        weights: dict[str, Tensor] | None = held(self.engine)
+        weights: dict[str, Tensor] | None = snapshot_weights(self.engine)
 
         def ask(batch: Batch) -> None:
             nonlocal weights
@@ -174,7 +174,7 @@ class Ahead:
                     batch.made.set_result(self._make(number, batch, weights, side))
                 except BaseException as error:  # the main thread must hear of it, whether or not the other ranks do
                     batch.made.set_exception(error)
-                    self._order.failed()
+                    self._order.report_failure()
                     break
         self._give_up()
 
@@ -193,7 +193,7 @@ class Ahead:
         if weights is not None:
             self._push(number, batch.version, weights)
 
-        def seen(chunk: Chunk) -> None:
+        def check_version(chunk: Chunk) -> None:
             if self._ending.is_set():
                 raise ElsewhereError("the run has ended")
             if chunk.version != batch.version:
@@ -206,7 +206,7 @@ class Ahead:
 
         assert batch.scoring is not None
         samples = self.run.sampler.generate_verified(
-            batch.plan, batch.scoring.runners, self.copy.behaviour, self.copy.world, seen=seen
+            batch.plan, batch.scoring.runners, self.copy.behaviour, self.copy.world, seen=check_version
         )
         if side is not None:
             side.synchronize()
@@ -215,7 +215,7 @@ class Ahead:
             optree.tree_map(
                 lambda tensor: tensor.record_stream(main), (samples.cond, samples.trajectory, samples.thumbnails)
             )
-        self._order.made(number)
+        self._order.note_rollout(number)
         return samples
 
     def _push(self, number: int, version: int, weights: dict[str, Tensor]) -> None:
@@ -266,13 +266,13 @@ class PushOrder:
             self._wait([f"pushed/{number}"])
             push()
 
-    def made(self, number: int) -> None:
+    def note_rollout(self, number: int) -> None:
         """Note that this rank has made a rollout."""
         self.last = number
         if self.store is not None:
             self.store.set(f"made/{number}/{self.world.rank}", "")
 
-    def failed(self) -> None:
+    def report_failure(self) -> None:
         """Tell the other ranks that this one failed."""
         if self.store is not None:
             self.store.set(FAILED, str(self.world.rank))
@@ -353,7 +353,7 @@ def unpack(
             own["x"], own["x_next"], own["steps"].long(), own["log_prob"], own.get("velocity"), own["final"], None
         )
         parts.append(SampleBatch(prompts, cond, trajectory, own.get("thumbnails")))
-    batch = joined(parts)
+    batch = join_batches(parts)
     if not world.is_main:  # one rank has the scores of all samples
         return batch, Collected(torch.zeros_like(whole["scores"]), {}, [], meta["computed"], meta["waited"])
     said = {name: {int(place): value for place, value in values.items()} for name, values in meta["parts"].items()}

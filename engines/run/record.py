@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 import cattrs
 
 from fluvial.core.checks import type_of
-from fluvial.engines.choices import is_variant, kinds, required, settings, variant_of, variants
+from fluvial.engines.choices import is_variant, kinds, list_required, settings, variant_of, variants
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import name_of, objective_type
@@ -34,7 +34,7 @@ def as_record(config: TrainConfig) -> dict[str, Any]:
     return record
 
 
-def recorded(record: dict[str, Any]) -> TrainConfig:
+def read_record(record: dict[str, Any]) -> TrainConfig:
     """Return the run that a config.json records.
 
     Raises:
@@ -85,7 +85,7 @@ def _choose_kind(record: Any, union: Any) -> Any:
     variant, make = variant_of(union, fields.pop("kind"), "kind")
     if unknown := sorted(set(fields) - {each.name for each in settings(variant)}):
         raise ValueError(f"has unknown fields {', '.join(unknown)}")
-    if missing := [name for name in required(variant) if name not in fields]:
+    if missing := [name for name in list_required(variant) if name not in fields]:
         raise ValueError(f"misses the field {', '.join(missing)}")
     types = get_type_hints(variant)
     return make(**{name: CONVERTER.structure(value, types[name]) for name, value in fields.items()})

@@ -23,7 +23,7 @@ from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.run.settings import RunSettings
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
 from fluvial.engines.scoring.advantages import Grades, grade
-from fluvial.engines.scoring.floors import learnt_weights, updated
+from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Scoring, gather_rewards
 from fluvial.engines.scoring.gradients import weighted_sum
 from fluvial.engines.scoring.protocol import Reward
@@ -85,7 +85,7 @@ class Run:
         self.engine: Engine = networks.engine
         self.world, self.stopping, self.notes = self.engine.world, False, dict[str, Any]()
         on_schedule = job.model.prediction == "epsilon" or is_recorded(job.model)
-        self.noising = config.noising.chosen(on_schedule=on_schedule)
+        self.noising = config.noising.choose_levels(on_schedule=on_schedule)
         self._routed = any(isinstance(part, Routed) for part in self.engine.sharded.parts)
         try:
             resolve("train", config.implementation, [torch.empty(0, device=self.world.device)])
@@ -179,7 +179,7 @@ class Run:
         scores = rewards.scores[kept]
         if config.floors:  # a reward with a floor has its multiplier as its weight, after this batch
             means = dict(zip(self.rewards, scores.double().mean(0).tolist(), strict=True))
-            memory.multipliers = updated(
+            memory.multipliers = update_multipliers(
                 memory.multipliers, means, config.floor_of, lr=config.floor_lr, most=config.floor_max
             )
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
@@ -312,7 +312,7 @@ class Run:
     def _batch(self, plan: RolloutPlan, **fields: Any) -> Batch:
         rollout, slots = self.config.rollout, len(plan.requests.ids)
         share = Share(self.world.data_rank * slots, slots, rollout.batch)
-        compared, prediction = rollout.window.compared(rollout.group), self.job.model.prediction
+        compared, prediction = rollout.window.count_compared(rollout.group), self.job.model.prediction
         return Batch(plan, share, share.numbers, compared, prediction, **fields)
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:

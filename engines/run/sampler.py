@@ -13,7 +13,7 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.core.rollout import wrap_samples
 from fluvial.engines.data.order import BatchOrder, Captions, distinct_batch, draw_batch, order_key, size_of_batch
 from fluvial.engines.data.preferences import EncodedPreferences, Preference
-from fluvial.engines.data.records import Prompt, copied, model_inputs
+from fluvial.engines.data.records import Prompt, copy_prompts, model_inputs
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
@@ -30,12 +30,12 @@ from fluvial.engines.sampling.generate import (
     Sampling,
     SharedPrefix,
     StochasticSteps,
-    joined,
+    join_batches,
     slots,
 )
 from fluvial.engines.sampling.handshake import Handshake, ServedStep, check, differences, pick_served_steps
 from fluvial.engines.sampling.items import Share
-from fluvial.engines.sampling.sampler_copy import Copy, held
+from fluvial.engines.sampling.sampler_copy import Copy, snapshot_weights
 from fluvial.engines.sampling.source import Behaviour, RolloutSource
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.runner import RewardRunners
@@ -108,7 +108,7 @@ class Sampler:
             return [known[place] for place in self._places(root, count, updates)]
         asked, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
         for group, caption in enumerate(self._places(root, rollout.prompts, updates)):
-            asked += [known[place] for place in self._captions.drawn(caption, fold_in(keys, group), rollout.group)]
+            asked += [known[place] for place in self._captions.draw(caption, fold_in(keys, group), rollout.group)]
         return asked
 
     def generate_verified(
@@ -138,12 +138,12 @@ class Sampler:
         while True:
             served: dict[str, ServedStep] = {}
 
-            def noted(chunk: Chunk, served: dict[str, ServedStep] = served) -> None:
+            def note_served(chunk: Chunk, served: dict[str, ServedStep] = served) -> None:
                 seen(chunk)
                 served.update(pick_served_steps(chunk) | served)
 
             with failing():
-                samples = self.generate(plan, rewards, seen=noted)
+                samples = self.generate(plan, rewards, seen=note_served)
             if not (self.config.rollout.is_served and self._drop_mismatched_servers(plan, served, network, world)):
                 return samples
             rewards.discard()
@@ -194,7 +194,7 @@ class Sampler:
         if self.copy is None:
             self.source.push(self.engine, self.engine.updates)
         else:
-            self.copy.load(held(self.engine), self.engine.updates)
+            self.copy.load(snapshot_weights(self.engine), self.engine.updates)
             with self.world.agreed():  # the other ranks ask when rank 0 has pushed
                 self.source.push(self.copy, self.engine.updates)
         found = self.source.compare_with_servers(
@@ -244,7 +244,7 @@ class Sampler:
                 own = plan.numbers[size * len(parts) :][: len(chunk.prompts)]
                 rewards.submit(chunk.images, chunk.prompts, chunk.trajectory.final, own)  # the images are not kept
                 parts.append(SampleBatch(chunk.prompts, chunk.cond, chunk.trajectory, thumbnails(chunk.images)))
-        return joined(parts)
+        return join_batches(parts)
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
         """Return the given preferences that an update learns from, the same on every rank, and their size."""
@@ -367,7 +367,7 @@ class Sampler:
         for start in range(0, len(ids), size):
             part = list(prompts[start : start + size])
             # One key per chunk, of the id of its first sample, so that a sample does not depend on the number of ranks.
-            x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), copied(part)).clone(), device)
+            x0: Tensor = to_device(self.job.data(fold_in(plan.requests.key, ids[start]), copy_prompts(part)).clone(), device)
             if rewards is not None:
                 with torch.no_grad():
                     images = decoded(self.job.model, x0, model_inputs(part))
@@ -376,4 +376,4 @@ class Sampler:
                 lambda tensor: to_device(tensor, device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
             )
             parts.append(SampleBatch(part, cond, wrap_samples(x0), None))
-        return joined(parts)
+        return join_batches(parts)

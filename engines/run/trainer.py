@@ -70,7 +70,7 @@ class Trainer:
             stack.enter_context(deterministic(config.engine.deterministic))
             if world is None:
                 world = _open_world(config, stack)
-            self.world = world = world.grouped(config.engine.context_parallel)
+            self.world = world = world.group_ranks(config.engine.context_parallel)
             with world.agreed():
                 if job is not None:
                     config = replace(config, pipeline=with_size_of(job, config.pipeline))
@@ -217,7 +217,7 @@ class Trainer:
     def export(self, folder: Path) -> None:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
         self.loop.phase = "export"
-        average = self.engine.averaged() if self.config.evaluation.average else None
+        average = self.engine.read_average() if self.config.evaluation.average else None
         lora, dtype = self.config.train == "lora", DTYPES[self.config.export_dtype]
         export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
         if lora:

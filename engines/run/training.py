@@ -24,7 +24,7 @@ from fluvial.engines.run.log import images, trackers
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.monitoring.extremes import KeptImages
-from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, find_gaming
+from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
 from fluvial.engines.run.monitoring.shortage import explain
 from fluvial.engines.run.passes.probe import notes
 from fluvial.engines.run.process import restart, run_folder
@@ -168,7 +168,7 @@ class Training:
                 self.folder.log(record)
             if "reward" in record and config.eval_every:
                 trainer.progress.recent.append(record["reward"]["mean"])
-            self.progress.advance(metrics.shown(record), record["seconds"], updates=config.updates_per_rollout)
+            self.progress.advance(metrics.select_shown(record), record["seconds"], updates=config.updates_per_rollout)
             done = trainer.engine.updates
             if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
                 evaluation = self._evaluate(f"update {done:04d}", config.eval_samples, probe)
@@ -227,7 +227,7 @@ class Training:
         if not found:
             return ""
         where = f"{self.config.checkpoint_folder}/{best.update:06d}"
-        why = described(found, evaluator)
+        why = describe_gaming(found, evaluator)
         return f"stopped after update {update}: {why}; best evaluation after update {best.update}: checkpoint {where}"
 
     def _check(self) -> None:
@@ -308,7 +308,7 @@ class Training:
         reports = list[Path]()
         sheets = [out / "samples" / f"{name}.png" for name in ("before", "after")]
         if self.folder:
-            summary["evaluation"] = as_records(rows(after.scores, self.folder.compared("before", after.scores)))
+            summary["evaluation"] = as_records(rows(after.scores, self.folder.find_earlier("before", after.scores)))
             run_folder.write_json(out / "summary.json", summary)
             images.join(out / "samples" / "before-after.png", sheets)
             exports.write_cards(trainer.engine, config, trainer.job.model)

@@ -97,7 +97,7 @@ def _counts(config: "TrainConfig") -> Iterator[UsageError]:
     compares = traits.rewards in ("advantages", "order") and not config.advantage.history
     if compares and config.scores_samples and rollout.group < 2:
         yield UsageError("rollout.group", rollout.group, "at least 2", f"{name} compares a sample with others of its group")
-    compared = rollout.window.compared(rollout.group)
+    compared = rollout.window.count_compared(rollout.group)
     if 2 * config.advantage.extremes > compared:
         yield UsageError(
             "advantage.extremes", config.advantage.extremes, f"at most half of the {compared} that are compared"
@@ -211,7 +211,7 @@ def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool
     if conditioned and config.kl.guidance not in (None, 1) and rollout.guidance.scale == 1:
         hint = "prompts have images, and so has the negative prompt of a guided rollout only: guide the rollout, too"
         raise UsageError("kl.guidance", config.kl.guidance, "None or 1", hint)
-    noising = config.noising.chosen(on_schedule=on_schedule)
+    noising = config.noising.choose_levels(on_schedule=on_schedule)
     if noising != config.noising:
         noising.check_steps(rollout.steps)
     if on_schedule and noising.levels.kind not in ("schedule", "stratified"):

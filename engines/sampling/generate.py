@@ -244,12 +244,12 @@ class SampleBatch(NamedTuple):
     thumbnails: Tensor | None  # [B, D] small flattened images, to compare samples with; None for given data
 
 
-def joined(parts: Sequence[SampleBatch]) -> SampleBatch:
+def join_batches(parts: Sequence[SampleBatch]) -> SampleBatch:
     """Return parts of a batch as one."""
     thumbnails = [part.thumbnails for part in parts if part.thumbnails is not None]
     return SampleBatch(
         [prompt for part in parts for prompt in part.prompts],
-        optree.tree_map(host_values.joined, *(part.cond for part in parts)),
+        optree.tree_map(host_values.join, *(part.cond for part in parts)),
         concatenate([part.trajectory for part in parts]),
         torch.cat(thumbnails) if thumbnails else None,
     )
@@ -399,14 +399,14 @@ def _unroll(
     draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
     latest = deque[Step](maxlen=1)
 
-    def taken() -> Iterator[Step]:
+    def take_steps() -> Iterator[Step]:
         for step in unroll(velocity, x, table, keys, draw=draw):
             latest.append(step)
             if sampling.observe is not None:
                 sampling.observe(step)
             yield step
 
-    trajectory = stack(table, taken(), x)
+    trajectory = stack(table, take_steps(), x)
     host_values.remember(trajectory.steps, torch.tensor(table.recorded, dtype=torch.int64).expand(len(x), -1))
     if last == end:
         return trajectory, None

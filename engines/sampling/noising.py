@@ -109,7 +109,7 @@ class AutoLevels:
     kind: ClassVar[str] = "auto"
 
     def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
-        """Raise AssertionError: `NoisingConfig.chosen` has not been called."""
+        """Raise AssertionError: `NoisingConfig.choose_levels` has not been called."""
         raise AssertionError("levels are auto, and none are chosen")
 
 
@@ -155,7 +155,7 @@ class NoisingConfig:
         if isinstance(levels, ScheduleLevels) and self.each > end - levels.skip:
             raise UsageError("noising.each", self.each, f"at most {end - levels.skip}, the steps that levels are drawn from")
 
-    def chosen(self, *, on_schedule: bool) -> "NoisingConfig":
+    def choose_levels(self, *, on_schedule: bool) -> "NoisingConfig":
         """Return the config with the levels that auto stands for.
 
         Args:

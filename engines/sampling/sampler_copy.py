@@ -17,7 +17,7 @@ from fluvial.models.lora import use_adapter
 from fluvial.models.protocol import Weights
 
 
-def held(engine: Engine) -> dict[str, Tensor]:
+def snapshot_weights(engine: Engine) -> dict[str, Tensor]:
     """Return the current weights that training changes, whole and on the host; every rank must take part.
 
     They are the trained parameters, and those of adapters that follow them.
@@ -62,7 +62,7 @@ class Copy:
         self._shards = self.sharded.shards()
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over weights as `held` returned them; no other rank takes part."""
+        """Take over weights as `snapshot_weights` returned them; no other rank takes part."""
         self.version = version
         with torch.no_grad():
             for name, tensor in weights.items():

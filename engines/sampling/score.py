@@ -62,7 +62,7 @@ def score(
 
     log_prob = partial(step_log_prob, form=form, reduction=reduction, implementation=implementation)
 
-    def scored() -> Iterator[Tensor]:
+    def score_parts() -> Iterator[Tensor]:
         for start in range(0, batch * count, micro_batch or batch):
             rows = slice(start, start + (micro_batch or batch))
             part = fresh_copy(optree.tree_map(lambda tensor, rows=rows: tensor[rows], items), device)
@@ -70,7 +70,7 @@ def score(
             v = guided_velocity(model, module, part.x, part.level, own, timestep=part.timestep, forwards=forwards)
             yield log_prob(part.transition, part.x, v, part.x_next)[0]
 
-    return torch.cat([*scored()]).unflatten(0, (count, batch)).T
+    return torch.cat([*score_parts()]).unflatten(0, (count, batch)).T
 
 
 def _check(trajectory: Trajectory, cond: Cond, schedule: Schedule) -> None:

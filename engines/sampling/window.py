@@ -74,7 +74,7 @@ class _Range:
         if self.draw != "rollout" and self.places(steps) == 1:
             raise no_effect("rollout.window.draw", "with a window that covers its whole range")
 
-    def compared(self, group: int) -> int:
+    def count_compared(self, group: int) -> int:
         """Return the number of consecutive samples that are compared with each other."""
         return group
 
@@ -273,7 +273,7 @@ class Branches(_Range):
             hint = f"{self.samples} samples at each of the {self.places(steps)} places of the window"
             raise UsageError("rollout.group", group, f"a multiple of {self.trunk(steps, group)}", hint)
 
-    def compared(self, group: int) -> int:
+    def count_compared(self, group: int) -> int:
         """Return the number of consecutive samples that are compared with each other."""
         return self.samples
 

@@ -41,7 +41,7 @@ def parse_floors(texts: Sequence[str], *, field: str) -> dict[str, float]:
     return found
 
 
-def updated(
+def update_multipliers(
     multipliers: Mapping[str, float], means: Mapping[str, float], floors: Mapping[str, float], *, lr: float, most: float
 ) -> Multipliers:
     """Return the multipliers after a rollout; a missing multiplier starts at 0.

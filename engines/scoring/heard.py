@@ -39,7 +39,7 @@ class AudioReward:
         return self.reward(*placed, **every)
 
 
-def heard(rewards: Mapping[str, Reward], model: DiffusionModel) -> dict[str, Reward]:
+def with_audio(rewards: Mapping[str, Reward], model: DiffusionModel) -> dict[str, Reward]:
     """Return rewards as a run of the model calls them: those of sounds are given the model's.
 
     Raises:

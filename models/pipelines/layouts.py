@@ -89,7 +89,7 @@ def find_layout(model: DiffusionModel) -> Layout:
     return LAYOUTS.get(model.pipeline, PLAIN) if isinstance(model, Pipeline) else PLAIN
 
 
-def embedded_guidance(cond: Cond) -> Tensor | None:
+def embed_guidance(cond: Cond) -> Tensor | None:
     """Return the guidance input of a distilled network as sglang gives it to FLUX, 1000 times the scale, or None."""
     scale = getattr(cond, EMBEDDED, None)
     return 1000 * scale if isinstance(scale, Tensor) else None

@@ -54,9 +54,9 @@ class QwenImageEdit(Conditioned, QwenImage):
 
     def seen_as(self) -> str:
         """See `Conditioned.seen_as`."""
-        return "mixed" if self.mixed else f"{self.scaled(*self.size)}"
+        return "mixed" if self.mixed else f"{self.scale_size(*self.size)}"
 
-    def scaled(self, height: int, width: int, area: int = AREA) -> tuple[int, int]:
+    def scale_size(self, height: int, width: int, area: int = AREA) -> tuple[int, int]:
         """Return height and width of an image as the pipeline scales it."""
         module = importlib.import_module(f"diffusers.pipelines.qwenimage.{self.module}")
         to_width, to_height = module.calculate_dimensions(area, width / height)[:2]
@@ -73,7 +73,7 @@ class QwenImageEdit(Conditioned, QwenImage):
         images = open_images(prompt, self.takes, self.lists)
         if self.mixed and len(images) > 1:
             raise ValueError(f"the prompt {get_text(prompt)[:40]!r} has several images, expected one with mixed_images=true")
-        sizes = [self.scaled(image.height, image.width) for image in images]
+        sizes = [self.scale_size(image.height, image.width) for image in images]
         for image, size in zip(images, sizes, strict=True):
             self._check_shape(prompt, image, size)
         processor = VaeImageProcessor(vae_scale_factor=self.vae_scale * PATCH, do_normalize=False)
@@ -108,7 +108,7 @@ class QwenImageEdit(Conditioned, QwenImage):
         if self.mixed:
             if max(image.size) > MOST_RATIO * min(image.size):
                 raise ValueError(f"{shown}, expected sides of a ratio of at most {MOST_RATIO}: crop it")
-        elif scaled != (expected := self.scaled(*self.size)):
+        elif scaled != (expected := self.scale_size(*self.size)):
             raise ValueError(
                 f"{shown}, which are scaled to {scaled[1]}x{scaled[0]}, expected {expected[1]}x{expected[0]}, those of "
                 f"{self.size[1]}x{self.size[0]}: crop it, or set `pipeline.call` to mixed_images=true"
@@ -142,7 +142,7 @@ class QwenImageEdit(Conditioned, QwenImage):
         if cond.grid is not None:  # of one sample
             height, width = read(cond.grid).tolist()[0]
         else:
-            height, width = (side // (self.vae_scale * PATCH) for side in self.scaled(*self.size))
+            height, width = (side // (self.vae_scale * PATCH) for side in self.scale_size(*self.size))
         return [(1, height, width)] * (1 if cond.grid is not None else cond.image.shape[1] // (height * width))
 
 
@@ -159,5 +159,5 @@ class QwenImageEditPlus(QwenImageEdit):
 
     def views(self, processor: Any, image: Image.Image, height: int, width: int) -> tuple[Image.Image, Image.Image]:
         """See `QwenImageEdit.views`."""
-        seen = self.scaled(image.height, image.width, SEEN_AREA)
+        seen = self.scale_size(image.height, image.width, SEEN_AREA)
         return processor.resize(image, *seen), image

@@ -258,7 +258,7 @@ class AnyPipeline(WithExperts):
             prompts: prompt of each sample, by default the example. A pipeline whose images depend on those of the prompt
                 besides the samples decodes the samples of each prompt apart.
         """
-        return torch.cat([made.shown(self.size) for made in self._outputs(latents, prompts)]).to(latents.device)
+        return torch.cat([made.draw(self.size) for made in self._outputs(latents, prompts)]).to(latents.device)
 
     def _outputs(self, latents: Tensor, prompts: Sequence[TextPrompt] | None) -> Iterator[Output]:
         """Yield what the pipeline makes of samples, see `decode`."""
@@ -303,8 +303,8 @@ class AnyPipeline(WithExperts):
             return False
         if self._sees is None:
             sample = torch.randn(1, *self.known.shape, generator=torch.Generator().manual_seed(0))
-            both = (self.example, self.example.changed(*self.example.media))
-            one, other = (self._decode_all(sample, prompt).shown(self.size) for prompt in both)
+            both = (self.example, self.example.change(*self.example.media))
+            one, other = (self._decode_all(sample, prompt).draw(self.size) for prompt in both)
             self._sees = not torch.equal(one, other)
         return self._sees
 
@@ -443,7 +443,7 @@ class AnyPipeline(WithExperts):
             copies, (_, *cond) = next(self._runs(self._load_pipeline(), prompt, apart=True))
             for name in prompt.media:
                 try:
-                    _, *changed = self._dry(self._load_pipeline(), prompt.changed(name), copies, apart=True)
+                    _, *changed = self._dry(self._load_pipeline(), prompt.change(name), copies, apart=True)
                 except ReplayError:
                     continue  # the pipeline uses the image otherwise
                 same = optree.tree_map(torch.equal, cond, changed)

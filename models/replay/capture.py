@@ -239,7 +239,7 @@ def _whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[
     held = [(leaf.places, rows[numbered[n + 1]]) for n, leaf in enumerate(call.leaves) if isinstance(leaf, Holds)]
     if (known := find_whole([places for places, _ in held], list_tensors(output), x.shape[1])) is None:
         return None
-    return known, known.joined([places.gather(torch.cat([x, others[:, 0].to(x.dtype)], 1)) for places, others in held])
+    return known, known.join([places.gather(torch.cat([x, others[:, 0].to(x.dtype)], 1)) for places, others in held])
 
 
 def _sought(leaf: Any, x: Tensor, *, single: bool, known: Sequence[Places]) -> Sought:

@@ -39,7 +39,7 @@ class MediaPrompt:
         """Return by argument an image of PIL, the list of a video's or of several images, or a `Sound`."""
         return {name: _open(name, source) for name, source in self.media.items()}
 
-    def changed(self, *names: str) -> "MediaPrompt":
+    def change(self, *names: str) -> "MediaPrompt":
         """Return the prompt with other images, videos or sounds of the same sizes for some arguments."""
         return MediaPrompt(self.text, {**self.media, **{name: _change(name, self.media[name]) for name in names}})
 

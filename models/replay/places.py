@@ -51,7 +51,7 @@ class Whole(NamedTuple):
     inputs: tuple[int, ...]  # index, among the inputs that hold the sample, of the one that each output is the velocity of
     at: tuple[Places, ...]  # elements of each output that are the sample's
 
-    def joined(self, inputs: Sequence[Tensor]) -> Tensor:
+    def join(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return the inputs that hold the sample, each `[B, ...]`, in the order of the outputs, `[B, m]`."""
         return torch.cat([inputs[number].flatten(1) for number in self.inputs], dim=1)
 

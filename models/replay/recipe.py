@@ -125,7 +125,7 @@ class StepRecipe:
             if call.component not in CONTROL:
                 parts += split_parts(output, x)
         if isinstance(self.combination, Joined) and self.combination.whole is not None:
-            return self.combination(parts, self.combination.whole.joined(held).to(x.dtype), level)
+            return self.combination(parts, self.combination.whole.join(held).to(x.dtype), level)
         uncut = isinstance(self.combination, Combination) and (
             self.combination.first_half or self.combination.places is not None
         )
@@ -160,18 +160,18 @@ def split_parts(output: Any, x: Tensor) -> list[Tensor]:
 def stack_lists(given: Any, batch: int) -> Any:
     """Return inputs whose lists with one tensor per sample, or several times so many, are `Unbound`."""
 
-    def listed(node: Any) -> bool:
+    def is_list(node: Any) -> bool:
         return isinstance(node, list) and bool(node) and all(isinstance(one, Tensor) for one in node)
 
     def stack(node: Any) -> Any:
-        if not listed(node) or len(node) % batch:
+        if not is_list(node) or len(node) % batch:
             return node
         copies = [node[first : first + batch] for first in range(0, len(node), batch)]
         if any(find_kind(one) != find_kind(copy[0]) for copy in copies for one in copy):
             return node
         return Unbound(tuple(torch.stack(copy) for copy in copies))
 
-    return optree.tree_map(stack, given, is_leaf=listed)
+    return optree.tree_map(stack, given, is_leaf=is_list)
 
 
 def unbound(given: Any) -> Any:

@@ -102,7 +102,7 @@ class Recorder:
         if self.on_step is not None:
             self.on_step(step.t, step.x, step.v, step.x_next, recorded)
 
-    def joined(self, piece: Piece) -> Piece | None:
+    def join(self, piece: Piece) -> Piece | None:
         """Return a step of whole samples `[B, n]`, flat, if `piece` is the last one of it."""
         self._waiting.append(piece)
         if len(self._waiting) <= len(self.pieces):
@@ -263,7 +263,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
             raise ValueError("RecordingScheduler: pieces of the samples take other steps or noise levels than one another")
         if self.sampler != "ode" or self.config.get("invert_sigmas"):
             raise ValueError("RecordingScheduler: several pieces are recorded with falling sigmas and the ODE only")
-        whole = self._recorder.joined(piece)
+        whole = self._recorder.join(piece)
         if whole is not None:
             self._take_step(step, *whole, None)
 
@@ -271,7 +271,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         """Return the next sample of a step that may be stochastic or recorded, given Euler's next sample."""
         recorder, dtype = self._recorder, compute_dtype("step", model_output=v, sample=x)
         if self._scheduled is None or self._scheduled.of is not self.sigmas:
-            self._scheduled = _scheduled(self, recorder, x, dtype)
+            self._scheduled = _schedule_steps(self, recorder, x, dtype)
         scheduled = self._scheduled
         noise, x_next = None, euler
         if any(step in row for row in scheduled.plan.stochastic) and scheduled.transition is not transitions.ode:
@@ -285,7 +285,7 @@ class RecordingScheduler(FlowMatchEulerDiscreteScheduler):
         return x_next
 
 
-def _scheduled(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> Scheduled:
+def _schedule_steps(scheduler: RecordingScheduler, recorder: Recorder | None, x: Tensor, dtype: torch.dtype) -> Scheduled:
     """Return how the steps of the scheduler's schedule are taken, after checking on the host that they can be."""
     sigmas = scheduler.sigmas.to(device="cpu", dtype=torch.float32)
     sigmas = 1 - sigmas if scheduler.config.get("invert_sigmas") else sigmas

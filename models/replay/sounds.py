@@ -24,7 +24,7 @@ class Output(NamedTuple):
     images: Tensor | None  # [B, C, H, W] or [B, C, F, H, W], float in [0, 1]
     waves: Tensor | None  # [B, channels, n] float in [-1, 1]
 
-    def shown(self, size: tuple[int, ...]) -> Tensor:
+    def draw(self, size: tuple[int, ...]) -> Tensor:
         """Return the images, or drawings of the sounds of a height and width if there are none."""
         if self.images is not None:
             return self.images

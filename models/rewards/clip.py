@@ -44,12 +44,12 @@ class Towers(ModelReward):
         """Return the embedding of each prompt, `[B, D]`, of length 1, in float32; equal prompts are embedded once."""
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
 
-        def embedded(rows: Tensor) -> Tensor:
+        def embed(rows: Tensor) -> Tensor:
             return self.unit(self.model.text_model(**{name: ids[rows] for name, ids in inputs.items()}), "text_projection")
 
         with torch.no_grad():
             inputs = {name: ids.to(self.where) for name, ids in self.tokenize(list(numbers)).items()}
-            found = map_batches(embedded, torch.arange(len(numbers), device=self.where), self.batch)
+            found = map_batches(embed, torch.arange(len(numbers), device=self.where), self.batch)
         return found[torch.tensor([numbers[prompt] for prompt in prompts], device=found.device)]
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -130,12 +130,12 @@ class ImageTowers(Towers):
         """Return the embedding of each frame, `[B, n, D]`, of length 1, in float32."""
         device, frames = self.place(images), extract_frames(images, self.frames)
 
-        def embedded(part: Tensor) -> Tensor:
+        def embed(part: Tensor) -> Tensor:
             pixels = self.preprocess(part.to(device)).to(self.precision)
             return self.unit(self.model.vision_model(pixel_values=pixels), "visual_projection")
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return map_batches(embedded, frames.flatten(0, 1), self.batch).unflatten(0, frames.shape[:2])
+            return map_batches(embed, frames.flatten(0, 1), self.batch).unflatten(0, frames.shape[:2])
 
 
 def scale(model: Any) -> Tensor:

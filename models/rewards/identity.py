@@ -42,7 +42,7 @@ class EditPairs(ModelReward):
         """Return the features of images in [0, 1], `[N, ...]` in float32."""
 
     @abstractmethod
-    def compared(self, before: Tensor, after: Tensor) -> Tensor:
+    def compare(self, before: Tensor, after: Tensor) -> Tensor:
         """Return the score of each pair of features, `[N]`."""
 
     def __call__(self, images: Tensor, prompts: Sequence[str], condition_images: Sequence[Tensor]) -> Tensor:
@@ -61,11 +61,11 @@ class EditPairs(ModelReward):
                 [self.features(extract_frames(image[None].to(device), 1)[:, 0]) for image in condition_images]
             )
 
-        def scored(rows: Tensor) -> Tensor:
-            return self.compared(before[rows.to(device) // count], self.features(flat[rows].to(device)))
+        def score(rows: Tensor) -> Tensor:
+            return self.compare(before[rows.to(device) // count], self.features(flat[rows].to(device)))
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return map_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
+            return map_batches(score, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Dino(EditPairs):
         output = self.model(pixel_values=self.preprocess(images).to(self.precision))
         return functional.normalize(output.pooler_output.float(), dim=-1)
 
-    def compared(self, before: Tensor, after: Tensor) -> Tensor:
+    def compare(self, before: Tensor, after: Tensor) -> Tensor:
         """Return the cosine of each pair."""
         return (before * after).sum(-1)
 
@@ -115,6 +115,6 @@ class Perceptual(EditPairs):
         layers = torch.stack([output.hidden_states[layer][:, 1:] for layer in self.chosen], 1)
         return functional.normalize(layers.float(), dim=-1)
 
-    def compared(self, before: Tensor, after: Tensor) -> Tensor:
+    def compare(self, before: Tensor, after: Tensor) -> Tensor:
         """Return the negative distance of each pair."""
         return -(before - after).square().sum(-1).mean(-1).sum(-1)

@@ -82,7 +82,7 @@ class ImageReward(ModelReward):
             list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
         ).to(device)
 
-        def scored(rows: Tensor) -> Tensor:
+        def score(rows: Tensor) -> Tensor:
             pixels = self.preprocess(flat[rows].to(device)).to(self.precision)
             seen = self.model["vision"](pixel_values=pixels).last_hidden_state
             of = rows.to(device) // count
@@ -95,7 +95,7 @@ class ImageReward(ModelReward):
             return (self.head(read.last_hidden_state[:, 0].float()) - MEAN) / STD
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and images.requires_grad):
-            return map_batches(scored, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
+            return map_batches(score, torch.arange(len(flat), device=flat.device), self.batch).view(-1, count).mean(1)
 
 
 def vision_model(tensors: Mapping[str, Tensor], heads: int, source: Path) -> Any:

@@ -28,8 +28,8 @@ from fluvial.bench.peers.measure import (
     live_bytes,
     merge_agreements,
     peak_bytes,
+    time_calls,
     time_in_turn,
-    timed,
 )
 from fluvial.bench.peers.ours import Spent
 from fluvial.bench.peers.pipeline import Peer, adapter_of
@@ -265,7 +265,7 @@ def test_the_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(ours.time, "perf_counter", lambda: 0.0)
-    found = time_in_turn(3, [timed(CPU, update=partial(calls.append, name)) for name in "abc"])
+    found = time_in_turn(3, [time_calls(CPU, update=partial(calls.append, name)) for name in "abc"])
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
     assert found == [{"update": [Spent(1.0, 0.0)] * 3}] * 3
 
@@ -275,7 +275,7 @@ def test_the_whole_is_the_sum_of_its_phases(monkeypatch: pytest.MonkeyPatch) -> 
     clock, walls = iter(range(100)), iter(range(0, 1000, 10))
     monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(ours.time, "perf_counter", lambda: float(next(walls)))
-    assert timed(CPU, rollout=list, update=list)() == {
+    assert time_calls(CPU, rollout=list, update=list)() == {
         "rollout": Spent(1.0, 10.0),
         "update": Spent(1.0, 10.0),
         "whole": Spent(2.0, 20.0),
@@ -328,7 +328,7 @@ def test_an_accelerator_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(ours.time, "perf_counter", lambda: 0.0)
-    found = timed(torch.device("cuda"), rollout=list, update=list)()
+    found = time_calls(torch.device("cuda"), rollout=list, update=list)()
     assert found == {"rollout": Spent(0.25, 0.0), "update": Spent(0.25, 0.0), "whole": Spent(0.5, 0.0)}
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from fluvial.core.transitions import dance_sde
 from fluvial.engines.choices import kinds, settings, variant_of, variants
-from fluvial.engines.cli.parse import parsed
+from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.record import CONVERTER, as_record, recorded
+from fluvial.engines.run.record import CONVERTER, as_record, read_record
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, SaSolver, Stochastic
@@ -117,7 +117,7 @@ def test_every_value_is_read_back_from_flags(name: str, kind: str) -> None:
     for seed in range(3):
         value = _example(name, kind, seed)
         for start in {type(_example(name, other, 0)): _example(name, other, 0) for other in kinds(UNIONS[name])}.values():
-            found = parsed(replace(Chosen(), **{name: start}), "run", flags(value, name))
+            found = parse_config(replace(Chosen(), **{name: start}), "run", flags(value, name))
             assert getattr(found, name) == value
 
 
@@ -140,12 +140,12 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
     """On the command line and in a file."""
     kind = kinds(UNIONS[name])[0]
     with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
-        parsed(Chosen(), "run", [f"--{name}", f"{kind}x"])
+        parse_config(Chosen(), "run", [f"--{name}", f"{kind}x"])
     place = PLACES[name].split(".")
     record = as_record(TrainConfig(Path("x")))
     record[place[0]][place[1]] = {"kind": f"{kind}x"}
     with pytest.raises(UsageError, match=rf"did you mean '{kind}'\? @ run\.{PLACES[name]}") as read:
-        recorded(record)
+        read_record(record)
     assert "\n" not in f"{typed.value}{read.value}"
 
 
@@ -153,13 +153,13 @@ def test_a_kind_alone_has_its_defaults() -> None:
     """In a file; a kind with a field that has no default needs an object."""
     record = as_record(TrainConfig(Path("x")))
     record["rollout"] |= {"window": "all", "sampler": "dance_sde"}
-    assert recorded(record).rollout.sampler == Stochastic("dance_sde")
+    assert read_record(record).rollout.sampler == Stochastic("dance_sde")
     record["rollout"]["window"] = "random"
     with pytest.raises(UsageError, match=r"misses the field size @ run\.rollout\.window"):
-        recorded(record)
+        read_record(record)
     record["rollout"]["window"] = {"kind": "all", "size": 3}
     with pytest.raises(UsageError, match=r"has unknown fields size @ run\.rollout\.window"):
-        recorded(record)
+        read_record(record)
 
 
 def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
@@ -176,11 +176,11 @@ def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
     }
     record["rollout"] = {**record["rollout"], **old, "sampler": "flow_sde"}
     with pytest.raises(UsageError, match="unknown fields eta, fraction, moves, solver, window_high, window_low") as refused:
-        recorded(record)
+        read_record(record)
     assert "\n" not in str(refused.value)
     record["rollout"] = {**as_record(TrainConfig(Path("x")))["rollout"], "window": 5}
     with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.rollout\.window"):
-        recorded(record)
+        read_record(record)
 
 
 UNTYPABLE: list[tuple[type, set[str]]] = [
@@ -223,4 +223,4 @@ def test_single_values_are_checked(name: str, value: float) -> None:
 def test_a_function_stays_the_sampler_of_flags_that_choose_no_other() -> None:
     """It has no name that flags could give back."""
     start = replace(Chosen(), sampler=Stochastic(dance_sde, 0.5))
-    assert parsed(start, "run", ["--sampler.eta", "0.3"]).sampler == Stochastic(dance_sde, 0.3)
+    assert parse_config(start, "run", ["--sampler.eta", "0.3"]).sampler == Stochastic(dance_sde, 0.3)

@@ -37,7 +37,7 @@ def test_the_command_line_names_flags_where_the_library_names_fields() -> None:
     hint = "the sampler of `rollout.sampler` needs it, seed or not"
     error = UsageError("rollout.eta", 0.0, "more than `least`", hint)
     assert error.field == "rollout.eta"
-    assert error.worded(FLAG) == (
+    assert error.name_fields(FLAG) == (
         "--rollout.eta is 0, expected more than --least: the sampler of --rollout.sampler needs it, seed or not"
     )
     assert str(error) == "rollout.eta is 0, expected more than least: the sampler of rollout.sampler needs it, seed or not"
@@ -47,7 +47,7 @@ def test_the_command_line_names_flags_where_the_library_names_fields() -> None:
 def test_a_sentence_may_mark_fields(kind: type[FluvialError]) -> None:
     error = kind("`a` and `b.c` are both set")
     assert str(error) == "a and b.c are both set"
-    assert error.worded(FLAG) == "--a and --b.c are both set"
+    assert error.name_fields(FLAG) == "--a and --b.c are both set"
 
 
 def test_other_backticks_stay() -> None:
@@ -59,4 +59,4 @@ def test_other_backticks_stay() -> None:
 def test_a_field_without_effect_is_to_be_removed() -> None:
     error = no_effect("merge", "with `as` lora")
     assert str(error) == "merge has no effect with as lora; remove it"
-    assert error.worded(FLAG) == "--merge has no effect with --as lora; remove it"
+    assert error.name_fields(FLAG) == "--merge has no effect with --as lora; remove it"

@@ -431,7 +431,7 @@ ROWS = (
     Row("step.kl_scale", _scaled, "std v", {"kl_coef": 0.5}, "v kl_coef"),
     Row("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
     Row("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
-    Row("step.guided", partial(step.guided, "f"), "v v_uncond", {"guidance": 2.0}),
+    Row("step.apply_guidance", partial(step.apply_guidance, "f"), "v v_uncond", {"guidance": 2.0}),
     Row("table.plan", lambda x: x * planned(record=[0, 1]).table.std.sum(), "x"),
     Row("table.mask", lambda x: x * table.mask(((0,), (1,)), 3, x.device).sum(), "x"),
     Row(

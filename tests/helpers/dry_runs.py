@@ -7,7 +7,7 @@ from typing import Any
 from fluvial.engines.extensions.dryrun import run
 from fluvial.engines.extensions.dryrun.report import PhaseReport, Report
 from fluvial.engines.extensions.simulate.mode import Wait
-from fluvial.engines.extensions.simulate.simulation import Simulation, replaced
+from fluvial.engines.extensions.simulate.simulation import Simulation, replace_attribute
 
 WAITS = ("read", "synchronisation")
 BLOCKING = "blocking copy to the device"
@@ -60,7 +60,7 @@ def simulations() -> Iterator[list[Simulation]]:
             found.append(simulation)
             yield simulation
 
-    with replaced(run, "simulate", noted):
+    with replace_attribute(run, "simulate", noted):
         yield found
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.files import LORA, stored
+from fluvial.engines.engine.files import LORA, read_weights
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.export.formats import COMFY_LORA, write
 from fluvial.engines.run.jobs.weights import converter
@@ -368,7 +368,7 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
         for key, tensor in export.weights(other, merge=True):
             torch.testing.assert_close(tensor, merged[key], rtol=1e-5, atol=1e-5)
     write("merged", network, model, tmp_path / "merged", world=one)
-    assert all(torch.equal(tensor, merged[key]) for key, tensor in stored(tmp_path / "merged"))
+    assert all(torch.equal(tensor, merged[key]) for key, tensor in read_weights(tmp_path / "merged"))
     file = load_file(tmp_path / "comfyui" / COMFY_LORA)
     found = comfy_weights(pipeline, network, file, plain)
     assert set(found) >= set(lora_layers(network))

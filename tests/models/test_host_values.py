@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fluvial.models import host_values
-from fluvial.models.host_values import joined, kept, known, read, remember, rows
+from fluvial.models.host_values import join, keep, known, read, remember, rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def test_rows_joined_and_repeated_tensors_are_known() -> None:
     for out in (
         rows(table, slice(1, 3)),
         rows(table, index.long()),
-        joined(table, index),
-        kept(lambda values: values.repeat(2), table),
+        join(table, index),
+        keep(lambda values: values.repeat(2), table),
     ):
         host = known(out)
         assert out.dtype == torch.int32
@@ -49,7 +49,7 @@ def test_what_is_computed_from_unknown_tensors_is_unknown() -> None:
     unknown = torch.arange(4, dtype=torch.int32)
     assert known(unknown) is None
     assert known(rows(unknown, slice(2))) is None
-    assert known(joined(on_device(1), unknown)) is None
+    assert known(join(on_device(1), unknown)) is None
 
 
 def test_values_are_read_once() -> None:

@@ -128,7 +128,7 @@ def save(folder: Any, world: World, update: int, value: float, *, keep: int = 1)
 
 def newest(folder: Any, world: World) -> tuple[int, float]:
     """Load the newest checkpoint: (its update, its value). Every one that is listed must be whole."""
-    paths = checkpoint.listed(folder)
+    paths = checkpoint.list_checkpoints(folder)
     for path in paths:
         loaded = state(-1.0)
         meta = checkpoint.load(path, loaded, fingerprint=FINGERPRINT, world=world)

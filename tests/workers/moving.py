@@ -13,7 +13,7 @@ def move(world: World) -> list[Any]:
     """Return [{found by rank, expected}], with each item as [its number by each field]."""
     result = []
     for sequence in (1, 2):
-        grouped = world.grouped(sequence)
+        grouped = world.group_ranks(sequence)
         for counts in ([5, 0, 2, 1], [1, 9, 0, 3]):
             counts = counts[: grouped.data_size]
             rank, samples = grouped.data_rank, 3

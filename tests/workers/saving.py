@@ -105,7 +105,7 @@ def killed(folder: Path) -> dict[str, Any]:
     """Kill rank 1 in the background of a save; say what rank 0 says, and what is there then and after another save."""
     first, second = forks.on_ranks(2, lambda world: dies(folder, world), catch=True)
     assert second.signal == signal.SIGKILL
-    listed = [path.name for path in checkpoint.listed(folder)]
+    listed = [path.name for path in checkpoint.list_checkpoints(folder)]
     bad = forks.alone(lambda world: wrong(folder, world)).value
 
     def again(world: World) -> None:

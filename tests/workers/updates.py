@@ -12,7 +12,7 @@ from fluvial.bench.update.cases import (
     make_rollout,
     update_engine,
 )
-from fluvial.bench.update.measure import counted, gradient_distance
+from fluvial.bench.update.measure import count_update, gradient_distance
 from fluvial.engines.engine.engine import EngineConfig
 from fluvial.engines.engine.world import World
 
@@ -99,7 +99,7 @@ def peaks(world: World) -> dict[int, int]:
     for steps in (2, 10):
         rollout = make_rollout(engine, case(steps), world)
         update = partial(update_engine, engine, rollout, micro_batch=SAMPLES)
-        found[steps] = counted(update, engine, rollout)["peak_bytes"]
+        found[steps] = count_update(update, engine, rollout)["peak_bytes"]
     return found
 
 

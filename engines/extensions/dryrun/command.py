@@ -11,7 +11,7 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.dryrun.report import draw
 from fluvial.engines.extensions.dryrun.run import dry_run
-from fluvial.engines.extensions.plan.fit import fitted
+from fluvial.engines.extensions.plan.fit import fit_config
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator, register
 from fluvial.engines.run.config import TrainConfig
 
@@ -45,7 +45,7 @@ def run(asked: DryRunConfig, config: TrainConfig, *, console: Console) -> None:
         RunError: the run does not fit, or an error ended it.
     """
     register()  # before the backward passes of the closed form
-    config, saved = fitted(config, ranks=asked.as_gpus, device=torch.device("cuda"))
+    config, saved = fit_config(config, ranks=asked.as_gpus, device=torch.device("cuda"))
     if saved is not None:
         console.print(saved, highlight=False)
     gpu = Accelerator(asked.gpu, int(asked.gpu_memory_gib * GIB))

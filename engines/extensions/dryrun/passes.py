@@ -95,12 +95,12 @@ def _again(tensor: Tensor) -> Callable[[], Tensor]:
     shape, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     value = value_of(tensor)
 
-    def made() -> Tensor:
+    def make() -> Tensor:
         out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         out.fluvial_value = value  # type: ignore[attr-defined]
         return out
 
-    return made
+    return make
 
 
 def _counters(mode: SimulatedMode) -> tuple[Counter[Any], ...]:

@@ -92,7 +92,7 @@ class PhaseReport:
         """Number of collectives."""
         return sum(each.calls for each in self.communication)
 
-    def waited(self, *kinds: str) -> int:
+    def count_waits(self, *kinds: str) -> int:
         """Return how often the host waits, by kinds."""
         return sum(each.times for each in self.waits if each.kind in kinds)
 
@@ -147,7 +147,7 @@ class Report:
         ran = [name for name in ORDER if name in found]
         phases = tuple(_phase(name, simulation, stored if name in HOLDING else 0) for name in ran)
         highest = max(phases, key=lambda phase: phase.peak)
-        lines = [line for line, _ in mode.ledger.held(found[highest.name].peak_entry).lines.items()][:LINES]
+        lines = [line for line, _ in mode.ledger.find_holders(found[highest.name].peak_entry).lines.items()][:LINES]
         concurrent = 0
         if config.asynchronous.ahead:
             rollout = next((phase for phase in phases if phase.name == "rollout"), None)
@@ -196,7 +196,7 @@ class Report:
         rows = {
             phase.name: (
                 f"{phase.peak / unit:.2f}", f"{phase.after / unit:.2f}", f"{phase.sent / unit:.2f}", str(phase.calls),
-                f"{phase.flops / 1e12:.3g}", str(phase.waited(*READS)), str(phase.waited(COPY)),
+                f"{phase.flops / 1e12:.3g}", str(phase.count_waits(*READS)), str(phase.count_waits(COPY)),
             )
             for phase in self.phases
         }  # fmt: skip
@@ -266,7 +266,7 @@ def _listing(title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]) 
 
 def _phase(name: str, simulation: Simulation, stored: int) -> PhaseReport:
     mode, found = simulation.mode, simulation.phases.found[name]
-    held = mode.ledger.held(found.peak_entry) if found.peak else None
+    held = mode.ledger.find_holders(found.peak_entry) if found.peak else None
     lines = tuple(Line(line, size) for line, size in (held.lines if held else {}).items())[:LINES]
     return PhaseReport(
         name, found.before, found.peak + stored, found.after, stored, lines, _communication(mode, name), _waits(mode, name),

@@ -20,7 +20,7 @@ from fluvial.engines.extensions.dryrun.passes import Repeated, ShortUpdates
 from fluvial.engines.extensions.dryrun.report import CheckpointLayout, Report
 from fluvial.engines.extensions.dryrun.stand_ins import PROMPTS, keep_on_host, shorten, with_rewards
 from fluvial.engines.extensions.simulate.device import Accelerator
-from fluvial.engines.extensions.simulate.simulation import Simulation, replaced, simulate
+from fluvial.engines.extensions.simulate.simulation import Simulation, replace_attribute, simulate
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
@@ -59,7 +59,7 @@ def dry_run(
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
         run = _Run(simulation, changed, more)
-        with warnings.catch_warnings(), replaced(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
+        with warnings.catch_warnings(), replace_attribute(RewardRunner, "submit", _submit_and_wait(RewardRunner.submit)):
             warnings.simplefilter("ignore")  # of values that are not there
             error = run.all(job, notes)
         return Report.of(
@@ -140,7 +140,7 @@ class _Run:
         sampler, engine = trainer.sampler, trainer.engine
         generate = self._in("rollout", sampler.generate)
 
-        def stored(*args: Any, **kwargs: Any) -> Any:
+        def store(*args: Any, **kwargs: Any) -> Any:
             batch = generate(*args, **kwargs)
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
             once = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -149,7 +149,7 @@ class _Run:
 
         updates = ShortUpdates(engine)
         changes: list[tuple[Any, str, Callable[..., Any]]] = [
-            (sampler, "generate", stored),
+            (sampler, "generate", store),
             (trainer.loop, "learn", self._in("update", trainer.loop.learn)),
             (engine, "update", updates),
         ]

@@ -64,12 +64,12 @@ def with_rewards(
     rewards = dict[str, Any]()
 
     def spread(name: str, reward: Callable[..., Any]) -> SpreadReward:
-        def refused(error: Exception) -> None:
+        def note_refusal(error: Exception) -> None:
             note = f"the reward {name}, which needs other prompts ({error}): its own memory comes on top"
             if not any(known.startswith(f"the reward {name},") for known in notes):
                 notes.append(note)
 
-        return SpreadReward(reward, phase, refused if prompts else None)
+        return SpreadReward(reward, phase, note_refusal if prompts else None)
 
     for name in (config.rewards or tuple(job.rewards)[:1]) if config.scores_samples else ():
         try:
@@ -92,15 +92,15 @@ def keep_on_host(model: Any, device: torch.device) -> None:
         device: device without values.
     """
 
-    def moved(leaf: Any) -> Any:
+    def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
     known, made = model.known.model, model.decode(torch.zeros(1, *model.known.shape))
     recipes = [
-        replace(recipe, calls=tuple(call._replace(leaves=optree.tree_map(moved, call.leaves)) for call in recipe.calls))
+        replace(recipe, calls=tuple(call._replace(leaves=optree.tree_map(move, call.leaves)) for call in recipe.calls))
         for recipe in known.recipes
     ]
-    placed = replace(known, sigmas=moved(known.sigmas), recipes=tuple(recipes))
+    placed = replace(known, sigmas=move(known.sigmas), recipes=tuple(recipes))
     model.predict = placed.predict
     model.decode = lambda latents, prompts=None: latents.new_zeros((len(latents), *made.shape[1:]), dtype=made.dtype)
 

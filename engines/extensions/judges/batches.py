@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.wire.client import HttpClient, shown
+from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.threads import in_threads
 from fluvial.engines.scoring.scores import LARGEST, describe, read_number, read_numbers
@@ -74,7 +74,11 @@ def field(reply: Any, name: str, kind: type[T], *, where: str) -> T:
     except WireError as error:
         said = held.get("error") or held.get("detail")
         text = said.get("message") if isinstance(said, dict) else said
-        problem = f"reports an error: {shown(str(text))}" if text else f"answered with another form: {shown(str(error))}"
+        problem = (
+            f"reports an error: {format_reply(str(text))}"
+            if text
+            else f"answered with another form: {format_reply(str(error))}"
+        )
         raise RunError(f"{where} {problem}") from None
 
 

@@ -11,7 +11,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges import images as wire
 from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score, scores
 from fluvial.engines.extensions.judges.unpickle import ForbiddenPickleError, loads
-from fluvial.engines.extensions.wire.client import HttpClient, shown
+from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 
 METRICS: dict[str, Callable[[list[float]], float]] = {
     "first": lambda values: values[0],
@@ -44,12 +44,12 @@ class FlowFactory:
             RunError: no request succeeded.
         """
 
-        def scored(samples: Tensor, part: slice) -> list[float]:
+        def score_part(samples: Tensor, part: slice) -> list[float]:
             conditions = None if condition_images is None else condition_images[part]
             answer = self.server.post("/compute", self._payload(samples, [*map(str, prompts[part])], conditions))
             return scores(answer, "rewards", len(samples), where=f"{self.server.address}/compute")
 
-        return in_batches(images, prompts, scored, server=self.server, batch=self.batch)
+        return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
     def _payload(self, samples: Tensor, prompts: list[str], conditions: Sequence[Tensor] | None = None) -> dict[str, Any]:
         files = [[wire.as_text(wire.png(frame)) for frame in wire.frames(sample)] for sample in samples]
@@ -108,7 +108,7 @@ class UniRL:
         """
         _check_images(images)
 
-        def scored(samples: Tensor, part: slice) -> list[list[float]]:
+        def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             requests = [
                 {
                     "history": [{"text": str(prompt), "image_b64": wire.as_text(wire.jpeg(sample, quality=self.quality))}],
@@ -119,7 +119,7 @@ class UniRL:
             ]
             return self._read(self.server.post("/score", {"requests": requests}), len(requests))
 
-        found = in_batches(images, prompts, scored, server=self.server, batch=self.batch)
+        found = in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
         if len(self.rewards) == 1:
             return found[:, 0]
         return {"score": found.sum(1), **dict(zip(self.rewards, found.unbind(1), strict=True))}
@@ -133,7 +133,12 @@ class UniRL:
         if len(results) != count:
             raise RunError(f"{where}: results has {len(results)} values, expected {count}, one per sample")
         found = [[self._value(_mapping(result.get(name))) for name in self.rewards] for result in results]
-        said = [f"{name}: {shown(str(problem[name]))}" for problem in problems for name in self.rewards if problem.get(name)]
+        said = [
+            f"{name}: {format_reply(str(problem[name]))}"
+            for problem in problems
+            for name in self.rewards
+            if problem.get(name)
+        ]
         missing = any(name not in result for result in results for name in self.rewards)
         if missing and all(any(map(math.isnan, values)) for values in found):
             raise RunError(f"{where} has no score of any sample: {said[0] if said else 'rewards are missing'}")
@@ -191,17 +196,19 @@ class FlowGrpo:
         _check_images(images)
         where = self.server.address
 
-        def scored(samples: Tensor, part: slice) -> list[float]:
+        def score_part(samples: Tensor, part: slice) -> list[float]:
             request = self._request(samples, [*map(str, prompts[part])], metadata[part])
             body = pickle.dumps(request, protocol=4)
             answer = self.server.post_bytes("", body, content_type="application/octet-stream")
             try:
                 value = loads(answer)
             except ForbiddenPickleError as error:
-                raise RunError(f"{where} answered with what is no pickle of numbers ({error}): {shown(answer)}") from error
+                raise RunError(
+                    f"{where} answered with what is no pickle of numbers ({error}): {format_reply(answer)}"
+                ) from error
             return scores(value, self.field, len(samples), where=where)
 
-        return in_batches(images, prompts, scored, server=self.server, batch=self.batch)
+        return in_batches(images, prompts, score_part, server=self.server, batch=self.batch)
 
     def _request(self, samples: Tensor, prompts: list[str], metadata: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         files = [wire.jpeg(sample) for sample in samples]

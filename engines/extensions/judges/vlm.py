@@ -17,7 +17,7 @@ from torch import Tensor
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges import images as wire
 from fluvial.engines.extensions.judges.batches import check_positive, field, in_batches, score
-from fluvial.engines.extensions.wire.client import HttpClient, shown
+from fluvial.engines.extensions.wire.client import HttpClient, format_reply
 from fluvial.engines.extensions.wire.decode import WireError, convert
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -164,7 +164,7 @@ class Chat:
                     self.server.get(f"{self.path}/models"), "data", list[ListedModel], where=where
                 )
                 if len(listed) != 1:
-                    has = shown(", ".join(model.id for model in listed)) if listed else "none"
+                    has = format_reply(", ".join(model.id for model in listed)) if listed else "none"
                     raise RunError(f"{where} lists {len(listed)} models ({has}): set `model` to the name of one")
                 self.model = listed[0].id
             return self.model
@@ -190,11 +190,11 @@ class YesNo:
             RunError: no request succeeded, or the server gives no log-probabilities.
         """
 
-        def asked(files: list[bytes], number: int) -> float:
+        def ask_number(files: list[bytes], number: int) -> float:
             yes, no = self.chat.probability(files, self.question.replace(PLACE, str(prompts[number])), ["yes"], ["no"])
             return yes / (yes + no) if yes + no > 0 else math.nan
 
-        return _each_sample(images, prompts, self.chat, asked)
+        return _each_sample(images, prompts, self.chat, ask_number)
 
 
 class Rating:
@@ -238,12 +238,12 @@ class Rating:
         }
         question = self.question.replace("{low}", f"{self.low:g}").replace("{high}", f"{self.high:g}")
 
-        def asked(files: list[bytes], number: int) -> float:
+        def ask_number(files: list[bytes], number: int) -> float:
             text = question.replace(PLACE, str(prompts[number]))
             rating = _rating(self.chat.ask(files, text, max_tokens=self.max_tokens, schema=schema).text)
             return (rating - self.low) / (self.high - self.low) if self.low <= rating <= self.high else math.nan
 
-        return _each_sample(images, prompts, self.chat, asked)
+        return _each_sample(images, prompts, self.chat, ask_number)
 
 
 class UnifiedReward:
@@ -273,13 +273,13 @@ class UnifiedReward:
             RunError: no request succeeded.
         """
 
-        def asked(files: list[bytes], number: int) -> float:
+        def ask_number(files: list[bytes], number: int) -> float:
             text = self.question.replace(PLACE, str(prompts[number]))
             found = FINAL_SCORE.search(self.chat.ask(files, text, max_tokens=self.max_tokens).text)
             rating = float(found[1]) if found else math.nan
             return rating / 5 if rating <= 5 else math.nan
 
-        return _each_sample(images, prompts, self.chat, asked, size=self.size)
+        return _each_sample(images, prompts, self.chat, ask_number, size=self.size)
 
 
 class UnifiedReward2:
@@ -315,7 +315,7 @@ class UnifiedReward2:
             RunError: no request succeeded.
         """
 
-        def scored(samples: Tensor, part: slice) -> list[list[float]]:
+        def score_part(samples: Tensor, part: slice) -> list[list[float]]:
             files = [wire.png(frame) for frame in wire.spread(samples[0], FRAMES)]
             text = self.question.replace(PLACE, str(prompts[part.start]))
             said = {
@@ -324,7 +324,7 @@ class UnifiedReward2:
             }
             return [[said.get(axis, math.nan) / 5 for axis in AXES]]
 
-        found = in_batches(images, prompts, scored, server=self.chat.server, batch=1)
+        found = in_batches(images, prompts, score_part, server=self.chat.server, batch=1)
         columns = {axis: found[..., i] for i, axis in enumerate(AXES)}
         return {"score": columns.get(self.score, found.mean(-1)), **columns}
 
@@ -368,7 +368,7 @@ class Questions:
             _pairs(record.get(self.column), self.column, prompt) for record, prompt in zip(metadata, prompts, strict=True)
         ]
 
-        def asked(files: list[bytes], number: int) -> float:
+        def ask_number(files: list[bytes], number: int) -> float:
             values = []
             for question, expected in lists[number]:
                 (found,) = self.chat.probability(files, self.question.replace(PLACE, question), spellings(expected))
@@ -377,7 +377,7 @@ class Questions:
                 return math.fsum(values) / len(values)
             return math.prod(value ** (1 / len(values)) for value in values)
 
-        return _each_sample(images, prompts, self.chat, asked)
+        return _each_sample(images, prompts, self.chat, ask_number)
 
 
 def spellings(answer: str) -> list[str]:
@@ -405,13 +405,13 @@ def question_of(path: Path | None, name: str) -> str:
 def _each_sample(
     images: Tensor, prompts: Sequence[str], chat: Chat, asked: Callable[[list[bytes], int], float], *, size: int = 0
 ) -> Tensor:
-    """Return `asked(PNG files of a sample, its number)` for each sample, `[B]`."""
+    """Return `ask_number(PNG files of a sample, its number)` for each sample, `[B]`."""
 
-    def scored(samples: Tensor, part: slice) -> list[float]:
+    def score_part(samples: Tensor, part: slice) -> list[float]:
         files = [wire.png(frame, size=size) for frame in wire.spread(samples[0], FRAMES)]
         return [score(asked(files, part.start))]
 
-    return in_batches(images, prompts, scored, server=chat.server, batch=1)
+    return in_batches(images, prompts, score_part, server=chat.server, batch=1)
 
 
 def _rating(text: str) -> float:

@@ -65,12 +65,12 @@ class WinRate:
         before = [wire.png(condition_images[0], size=self.size)] if name == "pairwise_edit" and condition_images else []
         question = self.questions[name].replace(PLACE, str(prompts[0]))
 
-        def compared(_: Tensor, part: slice) -> list[float]:
+        def compare(_: Tensor, part: slice) -> list[float]:
             first, second = pairs[part.start]
             shown = [*before, *files[first], *files[second]]
             return [verdict(self.chat.ask(shown, question, max_tokens=self.max_tokens).text, KINDS[name])]
 
-        won = in_batches(torch.arange(len(pairs)), [question] * len(pairs), compared, server=self.chat.server, batch=1)
+        won = in_batches(torch.arange(len(pairs)), [question] * len(pairs), compare, server=self.chat.server, batch=1)
         wins, counts = torch.zeros(len(images)), torch.zeros(len(images))
         for (first, second), value in zip(pairs, won.tolist(), strict=True):
             if not math.isnan(value):

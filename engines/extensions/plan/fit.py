@@ -16,7 +16,7 @@ from fluvial.engines.extensions.plan.plan import (
     Knobs,
     Plan,
     PlanConfig,
-    known,
+    find_transformer,
     plan,
     turns_to_fit,
     unit_of,
@@ -75,7 +75,7 @@ def tabulate_savings(name: str, steps: list[tuple[str, Plan]]) -> Table:
     return table(f"{name}: {unit.name} on each GPU", ("update", "rollout", "saves"), rows)
 
 
-def fitted(config: TrainConfig, *, ranks: int, device: torch.device) -> tuple[TrainConfig, Any]:
+def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tuple[TrainConfig, Any]:
     """Return a run with the settings that fit into `engine.fit`, and a table of what each saves; None without `fit`.
 
     Text encoders run once and go, into a cache in the run's folder, unless a cache is named; they are quantised if they do
@@ -159,7 +159,7 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
     return PlanConfig(
         gpus=ranks,
         train=config.train,
-        resolution=None if known(name).resolution is None else side,
+        resolution=None if find_transformer(name).resolution is None else side,
         micro_batch=max(numbers, default=1),
         micro_batches=2,
         reference=config.train == "full" and config.kl.is_on,

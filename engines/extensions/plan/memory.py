@@ -148,7 +148,7 @@ def account(
         accumulated = 0
     reducing = [number for number, stretch in enumerate(activations) if stretch.reduces]
 
-    def gathered(stretch: Stretch) -> int:
+    def measure_gathered(stretch: Stretch) -> int:
         if whole:
             return sum(compute * p.numel() for p, size in sizes_of.items() if size != compute)
         if engine.comm == "keep":
@@ -174,7 +174,7 @@ def account(
         return max(0, more)
 
     found = [
-        (gathered(stretch), measure_communication(number, stretch), stretch.peak)
+        (measure_gathered(stretch), measure_communication(number, stretch), stretch.peak)
         for number, stretch in enumerate(activations)
     ]
     parts = dict(zip(("gathered", "communication", "activations"), max(found, key=sum), strict=True))

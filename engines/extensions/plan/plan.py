@@ -210,7 +210,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
     Raises:
         UsageError: the transformer is not known, it has one resolution only, or its tokens cannot be split.
     """
-    model = known(name)
+    model = find_transformer(name)
     if config.resolution is not None and model.resolution is None:
         raise UsageError("resolution", config.resolution, hint=f"{name} has images of one size only; leave it out")
     module, resolution = _module(name, config.train, config.lora), config.resolution or model.resolution or 0
@@ -361,7 +361,7 @@ def unit_of(largest: int) -> Unit:
     return Unit("GiB", GIB) if largest >= GIB else Unit("MiB", 2**20)
 
 
-def known(name: str) -> ModelShape:
+def find_transformer(name: str) -> ModelShape:
     """Return a transformer of the catalogue, or that of a pipeline's folder; UsageError if there is none."""
     try:
         found = model_shape(name)
@@ -376,16 +376,16 @@ def known(name: str) -> ModelShape:
 def _module(name: str, train: Train, lora: LoraConfig) -> nn.Module:
     """Return the transformer on the meta device, with adapters if only they are trained."""
     with torch.device("meta"):
-        module = known(name).build()
+        module = find_transformer(name).build()
     if train == "lora":
-        add_lora(module, lora, known(name).lora_targets)
+        add_lora(module, lora, find_transformer(name).lora_targets)
     return nn.Module.to(module, "meta")
 
 
 @cache
 def _decoder(name: str, images: int, resolution: int, dtype: torch.dtype) -> int:
     """Return the bytes of a VAE and of what it holds at the peak of decoding some images."""
-    decoder = known(name).decoder
+    decoder = find_transformer(name).decoder
     assert decoder is not None
     vae, decode = decoder(images, resolution, dtype)
     held = [*vae.parameters(), *vae.buffers()]
@@ -407,7 +407,7 @@ def _activations(
     grad: bool,
 ) -> tuple[Stretch, ...]:
     """Return the bytes of the activations. It takes seconds for a large transformer."""
-    model, module = known(name), _module(name, train, lora)
+    model, module = find_transformer(name), _module(name, train, lora)
     inputs = model.inputs(samples, resolution)
 
     def forward(module: nn.Module) -> Tensor:

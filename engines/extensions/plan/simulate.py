@@ -154,7 +154,7 @@ def steady(rollout: float, update: float, *, push: float = 0.0, ahead: int = 0) 
     return max(update, push + rollout, (push + rollout + update) / (ahead + 1))
 
 
-def shared(seconds: float, samples: int, parts: int) -> float:
+def share_seconds(seconds: float, samples: int, parts: int) -> float:
     """Return the seconds of a share of `samples` samples, dealt to `parts` parts as whole samples."""
     return seconds * math.ceil(samples / parts) / samples
 
@@ -174,7 +174,7 @@ def run_of(config: AheadConfig, *, servers: int, ahead: int, gpus: int | None = 
         ahead: number of updates that a rollout is ahead.
         gpus: number of GPUs of the trainer, by default those that its seconds were measured on.
     """
-    rollout = shared(config.rollout_seconds, config.samples, servers)
+    rollout = share_seconds(config.rollout_seconds, config.samples, servers)
     update = _update_seconds(config, config.gpus if gpus is None else gpus)
     streams = Random(f"rollouts {config.seed}"), Random(f"updates {config.seed}")
     made, learnt = (
@@ -221,7 +221,7 @@ def best_split(config: AheadConfig, total: int) -> Split:
     most = (total - 1) // config.server_gpus
 
     def seconds(servers: int) -> float:
-        rollout = shared(config.rollout_seconds, config.samples, servers)
+        rollout = share_seconds(config.rollout_seconds, config.samples, servers)
         update = _update_seconds(config, total - servers * config.server_gpus)
         return steady(rollout, update, push=config.push_seconds, ahead=config.ahead)
 
@@ -230,7 +230,11 @@ def best_split(config: AheadConfig, total: int) -> Split:
     runs = [run_of(config, servers=servers, ahead=ahead, gpus=gpus) for ahead in range(config.ahead + 1)]
     ahead = next(k for k, run in enumerate(runs) if run.seconds <= 1.01 * runs[-1].seconds)
     everyone = total // config.server_gpus
-    in_turn = shared(config.rollout_seconds, config.samples, everyone) + _update_seconds(config, total) + config.push_seconds
+    in_turn = (
+        share_seconds(config.rollout_seconds, config.samples, everyone)
+        + _update_seconds(config, total)
+        + config.push_seconds
+    )
     return Split(gpus, servers, ahead, runs[ahead], in_turn)
 
 

@@ -70,7 +70,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
                 module(**batch, return_dict=False)
         del reference
         ledger, found = simulation.mode.ledger, simulation.phases.found
-        held = [ledger.held(found[each].peak_entry).lines for each in ("update", "rollout")]
+        held = [ledger.find_holders(found[each].peak_entry).lines for each in ("update", "rollout")]
         return Trace(found["update"].peak, found["rollout"].peak, *held)
 
 

@@ -9,7 +9,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published.runs import PublishedRun, Source, always, find
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
-from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.record import as_record, read_record
 
 ASSUMED = "assumed"  # of a setting that no source states
 
@@ -35,7 +35,7 @@ def resolve(run: PublishedRun) -> TrainConfig:
             f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective, which needs {run.needs}: its "
             f"settings are listed by fluvial runs {run.name}"
         )
-    return recorded({"out": f"runs/{run.name}", **run.overlay()})
+    return read_record({"out": f"runs/{run.name}", **run.overlay()})
 
 
 def configure(name: str) -> TrainConfig:
@@ -52,17 +52,17 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
     stated = {name for name, found in run.settings.items() if found.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
-        value = next((shown(values[name]) for values in (ours, always()) if name in values), "")  # none of a table
+        value = next((format_value(values[name]) for values in (ours, always()) if name in values), "")  # none of a table
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
             yield Row(name, "not stated", value, ASSUMED, None)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as it is printed."""
     if isinstance(value, list | tuple):
-        return " ".join(map(shown, value)) or "none"
+        return " ".join(map(format_value, value)) or "none"
     return value if isinstance(value, str) and value.strip() else json.dumps(value)
 
 
@@ -72,10 +72,10 @@ def _format_setting(run: PublishedRun, name: str, ours: str) -> Row:
     source = None if found is None else found.source
     published = run.published.get(name, "not stated" if source is None or found is None else found.value)
     if deviation is None:
-        return Row(name, shown(published), ours, "", source)
+        return Row(name, format_value(published), ours, "", source)
     published = published if deviation.published is None else deviation.published
-    ours = ours if deviation.ours is None else shown(deviation.ours)
-    return Row(name, shown(published), ours, f"[{deviation.kind}] {deviation.why}", source)
+    ours = ours if deviation.ours is None else format_value(deviation.ours)
+    return Row(name, format_value(published), ours, f"[{deviation.kind}] {deviation.why}", source)
 
 
 def _with_tables(names: Iterable[str]) -> Iterator[str]:

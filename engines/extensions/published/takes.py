@@ -28,7 +28,7 @@ def to_bring(run: PublishedRun) -> list[str]:
     return found + (["a model with an adapter"] if "model" in run.deviations else [])
 
 
-def accumulated(config: TrainConfig, *, published: int, gpus: int) -> str:
+def choose_accumulation(config: TrainConfig, *, published: int, gpus: int) -> str:
     """Return how an update keeps its samples on another number of GPUs.
 
     Args:
@@ -61,7 +61,7 @@ def lines(run: PublishedRun, config: TrainConfig, *, gpus: int) -> Iterator[str]
         samples = f"{rollout.prompts} groups of {rollout.group} samples"
         yield f"  rollout  {samples}, {rollout.steps} steps, {config.updates_per_rollout} updates"
     if config.makes_samples and run.gpus and gpus != run.gpus:
-        yield f"  GPUs     {accumulated(config, published=run.gpus, gpus=gpus)}"
+        yield f"  GPUs     {choose_accumulation(config, published=run.gpus, gpus=gpus)}"
     else:
         yield f"  GPUs     {gpus}, {'as published' if run.gpus else 'the source states none'}"
     missing = to_bring(run)

@@ -21,7 +21,7 @@ from fluvial.engines.extensions.remote.servers import Server, ServerPool
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.wire.client import START, UnreachableError
 from fluvial.engines.extensions.wire.decode import WireError, convert
-from fluvial.engines.extensions.wire.request import written
+from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
 from fluvial.engines.extensions.wire.threads import in_threads
 from fluvial.engines.sampling.config import RolloutConfig
@@ -86,14 +86,14 @@ class Remote(RolloutSource):
         self._seen = dict([*((key, seen) for key, seen in self._seen.items() if key != requests.key)][-REMEMBERED:])
         self._seen[requests.key] = set()
 
-        def asked(order: PromptOrder) -> dict[int, Sample]:
+        def ask(order: PromptOrder) -> dict[int, Sample]:
             request = self.asking.request(order, requests.key, sampling, version=expected.version)
-            body = json.dumps(written(request)).encode()
+            body = json.dumps(write_request(request)).encode()
             samples = self.pool.ask(GENERATE, body, lambda reply, server: read_samples(reply, order, expected, server))
             return dict(zip(order.ids, samples, strict=True))
 
         threads = self.rollout.servers.in_flight * len(self.pool.servers)
-        with in_threads(asked, orders, at_once=threads) as results:
+        with in_threads(ask, orders, at_once=threads) as results:
             known: dict[int, Sample] = {}
             for start in range(0, len(requests.ids), micro_batch):
                 part = slice(start, start + micro_batch)
@@ -171,20 +171,20 @@ class Remote(RolloutSource):
         if len({sample.image.shape for sample in samples}) > 1:
             raise RunError("servers sent images of different sizes for one rollout: serve the same model on all of them")
 
-        def stacked(*tensors: Tensor) -> Tensor:
+        def stack(*tensors: Tensor) -> Tensor:
             return torch.stack(tensors).to(device)
 
         velocity = [sample.velocity for sample in samples if sample.velocity is not None]
         trajectory = Trajectory(
-            x=stacked(*(sample.x for sample in samples)),
-            x_next=stacked(*(sample.x_next for sample in samples)),
+            x=stack(*(sample.x for sample in samples)),
+            x_next=stack(*(sample.x_next for sample in samples)),
             steps=torch.tensor([list(row) for row in recorded], dtype=torch.int64, device=device),
-            log_prob=stacked(*(sample.log_prob for sample in samples)),
-            velocity=stacked(*velocity) if velocity else None,
-            final=stacked(*(sample.final for sample in samples)),
+            log_prob=stack(*(sample.log_prob for sample in samples)),
+            velocity=stack(*velocity) if velocity else None,
+            final=stack(*(sample.final for sample in samples)),
             debug=None,
         )
-        images = stacked(*(sample.image for sample in samples))
+        images = stack(*(sample.image for sample in samples))
         version = min(sample.version for sample in samples)
         return Chunk(
             prompts, sampling.encode(self.model, prompts), trajectory, images, version, [sample.server for sample in samples]

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fluvial.engines.engine import export
-from fluvial.engines.engine.files import LORA, stored
+from fluvial.engines.engine.files import LORA, read_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
@@ -202,7 +202,7 @@ class WeightSync:
             self._base[dtype] = {}
             for name, network in networks.items():
                 tensors = export.base_tensors(network, parameters=True)
-                named = ((key, export.gathered(tensors[key])) for key in sorted(tensors))
+                named = ((key, export.gather(tensors[key])) for key in sorted(tensors))
                 self._base[dtype][name] = checksum(named, dtype=dtype)
         others = Failed()
         self._each(new, others, self._check_base)
@@ -213,7 +213,7 @@ class WeightSync:
             for name, network in networks.items():
                 tensors = export.base_tensors(network)
                 like = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in tensors.items()}
-                named = ((key, export.gathered(tensor).cpu()) for key, tensor in tensors.items())
+                named = ((key, export.gather(tensor).cpu()) for key, tensor in tensors.items())
                 export.write_model(named, out / name, like=like, config=None, world=self.world)
         if not self.world.is_main:
             return
@@ -370,14 +370,16 @@ class WeightSync:
 
     def _sum_of_files(self, folder: Path) -> str:
         """Return the checksum of all tensors in the files of a network."""
-        return self._sum(folder, "files", lambda: checksum(stored(folder)))
+        return self._sum(folder, "files", lambda: checksum(read_weights(folder)))
 
     def _sum_of_parameters(self, pushed: Pushed, name: str, dtype: Dtype) -> str:
         """Return the checksum of the parameters in the files of a network, as a server of a dtype has them."""
         folder, own = pushed.folder / name, self._parameters[name]
         if name in pushed.plain and dtype in (None, pushed.plain[name]):
             return self._sum_of_files(folder)
-        return self._sum(folder, dtype, lambda: checksum((pair for pair in stored(folder) if pair[0] in own), dtype=dtype))
+        return self._sum(
+            folder, dtype, lambda: checksum((pair for pair in read_weights(folder) if pair[0] in own), dtype=dtype)
+        )
 
     def _sum(self, folder: Path, kind: Dtype | str, summed: Callable[[], str]) -> str:
         """Return a checksum of a pushed folder, which is computed for the first server that needs it."""

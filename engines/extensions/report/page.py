@@ -119,7 +119,7 @@ def page(out: Path) -> str:
     title, written = f"fluvial: {out.resolve().name}", escape(json.dumps(config, indent=1))
     body = [
         f"<h1>{escape(out.resolve().name)}</h1>",
-        f'<p class="dim">{escape(described(config, records))}</p>',
+        f'<p class="dim">{escape(describe_run(config, records))}</p>',
         headline(records, summary),
         render_warnings([*concerns(config, records, summary), *dict.fromkeys(printed)]),
         section("Before and after, from the same noise", before_and_after(out / "samples")),
@@ -148,7 +148,7 @@ def _relative(place: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else place
 
 
-def described(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
+def describe_run(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     """Return what was trained, in a line."""
     objective, rollout = config.get("objective") or {}, config.get("rollout") or {}
     done = max((record["update"] for record in records), default=0)
@@ -174,7 +174,9 @@ def headline(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
     """Return the result: each evaluator's score before and after, with the interval of the change, and the reward."""
     found: list[str] = []
     evaluations = [record for record in records if "exact" in record]
-    compared = {row["evaluator"]: row for row in evaluated(summary) if row.get("part") == "all" and "difference" in row}
+    compared = {
+        row["evaluator"]: row for row in list_evaluation(summary) if row.get("part") == "all" and "difference" in row
+    }
     for name in evaluations[0]["score"] if evaluations else ():
         before, after = (
             tuple(each[kind].get(name) for kind in ("score", "exact")) for each in (evaluations[0], evaluations[-1])
@@ -191,7 +193,7 @@ def headline(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -
 
 def result(before: float | None, after: float | None, lines: Sequence[str], *, single: bool = False) -> str:
     """Return two numbers with lines of HTML below, coloured by improvement."""
-    numbers = number(after) if single else f"{number(before)} → {coloured(after, before)}"
+    numbers = number(after) if single else f"{number(before)} → {colour_score(after, before)}"
     return f"<div><b>{numbers}</b>{''.join(f'<span>{line}</span>' for line in lines if line)}</div>"
 
 
@@ -239,8 +241,8 @@ def before_and_after(samples: Path) -> str:
         pair = "".join(
             f"<div><span>{when} {score}</span>{_render_sample(shown, f'{when}: {shown.prompt}')}</div>"
             for when, shown, score in (
-                ("before", one, coloured(one.score, one.score)),
-                ("after", other, coloured(other.score, one.score)),
+                ("before", one, colour_score(one.score, one.score)),
+                ("after", other, colour_score(other.score, one.score)),
             )
         )
         figures.append(f'<figure><div class="pair">{pair}</div><figcaption>{escape(one.prompt)}</figcaption></figure>')
@@ -255,14 +257,14 @@ def before_and_after(samples: Path) -> str:
 def alone(samples: Path, name: str) -> str:
     """Return the images of one sheet with prompts and scores."""
     figures = [
-        f"<figure>{_render_sample(one, one.prompt)}<figcaption>{escape(one.prompt)} {coloured(one.score, one.score)}"
+        f"<figure>{_render_sample(one, one.prompt)}<figcaption>{escape(one.prompt)} {colour_score(one.score, one.score)}"
         "</figcaption></figure>"
         for one in _sheet(samples, name)
     ]
     return f'<div class="samples">{"".join(figures)}</div>' if figures else ""
 
 
-def coloured(score: float | None, base: float | None) -> str:
+def colour_score(score: float | None, base: float | None) -> str:
     """Return a score as HTML: green above that of the base, red below it; nothing without a score."""
     if score is None:
         return ""
@@ -272,7 +274,7 @@ def coloured(score: float | None, base: float | None) -> str:
 
 def tables(summary: Mapping[str, Any]) -> str:
     """Return a summary as tables: what was evaluated, then all other numbers by their path, in words."""
-    rows = evaluated(summary)
+    rows = list_evaluation(summary)
     found = ""
     if rows:
         compared, exact = any("difference" in row for row in rows), any(row.get("exact") for row in rows)
@@ -295,14 +297,14 @@ def _cells(row: Mapping[str, Any], compared: bool, exact: bool) -> list[str]:
     cells = [escape(str(row["evaluator"])), escape(str(part)), number(row.get("samples", ""))]
     if compared:
         base = row.get("base_mean")
-        cells += ["" if base is None else number(base), coloured(row.get("mean"), base)]
+        cells += ["" if base is None else number(base), colour_score(row.get("mean"), base)]
         cells += [difference(row) if "difference" in row else "", percent(row.get("win_rate"))]
     else:
         cells += [number(row.get("mean", ""))]
     return [*cells, *([percent(row.get("exact"))] if exact else [])]
 
 
-def evaluated(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def list_evaluation(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rows of the last evaluation in a summary; none where there are none."""
     rows = summary.get(EVALUATION)
     return [row for row in rows if isinstance(row, Mapping) and "evaluator" in row] if isinstance(rows, list) else []

@@ -81,7 +81,7 @@ class Guard:
         address = (scope.get("client") or ("",))[0]
         problem = self._problem(scope["method"], scope["path"], Headers(scope=scope)) or self._overload(address)
         if problem is not None:
-            await refused(problem)(scope, receive, send)
+            await refuse(problem)(scope, receive, send)
             return
         self.at_work[address] += 1
         try:
@@ -178,7 +178,7 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def refused(error: RequestError) -> JSONResponse:
+def refuse(error: RequestError) -> JSONResponse:
     """Return the response to a request that is wrong: `{"detail": one line}`."""
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     return JSONResponse({"detail": error.problem, "error": error.problem}, error.status, headers)
@@ -206,9 +206,9 @@ def application(
         close()
 
     handlers: dict[Any, Any] = {
-        RequestError: lambda request, error: refused(error),
-        WireError: lambda request, error: refused(RequestError(400, str(error))),
-        RunError: lambda request, error: refused(RequestError(500, str(error))),
+        RequestError: lambda request, error: refuse(error),
+        WireError: lambda request, error: refuse(RequestError(400, str(error))),
+        RunError: lambda request, error: refuse(RequestError(500, str(error))),
     }
     app = Starlette(routes=list(routes), lifespan=lifespan, exception_handlers=handlers)
     return Guard(app, key, admin=admin, control=control, page=page, limits=limits)

@@ -98,7 +98,7 @@ def flow_factory(body: Compute, limits: Limits) -> list[Sample]:
     samples = []
     for number, (text, frames, given) in enumerate(zip(body.prompt, files, conditions, strict=True)):
         condition = decoder.check(given[0], f"condition_images[{number}]") if given else None
-        decoded = [decoder.decoded(frame, f"{name}[{number}]") for frame in frames]
+        decoded = [decoder.decode_image(frame, f"{name}[{number}]") for frame in frames]
         if not decoded or len({frame.shape for frame in decoded}) > 1:
             raise RequestError(400, f"{name}[{number}] has no frames, or frames of several sizes")
         image = decoded[0] if body.image else torch.stack(decoded, dim=1)
@@ -120,7 +120,7 @@ def unirl(body: Score, limits: Limits) -> list[ScoreRequest]:
             raise RequestError(400, f"{where} has a video, expected image_b64: send the frames of videos to /compute")
         if turn.text is None or turn.image_b64 is None:
             raise RequestError(400, f"{where}.{'text' if turn.text is None else 'image_b64'} is missing")
-        image = decoder.decoded(turn.image_b64, f"{where}.image_b64")
+        image = decoder.decode_image(turn.image_b64, f"{where}.image_b64")
         rewards = tuple(dict.fromkeys(request.required_rewards))
         found.append(ScoreRequest(Sample(image, Prompt(turn.text, metadata=request.metadata or {})), rewards))
     return found
@@ -137,7 +137,7 @@ class _Decoder:
     def __init__(self, most_pixels: int) -> None:
         self.most = self.left = most_pixels
 
-    def decoded(self, text: str, where: str) -> Tensor:
+    def decode_image(self, text: str, where: str) -> Tensor:
         """Return an image `[3, H, W]` of uint8."""
         data = self.check(text, where)
         try:

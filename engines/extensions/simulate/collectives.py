@@ -21,7 +21,7 @@ class Call(NamedTuple):
     ranks: int
 
 
-def called(function: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Call | None:
     """Return what a collective sends, None for one of a single rank and for one that sends nothing."""
     name = function._schema.name.partition("::")[2]
     ranks = _ranks(args, kwargs)

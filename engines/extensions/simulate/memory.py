@@ -56,7 +56,7 @@ class Ledger:
         known = self._storages.get(key)
         if known is not None:
             if known[1] != size:
-                self.resized(storage)
+                self.note_resize(storage)
             return
         number = self._lines.setdefault(line, len(self._lines))
         self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), size, number
@@ -67,7 +67,7 @@ class Ledger:
         known = self._storages.get(storage._cdata)
         return known is not None and known[1] == storage.nbytes()
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Take in the size of a storage that was resized."""
         known = self._storages.get(storage._cdata)
         if known is not None:
@@ -95,7 +95,7 @@ class Ledger:
         finally:
             self._inner.remove(inner)
 
-    def held(self, entry: int) -> Held:
+    def find_holders(self, entry: int) -> Held:
         """Return who held how much after so many entries."""
         sums: Counter[int] = Counter()
         for number, change in zip(self._line_of[:entry], self._change[:entry], strict=True):

@@ -144,7 +144,7 @@ class SimulatedMode(TorchDispatchMode):
                 ledger.add(storage, line)
 
     def _collective(self, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
-        call = collectives.called(func, args, kwargs)
+        call = collectives.describe_call(func, args, kwargs)
         if call is not None:
             kind = Traffic(self.phase, call.name, call.ranks, place(4))
             self.calls[kind] += 1

@@ -98,13 +98,13 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
     """Run threads under the mode, and tell the ledger of resized storages, which are no operations."""
     start, resize = threading.Thread.start, torch.UntypedStorage.resize_
 
-    def started(thread: threading.Thread) -> None:
+    def start_under_mode(thread: threading.Thread) -> None:
         thread.run = partial(_under, mode, thread.run)  # type: ignore[method-assign]
         start(thread)
 
-    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
         out = resize(storage, size)
-        mode.ledger.resized(storage)
+        mode.ledger.note_resize(storage)
         return out
 
     def to_list(tensor: Any) -> Any:
@@ -120,16 +120,18 @@ def _patch_torch(mode: SimulatedMode) -> Iterator[None]:
         return partial(torch.zeros, dtype=tensor.dtype), (tuple(tensor.shape),)
 
     with (
-        replaced(threading.Thread, "start", started),
-        replaced(torch.UntypedStorage, "resize_", resized),
-        replaced(FakeTensor, "tolist", to_list),
-        replaced(FakeTensor, "numpy", to_numpy),
-        replaced(FakeTensor, "__reduce_ex__", reduce_tensor),
-        replaced(FakeTensor, "record_stream", lambda *_: None),
-        replaced(torch.Tensor, "data", property(*_data())),
-        replaced(torch.accelerator, "current_stream", lambda *_: Stream()),
-        replaced(dist.ProcessGroup, "_has_hooks", lambda _: False),  # of the fake backend, which has none, PyTorch warns
-        replaced(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
+        replace_attribute(threading.Thread, "start", start_under_mode),
+        replace_attribute(torch.UntypedStorage, "resize_", resize_and_note),
+        replace_attribute(FakeTensor, "tolist", to_list),
+        replace_attribute(FakeTensor, "numpy", to_numpy),
+        replace_attribute(FakeTensor, "__reduce_ex__", reduce_tensor),
+        replace_attribute(FakeTensor, "record_stream", lambda *_: None),
+        replace_attribute(torch.Tensor, "data", property(*_data())),
+        replace_attribute(torch.accelerator, "current_stream", lambda *_: Stream()),
+        replace_attribute(
+            dist.ProcessGroup, "_has_hooks", lambda _: False
+        ),  # of the fake backend, which has none, PyTorch warns
+        replace_attribute(torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
     ):
         yield
 
@@ -166,7 +168,7 @@ def _data() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give a class or module another attribute until the context ends."""
     missing = object()
     before = vars(owner).get(name, missing)

@@ -117,7 +117,7 @@ def noised_steps(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
         noise = step_by_step(noise) if each else noise.repeat(count, *[1] * (noise.ndim - 1))
     else:
         noise = torch.randn_like(clean)
-    items = denoiser.noised(fields, clean, noise, step_by_step(timesteps))
+    items = denoiser.add_noise(fields, clean, noise, step_by_step(timesteps))
     given = {"reward_prob": fields.by_item("reward_prob", count)} if loss else {}
     return Batch(samples, count, items, denoiser.cond(fields), given)
 
@@ -164,7 +164,7 @@ def noised_pairs(denoiser: Denoiser, fields: Fields, loss: bool) -> Batch:
         known = denoiser.model.scheduler().timesteps
         drawn = torch.sigmoid(torch.randn(samples // 2))
         timesteps = known[(drawn * len(known)).long()].float().repeat_interleave(2).to(x0.device)
-    items = denoiser.noised(fields, x0, noise, timesteps)
+    items = denoiser.add_noise(fields, x0, noise, timesteps)
     given, uid = {}, None
     if loss:
         given["sample_level_rewards"] = fields.tensor("sample_level_rewards", (samples,), what="one reward per sample")

@@ -128,7 +128,7 @@ class Denoiser:
         v = guided_velocity(self.model, module, items["x"], items["level"], own, timestep=items["timestep"], forwards="two")
         return v.float()
 
-    def noised(self, fields: Fields, x0: Tensor, noise: Tensor, timestep: Tensor) -> dict[str, Tensor]:
+    def add_noise(self, fields: Fields, x0: Tensor, noise: Tensor, timestep: Tensor) -> dict[str, Tensor]:
         """Return the items x = (1 - sigma) x0 + sigma noise, `[N, *event]`, at sigma = timestep / 1000, `[N]`."""
         level = timestep.float() / TIMESTEPS
         sigma = level.view(-1, *[1] * (x0.ndim - 1))

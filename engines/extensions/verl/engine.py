@@ -63,7 +63,7 @@ class VerlEngine:
             model_config, engine_config, optimizer_config, checkpoint_config, ranks=world.size
         )
         self.algorithm.check(self.settings)
-        self.world, self.mode = world.grouped(self.settings.engine.context_parallel), None
+        self.world, self.mode = world.group_ranks(self.settings.engine.context_parallel), None
         self._group = dist.group.WORLD
         if self.world.sequence > 1:
             mesh = self.world.new_mesh((self.world.data_size, self.world.sequence), ("data", "sequence"))
@@ -293,7 +293,7 @@ class VerlEngine:
                     return
                 for name, tensor in export.base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
-                    yield f"{NETWORK}.{name}", export.gathered(tensor).to(cast, copy=True)
+                    yield f"{NETWORK}.{name}", export.gather(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
             return tensors(), None
@@ -380,7 +380,7 @@ class VerlEngine:
         _check_remote(hdfs_path)
         with self._onload(optimizer=True):
             with world.agreed():
-                found = checkpoint.listed(path, recover=False)
+                found = checkpoint.list_checkpoints(path, recover=False)
                 if not found:
                     raise UsageError(f"{path} holds no checkpoint of fluvial")
             state = engine.state()

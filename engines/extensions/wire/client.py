@@ -122,7 +122,7 @@ class HttpClient:
         except (TimeoutError, httpx2.TimeoutException):
             return None, f"{self.address}{path} did not answer within {self.timeout:g} s"
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            return None, f"{self.address}{path} cannot be reached: {shown(str(error) or type(error).__name__)}"
+            return None, f"{self.address}{path} cannot be reached: {format_reply(str(error) or type(error).__name__)}"
         self.answered |= is_success(reply)
         return reply, f"{self.address}{path} {self._problem(reply)}"
 
@@ -131,7 +131,7 @@ class HttpClient:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             kind = "not JSON" if isinstance(error, ValueError) else "JSON that is nested too deeply"
-            raise RunError(f"{self.address}{path} answered with {kind}: {shown(body)}") from error
+            raise RunError(f"{self.address}{path} answered with {kind}: {format_reply(body)}") from error
 
     def _fetch(self, path: str, body: bytes | None = None, content_type: str = JSON) -> bytes:
         """Return the body of the first reply that is a success."""
@@ -180,7 +180,7 @@ class HttpClient:
     def _problem(self, reply: Reply) -> str:
         """Return what a reply that is no success says, in words."""
         if 300 <= reply.status < 400:
-            target = shown(reply.headers.get("location", "nowhere"))
+            target = format_reply(reply.headers.get("location", "nowhere"))
             return f"redirects to {target}, and redirects are not followed: set url to the server's own address"
         if reply.status in (401, 403):
             advice = "the key was not accepted" if self._key else "set key_env to the environment variable of an API key"
@@ -196,7 +196,7 @@ class HttpClient:
             said = detail if isinstance(detail, str) else said
         key = self._key.get("Authorization", "").removeprefix("Bearer ")
         text = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
-        return shown(text.replace(key, "***") if key else text)
+        return format_reply(text.replace(key, "***") if key else text)
 
 
 class _Deadline:
@@ -235,7 +235,7 @@ class _Deadline:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-def shown(text: bytes | str) -> str:
+def format_reply(text: bytes | str) -> str:
     """Return the start of a reply as it is put into a message: one line, printable characters alone."""
     start = text[: 4 * SHOWN].decode("utf-8", "replace") if isinstance(text, bytes) else text[: 4 * SHOWN]
     line = "".join(character if character.isprintable() else " " for character in start)
@@ -279,7 +279,7 @@ def _check_url(url: str) -> httpx2.URL:
         parts = None
     known = parts is not None and parts.scheme in ("http", "https") and parts.host and 0 < (parts.port or 1) < 2**16
     if parts is None or not known or not url.isascii() or " " in url:
-        raise UsageError(f"url is {shown(url)!r}, expected the address of a server, e.g. http://127.0.0.1:8000")
+        raise UsageError(f"url is {format_reply(url)!r}, expected the address of a server, e.g. http://127.0.0.1:8000")
     if parts.userinfo or parts.query or parts.fragment:
         raise UsageError(
             f"url names {parts.host} with a user, a query or a fragment: give the address alone, and an API key in the "

@@ -245,7 +245,7 @@ def _with_extra(value: Any) -> Any:
     return {**value, **others, "extra_sampling_params": own}
 
 
-def written(request: RolloutRequest) -> dict[str, Any]:
+def write_request(request: RolloutRequest) -> dict[str, Any]:
     """Return the JSON value of a request, without the fields that are at their defaults, which sglang's are."""
     return to_builtins(request)
 

@@ -10,7 +10,7 @@ from msgspec import Meta, Raw, Struct
 from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import SEEDS, WireError, unpack
-from fluvial.engines.extensions.wire.tensors import Envelope, packed
+from fluvial.engines.extensions.wire.tensors import Envelope, pack
 
 MSGPACK, JSON = "application/msgpack", "application/json"
 MOST_SAMPLES = 4096  # per response
@@ -91,7 +91,7 @@ class RolloutSample:
 
 def write_response(samples: Sequence[RolloutSample]) -> bytes:
     """Return samples as the msgpack body of a response."""
-    return packed([replace(sample, dit_trajectory=_with_tensor(sample.dit_trajectory)) for sample in samples])
+    return pack([replace(sample, dit_trajectory=_with_tensor(sample.dit_trajectory)) for sample in samples])
 
 
 def read_response(data: bytes, *, most_bytes: int = 4_000_000_000, media_type: str = MSGPACK) -> list[RolloutSample]:

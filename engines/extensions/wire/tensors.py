@@ -92,7 +92,7 @@ def envelope(tensor: Tensor) -> Envelope:
     return Envelope(save({"t": tensor.detach().cpu().contiguous()}), tuple(tensor.shape), str(tensor.dtype), True)
 
 
-def packed(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     """Return a tree of maps, lists, numbers, texts and tensors as msgpack; tensors become envelopes."""
     return msgspec.msgpack.encode(value, enc_hook=_envelop)
 
@@ -106,14 +106,18 @@ def tree_of(data: bytes) -> Any:
         WireError: it is no msgpack, or an envelope in it is wrong.
     """
 
-    def opened(value: Any, name: str) -> Any:
+    def open_value(value: Any, name: str) -> Any:
         if isinstance(value, dict) and "__tensor__" in value:
             return convert(value, Envelope, name=name).tensor
         if isinstance(value, dict):
-            return {key: opened(item, f"{name}.{key}") for key, item in value.items()}
-        return [opened(item, f"{name}[{number}]") for number, item in enumerate(value)] if isinstance(value, list) else value
+            return {key: open_value(item, f"{name}.{key}") for key, item in value.items()}
+        return (
+            [open_value(item, f"{name}[{number}]") for number, item in enumerate(value)]
+            if isinstance(value, list)
+            else value
+        )
 
-    return opened(unpack(data, Any), "")
+    return open_value(unpack(data, Any), "")
 
 
 def _envelop(value: Any) -> Envelope:

@@ -109,7 +109,7 @@ def save(
             mine = [other for other in names if int(other) <= update]
             for old in {*names} - {*mine[-keep:]} - {other for other in mine if int(other) == spare}:
                 store.remove(old)
-    return type(folder)(store.spelled(name))
+    return type(folder)(store.spell(name))
 
 
 def save_async(
@@ -250,7 +250,7 @@ def read(path: Path | str, wanted: Callable[[str], bool], *, world: World) -> tu
     return state, manifest
 
 
-def listed(folder: Folder, *, recover: bool = True) -> list[Folder]:
+def list_checkpoints(folder: Folder, *, recover: bool = True) -> list[Folder]:
     """Return the finished checkpoints of a folder or URL, oldest first.
 
     Args:
@@ -261,12 +261,12 @@ def listed(folder: Folder, *, recover: bool = True) -> list[Folder]:
         UsageError: the URL's protocol is not known, or a package for it is missing.
     """
     store = open_store(folder)
-    return [type(folder)(store.spelled(name)) for name in store.names(recover=recover)]
+    return [type(folder)(store.spell(name)) for name in store.names(recover=recover)]
 
 
 def newest_first(folders: Sequence[Path | str], *, recover: bool = True) -> list[Path | str]:
     """Return the finished checkpoints of several folders, newest first; of one update, that of the first folder first."""
-    found = [(path, int(locate(path)[1])) for folder in folders for path in listed(folder, recover=recover)]
+    found = [(path, int(locate(path)[1])) for folder in folders for path in list_checkpoints(folder, recover=recover)]
     return [path for path, _ in sorted(found, key=lambda one: -one[1])]
 
 
@@ -355,7 +355,7 @@ def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True
     if problem is None:
         return _manifest(store, name)
     others = (other for other in reversed(store.names(recover=resumes)) if other != name)
-    whole = next((store.spelled(other) for other in others if _problem(store, other) is None), None)
+    whole = next((store.spell(other) for other in others if _problem(store, other) is None), None)
     advice = f"set resume_from to {whole}" if resumes else "name that one"
     offer = f"the newest whole one is {whole}: {advice}" if whole else "there is no other whole one"
     raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
@@ -413,7 +413,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 def _format_failure(store: CheckpointStore, name: str) -> str:
     """Return the message of a failed save, with a place for its reason."""
-    return f"checkpoint {store.spelled(name)} could not be saved: {{reason}}; earlier checkpoints are unchanged"
+    return f"checkpoint {store.spell(name)} could not be saved: {{reason}}; earlier checkpoints are unchanged"
 
 
 @contextmanager
@@ -480,7 +480,7 @@ class TensorFiles(HuggingFaceStorageReader):
     """Reads a checkpoint's headers, and then only the files with tensors for this rank."""
 
     def __init__(self, store: CheckpointStore, name: str, files: dict[str, Any], scratch: Path) -> None:
-        super().__init__(store.spelled(name))
+        super().__init__(store.spell(name))
         self.store, self.name, self.scratch = store, name, scratch
         self.files = {store.head(name, file, entry["bytes"], scratch): file for file, entry in files.items()}
         self.fs = ReadFiles([*self.files])

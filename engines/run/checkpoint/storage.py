@@ -50,7 +50,7 @@ class CheckpointStore(ABC):
     spelling: str  # in the user's spelling, up to a checkpoint's name
     holds_only_its_own: ClassVar[bool] = True  # whether a killed save never leaves foreign files in a checkpoint's folder
 
-    def spelled(self, name: str) -> str:
+    def spell(self, name: str) -> str:
         """Return a checkpoint's path or URL in the user's spelling."""
         return self.spelling + name
 

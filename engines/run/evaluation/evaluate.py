@@ -72,7 +72,7 @@ class Evaluation(NamedTuple):
     invalid: int = 0  # samples that an evaluator had no number for, which are left out of all else
 
 
-def drawn(prompts: int, samples: int) -> Plan:
+def draw_plan(prompts: int, samples: int) -> Plan:
     """Return the plan of `samples` samples, whose prompts are drawn at random with replacement."""
     draws = uniform(fold_in(key(SEED), Stream.EVALUATION_PROMPTS), (samples,))
     return Plan((draws * prompts).long().tolist(), list(range(samples)), [f"{i:05d}" for i in range(samples)])
@@ -141,7 +141,7 @@ def evaluate(
     """
     if seeds is None:
         assert samples is not None, "without seeds, prompts are drawn"
-        plan = drawn(len(task.heldout), samples)
+        plan = draw_plan(len(task.heldout), samples)
     else:
         plan = every(len(task.heldout), seeds, samples)
     total, asked = len(plan.ids), [task.heldout[place] for place in plan.places]

@@ -152,7 +152,7 @@ def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[
         yield Row(scores.evaluators[place], part, MEANS[part], len(scores.prompts), mean, **row)
 
 
-def printed(title: str, found: Sequence[Row]) -> list[rich.table.Table]:
+def format_tables(title: str, found: Sequence[Row]) -> list[rich.table.Table]:
     """Return rows as tables for the console: the scores, and if there is a base the comparison with it."""
     exact = any(row.exact for row in found)
     scores = _table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))

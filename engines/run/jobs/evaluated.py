@@ -14,13 +14,13 @@ from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
 from fluvial.engines.run.jobs.media import check_columns, media_columns
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.scoring.heard import heard
+from fluvial.engines.scoring.heard import with_audio
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.registry import check_rewards, select
 from fluvial.models import decoded, is_recorded
 
 
-def evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
+def build_evaluated(job: Job, config: EvaluationConfig, pipeline: PipelineConfig) -> Job:
     """Return the job whose held-out prompts, evaluators and shape are those of an evaluation.
 
     Args:
@@ -90,7 +90,7 @@ def evaluators(job: Job, names: Sequence[str], *, field: str) -> dict[str, Rewar
         )
     found = {name: reward for name, (reward, _) in selected.items()}
     check_rewards(found, label="evaluator")
-    return heard(found, job.model)
+    return with_audio(found, job.model)
 
 
 def list_texts(job: Job, asked: Job, guidance: Guidance) -> list[Any]:

@@ -76,7 +76,7 @@ def read_training(
     return read_sources(data, check=check, heldout=heldout, read=read_images, field="data")
 
 
-def opened(
+def open_job(
     name: str,
     config: PipelineConfig,
     *,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.files import stored
+from fluvial.engines.engine.files import read_weights
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
@@ -35,11 +35,11 @@ def configuration(folder: Path) -> TrainConfig:
     Raises:
         UsageError: its record is of another version, or damaged.
     """
-    from fluvial.engines.run.record import locate_paths, recorded
+    from fluvial.engines.run.record import locate_paths, read_record
 
     file = folder / RECORD
     try:
-        run = locate_paths(recorded(json.loads(file.read_text(encoding="utf-8"))), folder)
+        run = locate_paths(read_record(json.loads(file.read_text(encoding="utf-8"))), folder)
         return replace(run, out=folder, resume=False, resume_from=None)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
@@ -100,7 +100,7 @@ class OtherWeights:
         module: nn.Module = self._model.build(empty=empty)
         if not empty:
             try:
-                module.load_state_dict(dict(stored(self._folder)))
+                module.load_state_dict(dict(read_weights(self._folder)))
             except RuntimeError as error:
                 raise UsageError(f"{self._folder} holds another network: {' '.join(str(error).split())}") from error
         return module

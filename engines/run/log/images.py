@@ -22,9 +22,9 @@ def sheet_of(
     columns: int = 4,
     width: int = 256,
 ) -> Image.Image:
-    """Return samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `captioned`."""
+    """Return samples `[n, C, H, W]` in [0, 1] side by side, enlarged to about `width` pixels, see `caption_images`."""
     drawn = [as_image(image, width=width) for image in images]
-    return captioned(drawn, prompts, scores, base=base, title=title, columns=columns).image
+    return caption_images(drawn, prompts, scores, base=base, title=title, columns=columns).image
 
 
 class Sheet(NamedTuple):
@@ -35,7 +35,7 @@ class Sheet(NamedTuple):
     boxes: list[tuple[int, int, int, int]]  # left, top, right, bottom
 
 
-def captioned(
+def caption_images(
     images: Sequence[Image.Image],
     prompts: Sequence[str],
     scores: Sequence[float] | Tensor | None = None,
@@ -75,10 +75,10 @@ def captioned(
 
 def join(path: Path, parts: Sequence[Path]) -> None:
     """Write a PNG of other PNGs, one above the other. Missing files are left out."""
-    stacked([Image.open(part) for part in parts if part.exists()]).save(path)
+    stack_images([Image.open(part) for part in parts if part.exists()]).save(path)
 
 
-def stacked(images: Sequence[Image.Image]) -> Image.Image:
+def stack_images(images: Sequence[Image.Image]) -> Image.Image:
     """Return images one above the other."""
     sheet = Image.new("RGB", (max(image.width for image in images), sum(image.height for image in images)), PAPER)
     top = 0

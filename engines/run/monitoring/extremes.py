@@ -53,11 +53,11 @@ class KeptImages:
         own = {i: self.files[scores.names[i]] for i in (*best, *worst) if scores.names[i] in self.files}
         found = {i: file for part in world.gather_items(own) for i, file in part.items()}
 
-        def shown(chosen: Sequence[int]) -> Shown:
+        def show(chosen: Sequence[int]) -> Shown:
             images = [_enlarge(found[i]) for i in chosen]
             return Shown(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
 
-        return shown(best), shown(worst)
+        return show(best), show(worst)
 
 
 def _enlarge(file: bytes) -> Image.Image:

@@ -35,7 +35,7 @@ def evaluator_of(names: Sequence[str]) -> str:
     return UNSEEN if UNSEEN in names else names[-1]
 
 
-def described(points: Sequence[Point], evaluator: str) -> str:
+def describe_gaming(points: Sequence[Point], evaluator: str) -> str:
     """Return what happened over the evaluations that `find_gaming` found."""
     scores = " > ".join(f"{point.score:.3f}" for point in points)
     return (

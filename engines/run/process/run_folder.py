@@ -140,7 +140,7 @@ class RunFolder:
         """
         drawn = [image if isinstance(image, Image.Image) else as_image(image, width=WIDTH) for image in shown]
         base = None if scores is None else self._scores_before(list(map(str, prompts)))
-        sheet = images.captioned(drawn, prompts, scores, base=base, title=title)
+        sheet = images.caption_images(drawn, prompts, scores, base=base, title=title)
         path = self.out / "samples" / f"{name.replace(' ', '-')}.png"
         sheet.image.save(path)
         rows = [
@@ -161,7 +161,7 @@ class RunFolder:
         """Write the score of each sample of an evaluation to samples/NAME.csv."""
         write_scores(self._scores(name), scores)
 
-    def compared(self, name: str, scores: Scores) -> Scores | None:
+    def find_earlier(self, name: str, scores: Scores) -> Scores | None:
         """Return the scores of an earlier evaluation of the same samples; None if there is no whole one."""
         path = self._scores(name)
         try:

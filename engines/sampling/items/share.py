@@ -10,7 +10,7 @@ from torch import Tensor
 from fluvial.engines.engine.world import World
 from fluvial.models import Cond
 from fluvial.models.device import is_accelerator
-from fluvial.models.host_values import joined, known, remember, rows, to_device
+from fluvial.models.host_values import join, known, remember, rows, to_device
 
 Kind = TypeVar("Kind", bound=Any)  # a kind of items, a NamedTuple of tensors `[P, ...]`
 
@@ -89,5 +89,5 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
     new_items, new_cond = optree.tree_unflatten(structure, received)
     first = len(optree.tree_leaves(cond)[0])
     new_items = new_items._replace(sample=to_device(first + torch.arange(sum(receive)), sample.device))
-    kept: Kind = optree.tree_map(lambda own, new: joined(rows(own, slice(stay)), new), items, new_items)
-    return kept, optree.tree_map(joined, cond, new_cond)
+    kept: Kind = optree.tree_map(lambda own, new: join(rows(own, slice(stay)), new), items, new_items)
+    return kept, optree.tree_map(join, cond, new_cond)

@@ -82,7 +82,7 @@ def recorded_steps(
     batch, count = trajectory.log_prob.shape
     device = signal.device
     levels, timesteps = to_device(schedule.levels, device), to_device(schedule.timesteps, device)
-    step = host_values.kept(lambda steps: steps.T.flatten(), trajectory.steps)
+    step = host_values.keep(lambda steps: steps.T.flatten(), trajectory.steps)
     return RecordedSteps(
         x=by_step(trajectory.x),
         level=levels[step],
@@ -116,7 +116,7 @@ def last_steps(trajectory: Trajectory, schedule: Schedule, share: Share, key: Ke
     return LastSteps(
         x=x,
         level=to_device(schedule.levels[first], device).expand(batch),
-        timestep=host_values.kept(lambda table: table[first].expand(batch), to_device(schedule.timesteps, device)),
+        timestep=host_values.keep(lambda table: table[first].expand(batch), to_device(schedule.timesteps, device)),
         sample=to_device(torch.arange(batch), device),
         weight=weight,
         noise=torch.stack(noise, dim=1),
@@ -135,16 +135,16 @@ def concatenate(trajectories: Sequence[Trajectory]) -> Trajectory:
     They are stored step by step, so that `recorded_steps` needs no other copy of them.
     """
 
-    def joined(parts: Sequence[Tensor]) -> Tensor:
+    def join(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.transpose(0, 1) for part in parts], dim=1).transpose(0, 1)
 
     velocities = [each.velocity for each in trajectories if each.velocity is not None]
     return Trajectory(
-        x=joined([each.x for each in trajectories]),
-        x_next=joined([each.x_next for each in trajectories]),
-        steps=host_values.joined(*(each.steps for each in trajectories)),
-        log_prob=joined([each.log_prob for each in trajectories]),
-        velocity=joined(velocities) if velocities else None,
+        x=join([each.x for each in trajectories]),
+        x_next=join([each.x_next for each in trajectories]),
+        steps=host_values.join(*(each.steps for each in trajectories)),
+        log_prob=join([each.log_prob for each in trajectories]),
+        velocity=join(velocities) if velocities else None,
         final=torch.cat([each.final for each in trajectories]),
         debug=None,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fluvial.core.checks import FieldError
-from fluvial.engines.cli.parse import HelpPrintedError, field_names, flags_in_errors, parsed, typed
+from fluvial.engines.cli.parse import HelpPrintedError, field_names, find_values, flags_in_errors, parse_config
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
 
 
@@ -123,9 +123,9 @@ def test_an_error_that_names_no_field_passes_as_it_is() -> None:
 def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     """A field of any type takes its flags from the dataclass that it holds."""
     default = Run(Path("runs"), rewards=("ink",))
-    assert parsed(default, "run", []) == default
+    assert parse_config(default, "run", []) == default
     words = ["--objective.clip", "0.5", "--rollout.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
-    found = parsed(default, "run", words)
+    found = parse_config(default, "run", words)
     assert type(found) is Run
     assert found == replace(
         default, out=Path("o"), objective=Loss(0.5), rollout=Walk(eta=1.0, window_low=3), rewards=("a", "b=2")
@@ -145,14 +145,14 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
 )
 def test_a_wrong_flag_is_one_line(words: list[str], line: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parsed(Run(Path("x")), "run", words)
+        parse_config(Run(Path("x")), "run", words)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HelpPrintedError):
-        parsed(Run(Path("x")), "run", ["--help"], about="About it.")
+        parse_config(Run(Path("x")), "run", ["--help"], about="About it.")
     shown = " ".join(capsys.readouterr().out.split())
     assert "About it." in shown
     for words in ("--objective.clip FLOAT │ │ Clip range. (default: 0.001)", "Scale of the noise.", "Number of updates."):
@@ -170,4 +170,4 @@ def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixtu
     ],
 )
 def test_the_values_typed_after_a_flag(words: list[str], values: list[str]) -> None:
-    assert typed(words, "--model") == values
+    assert find_values(words, "--model") == values

@@ -13,7 +13,7 @@ import pytest
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.record import as_record, read_record
 from fluvial.models import hub
 
 
@@ -56,7 +56,7 @@ def test_input_that_would_be_misread_is_refused(typed: list[str], line: str, cap
 def test_an_empty_path_in_a_file_is_refused() -> None:
     record = {**as_record(recipes.grpo()), "out": ""}
     with pytest.raises(ValueError, match="is '', expected a path"):
-        recorded(record)
+        read_record(record)
 
 
 def test_a_file_may_come_after_other_flags(tmp_path: Path, trained: list[TrainConfig]) -> None:

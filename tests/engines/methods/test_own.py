@@ -24,7 +24,7 @@ from fluvial.engines.run import train
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Record
-from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
@@ -137,7 +137,7 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     assert record["objective"] == {"name": "own_objects:Weighted", "temperature": 0.5}
     assert record["rollout"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
     del sys.modules["own_objects"]  # another process loads it again
-    again = recorded(record)
+    again = read_record(record)
     assert type(again.objective) is objective_type("own_objects:Weighted")
     summary = train(replace(again, updates=2, resume=True))
     assert summary["updates"] == 2
@@ -173,7 +173,7 @@ def test_their_records() -> None:
 
     record = as_record(replace(config, rollout=replace(config.rollout, sampler=Stochastic(local, eta=0.5))))
     with pytest.raises(UsageError, match=r"<locals>.local' is defined inside of a function"):
-        recorded(record)
+        read_record(record)
 
 
 def test_a_rule_says_more_of_a_sampler() -> None:

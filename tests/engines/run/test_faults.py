@@ -130,7 +130,7 @@ def expect_same(out: Path, straight: Path) -> None:
 
 def expect_whole(out: Path) -> None:
     """Every checkpoint that is listed is whole."""
-    listed = checkpoint.listed(out / "checkpoints")
+    listed = checkpoint.list_checkpoints(out / "checkpoints")
     assert listed
     for path in listed:
         checkpoint.verify(path)
@@ -169,7 +169,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.ends() == []
         said = run.process.stdout
-    saved = [path.name for path in checkpoint.listed(out / "checkpoints")]
+    saved = [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")]
     assert len(saved) == 1
     stopped = int(saved[0])
     assert 2 <= stopped < 6
@@ -182,7 +182,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     assert run.process.returncode == 1
     assert "could not be saved: " in line
     assert line.endswith("; earlier checkpoints are unchanged")
-    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == saved
+    assert [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")] == saved
     expect_whole(out)
 
     done = launch.fluvial("train", "handwriting", "--out", str(out), "--resume", ranks=2)
@@ -454,7 +454,7 @@ def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_ch
     assert says in line
     assert f"in the phase {phase}: " in line
     assert re.search(r"hold the most \(\d+\.\d\d of \d+\.\d\d GiB\); lower it by \w", line)
-    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == ["000002"]
+    assert [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")] == ["000002"]
     train(replace(asked, resume=True))
     assert launch.weights(out) == launch.weights(alone)
 
@@ -464,7 +464,7 @@ def test_an_error_within_an_optimizer_step_saves_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(Engine, "_follow", lambda engine: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(RunError, match="out of memory in the phase update"):
         train(config(tmp_path / "run"))
-    assert checkpoint.listed(tmp_path / "run" / "checkpoints") == []
+    assert checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints") == []
 
 
 def test_an_error_of_the_machine_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import train
-from fluvial.engines.run.monitoring.gaming import Point, best_of, described, evaluator_of, find_gaming
+from fluvial.engines.run.monitoring.gaming import Point, best_of, describe_gaming, evaluator_of, find_gaming
 from fluvial.engines.run.trainer import Trainer
 
 
@@ -40,7 +40,7 @@ def test_what_counts_as_gamed(scores: list[float], rewards: list[float], count: 
     assert best.update == 10 * (scores.index(max(scores)) + 1)
     if is_gamed:
         assert [point.score for point in found] == scores[-count - 1 :]
-        assert f"fell at {count} evaluations in a row" in described(found, "heldout")
+        assert f"fell at {count} evaluations in a row" in describe_gaming(found, "heldout")
 
 
 def test_the_evaluator_that_is_watched() -> None:

@@ -73,11 +73,11 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
     prompts = given(3, 1, 2)
     captions = Captions(prompts)
     assert texts(captions.firsts) == ["0", "2"]
-    drawn = [captions.drawn(0, key(number), 4) for number in range(60)]
+    drawn = [captions.draw(0, key(number), 4) for number in range(60)]
     assert all(sorted(Counter(places).values()) == [1, 1, 2] for places in drawn)
     assert set(Counter(place for places in drawn for place in places)) == {0, 1, 2}
     assert len({tuple(places) for places in drawn}) == 6
-    assert Captions(as_prompts(["a", "b"])).drawn(1, key(0), 2) == [1, 1]
+    assert Captions(as_prompts(["a", "b"])).draw(1, key(0), 2) == [1, 1]
     with pytest.raises(UsageError, match=r"objective\.compare is caption, and no caption of data has two images"):
         Captions(given(1, 1))
 

@@ -12,7 +12,7 @@ from marks import long
 from safetensors.torch import load_file
 
 from fluvial.engines.cli.eval import EvalConfig
-from fluvial.engines.cli.eval_models import opened, settings_of_run
+from fluvial.engines.cli.eval_models import open_networks, settings_of_run
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
@@ -115,7 +115,7 @@ def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
     train(config, handwriting_jobs.job())
     asked = settings_of_run(str(config.out), EvalConfig(base="start"))
     with init_world() as world, ExitStack() as stack:
-        subjects = opened(str(config.out), asked, world, stack)
+        subjects = open_networks(str(config.out), asked, world, stack)
         with subjects.ours.network() as module:
             assert not find_quantised(module)
         assert subjects.base is not None

@@ -27,7 +27,7 @@ from fluvial.engines.run.config import NoisingConfig, RolloutConfig, TrainConfig
 from fluvial.engines.run.evaluation.evaluate import chunk_size
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.warm_up import WarmUp
-from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.generate import Guidance, slots
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -290,7 +290,7 @@ def test_recipes_choose_for_large_models_alone() -> None:
         assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
     config = recipes.grpo("someone/a-model")
-    assert recorded(json.loads(json.dumps(as_record(config)))) == config
+    assert read_record(json.loads(json.dumps(as_record(config)))) == config
 
 
 def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:

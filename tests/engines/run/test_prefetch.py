@@ -232,7 +232,7 @@ def test_the_end_of_a_run_is_saved_before_rollouts_made_ahead_are_waited_for(
     assert calls == [False, True]
     line = "no server has answered: update 1 is saved, and rollouts made ahead are made again on resume"
     assert line in said.getvalue()
-    (path,) = checkpoint.listed(config.checkpoint_folder)
+    (path,) = checkpoint.list_checkpoints(config.checkpoint_folder)
     with Trainer(config, tiny.job(), one, resume_from=path) as trainer:
         assert [record["update"] for record in trainer] == [2, 3, 4, 5]
 
@@ -360,15 +360,15 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
     orders = [PushOrder(one, lambda: False) for _ in range(2)]
     for rank, order in enumerate(orders):
         order.world, order.store = replace(one, rank=rank, size=2, timeout=0.2), store
-        order.made(3)
+        order.note_rollout(3)
     pushed: list[int] = []
     orders[0].push(4, lambda: pushed.append(0))
     orders[1].push(4, lambda: pushed.append(1))
     assert pushed == [0, 1]
-    orders[0].made(4)
+    orders[0].note_rollout(4)
     with pytest.raises(LostProcessError, match="rank 0: another process has not made its rollout within"):
         orders[0].push(5, lambda: pushed.append(0))
-    orders[1].failed()
+    orders[1].report_failure()
     with pytest.raises(ElsewhereError, match="rank 1 failed"):
         orders[0].push(5, lambda: pushed.append(0))
     assert pushed == [0, 1]

@@ -70,7 +70,7 @@ def test_a_resumed_run_goes_on_exactly(one: World, tmp_path: Path) -> None:
         history = dict(trainer.progress.rewards)
     assert {len(known) for known in history.values()} == {8}
     with Trainer(config, job, one) as trainer:
-        trainer.resume(checkpoint.listed(config.checkpoint_folder)[-1])
+        trainer.resume(checkpoint.list_checkpoints(config.checkpoint_folder)[-1])
         assert sum(len(known) for known in trainer.progress.rewards.values()) == 12
         list(trainer)
         assert trainer.progress.rewards == history

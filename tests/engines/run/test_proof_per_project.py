@@ -215,7 +215,7 @@ def scene(
     return Scene(
         settings_of(run.name),
         reward,
-        torch.arange(batch) // config.rollout.window.compared(config.rollout.group),
+        torch.arange(batch) // config.rollout.window.count_compared(config.rollout.group),
         sample,
         x,
         level,

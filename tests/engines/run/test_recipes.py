@@ -13,7 +13,7 @@ import tomli_w
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.config import drop_unset
-from fluvial.engines.cli.parse import parsed
+from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import OBJECTIVES, Distill, Dpo, Nft, name_of
@@ -28,7 +28,7 @@ from fluvial.engines.run.config import (
 )
 from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
-from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels
@@ -190,7 +190,7 @@ def test_a_recipe_as_toml_is_the_same_run(name: str) -> None:
     """What is left out of the file because it is not set has no value by default either."""
     config = RECIPES[name]()
     text = tomli_w.dumps(drop_unset(as_record(config)))
-    assert recorded(tomllib.loads(text)) == config
+    assert read_record(tomllib.loads(text)) == config
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -233,7 +233,7 @@ def test_a_record_is_read_back(name: str, model: str) -> None:
     config = RECIPES[name](model)
     record = json.loads(json.dumps(as_record(config)))
     assert record["objective"]["name"] == name_of(config.objective)
-    assert recorded(record) == config
+    assert read_record(record) == config
 
 
 RUNS: list[TrainConfig] = [
@@ -289,8 +289,8 @@ RUNS: list[TrainConfig] = [
 def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
     """Paths, tuples, the objective's own fields; what was written is written again."""
     record = json.loads(json.dumps(as_record(config)))
-    assert recorded(record) == config
-    assert as_record(recorded(record)) == record
+    assert read_record(record) == config
+    assert as_record(read_record(record)) == record
 
 
 def test_a_record_of_another_version() -> None:
@@ -308,7 +308,7 @@ def test_a_record_of_another_version() -> None:
         ([], "run"),
     ):
         with pytest.raises(UsageError, match=words) as refused:
-            recorded(changed)  # type: ignore[arg-type]
+            read_record(changed)  # type: ignore[arg-type]
         assert "\n" not in str(refused.value)
 
 
@@ -359,7 +359,7 @@ def test_its_fields_are_flags(name: str) -> None:
     """The command line knows those of the recipe's objective, and changes nothing else."""
     flag, text, expected = OWN[name]
     default = RECIPES[name]()
-    config = parsed(default, "fluvial", [flag, text])
+    config = parse_config(default, "fluvial", [flag, text])
     field = flag.removeprefix("--").replace("-", "_")
     assert value(config, field) == expected != value(default, field)
     assert changed(config, field, value(default, field)) == default

@@ -17,7 +17,7 @@ from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.jobs.weights import configuration
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
-from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, recorded, with_absolute_paths
+from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, read_record, with_absolute_paths
 from fluvial.engines.sampling.samplers import SAMPLERS
 
 WORD = st.text("abc/._=:é \n", min_size=1, max_size=8)
@@ -77,8 +77,8 @@ def test_every_run_is_read_back(data: st.DataObject, recipe: str, model: str) ->
     assume(accepted or data.draw(st.booleans()))
     record = as_record(config)
     text = json.dumps(record)
-    assert recorded(json.loads(text)) == config
-    assert json.loads(text) == record == as_record(recorded(record))
+    assert read_record(json.loads(text)) == config
+    assert json.loads(text) == record == as_record(read_record(record))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -181,11 +181,11 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for text in (record, as_record(asked)):
         for place in (home, home / "other", tmp_path):
             monkeypatch.chdir(place)
-            found = locate_paths(recorded(text), Path(os.path.relpath(home / "runs" / "x")))
-            assert with_absolute_paths(found) == with_absolute_paths(recorded(record))
+            found = locate_paths(read_record(text), Path(os.path.relpath(home / "runs" / "x")))
+            assert with_absolute_paths(found) == with_absolute_paths(read_record(record))
             assert (found.model == "models/tiny") == (place == home)
     home.rename(tmp_path / "moved")
-    moved = locate_paths(recorded(record), tmp_path / "moved" / "runs" / "x")
+    moved = locate_paths(read_record(record), tmp_path / "moved" / "runs" / "x")
     assert moved.prompts == ("moved/a/p.txt=2", "moved/b/p.txt", "@codes")
     assert as_record(moved)["weights"] == "moved/weights"
 

@@ -193,7 +193,7 @@ def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
     starts = [int(batch.trajectory.steps[0, 0]) for batch in samples]
     assert starts == [0, 0, 1, 1, 2, 2]
     with Trainer(config, tiny.job(), one) as trainer:
-        trainer.resume(checkpoint.listed(config.checkpoint_folder)[-1])
+        trainer.resume(checkpoint.list_checkpoints(config.checkpoint_folder)[-1])
         again = noted(trainer)
         list(trainer)
     assert [int(batch.trajectory.steps[0, 0]) for batch in again] == starts[2:]

@@ -64,7 +64,7 @@ def test_what_is_exported_is_the_moving_average(tmp_path: Path) -> None:
         trainer.export(tmp_path / "own")
         averaged, last = (dict(trainer.engine.weights(average=average)) for average in (True, False))
         exported = load_file(tmp_path / "own" / "weights" / "diffusion_pytorch_model.safetensors")
-        trained = list(trainer.engine.averaged())
+        trained = list(trainer.engine.read_average())
     assert trained
     for name in trained:
         assert torch.equal(exported[name], averaged[name])

@@ -302,7 +302,7 @@ def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str
     if where == "URL":
         changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
     train(config(tmp_path / "run", updates=3, **changes), job())
-    saved = checkpoint.listed(config(tmp_path / "run", **changes).checkpoint_folder)
+    saved = checkpoint.list_checkpoints(config(tmp_path / "run", **changes).checkpoint_folder)
     assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
     assert (tmp_path / "run" / "checkpoints").exists() == (where == "folder")
     train(config(tmp_path / "run", updates=4, resume_from=str(saved[0]), **changes), job())

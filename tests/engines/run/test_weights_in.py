@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli
-from fluvial.engines.cli.parse import parsed
+from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
@@ -95,7 +95,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     file = next((folder / "sft" / "weights").glob("*.safetensors"))
     weights, prompts = f"--transformer={folder / 'sft' / 'weights'}", str(folder / "prompts.txt")
     asked = launch.rewarded(*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts)
-    config = parsed(TrainConfig(tmp_path), "x", asked)
+    config = parse_config(TrainConfig(tmp_path), "x", asked)
     built = jobs.of_run(config).model.build().state_dict()
     base = open_model(folder / "sd3", device="cpu").build().state_dict()
     given = load_file(file)
@@ -206,7 +206,7 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
 
     def built(*typed: str) -> dict[str, torch.Tensor]:
         """Return the weights that a run with these flags starts from."""
-        config = parsed(TrainConfig(tmp_path), "x", [*asked, *typed])
+        config = parse_config(TrainConfig(tmp_path), "x", [*asked, *typed])
         return jobs.of_run(config).model.build().state_dict()
 
     base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))

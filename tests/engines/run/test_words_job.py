@@ -69,7 +69,7 @@ def test_training_keeps_the_background_white(tmp_path: Path, capfd: pytest.Captu
 
 def test_training_never_sees_the_evaluator() -> None:
     """The rewards that a run can learn from are RapidOCR's, on training words; ddddocr's evaluates held-out ones."""
-    job = jobs.named("words")
+    job = jobs.build_job("words")
     images = job.data(key(0), list(job.heldout[:1])) if job.data is not None else None
     assert images is not None
     used: list[str] = []
@@ -123,7 +123,7 @@ def test_words_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_what_stays_is_rewarded_and_evaluated() -> None:
     """Every prompt of the job of edits has its image, for the model and the rewards; words are split as for drawing."""
-    job = jobs.named("edit-words")
+    job = jobs.build_job("edit-words")
     assert list(job.rewards) == ["letters", "legibility", "unchanged"]
     assert list(job.evaluators) == ["unchanged", "reward", "heldout"]
     assert [prompt.text for prompt in job.prompts] == list(words("train"))
@@ -155,7 +155,7 @@ def test_edits_of_a_file_are_checked(tmp_path: Path, capsys: pytest.CaptureFixtu
         (tmp_path / "own.jsonl").write_text(json.dumps(record))
         words_typed = ["train", "edit-words", "--prompts", str(tmp_path / "own.jsonl"), "--out", str(tmp_path / "run")]
         if not says:
-            assert jobs.named("edit-words", prompts=[str(tmp_path / "own.jsonl")]).prompts[0].media
+            assert jobs.build_job("edit-words", prompts=[str(tmp_path / "own.jsonl")]).prompts[0].media
             continue
         assert cli.run(words_typed) == 2
         said = capsys.readouterr().err.strip()

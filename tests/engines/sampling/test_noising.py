@@ -125,10 +125,10 @@ def test_a_sample_depends_on_its_key_alone(levels: Any) -> None:
 def test_automatic_levels_are_those_that_the_model_can_take() -> None:
     """Any level, or distinct steps of its schedule; levels that were asked for stay."""
     auto = NoisingConfig(3, AutoLevels())
-    assert auto.chosen(on_schedule=True) == NoisingConfig(3, ScheduleLevels())
-    assert auto.chosen(on_schedule=False) == NoisingConfig(3, ContinuousLevels())
+    assert auto.choose_levels(on_schedule=True) == NoisingConfig(3, ScheduleLevels())
+    assert auto.choose_levels(on_schedule=False) == NoisingConfig(3, ContinuousLevels())
     asked = NoisingConfig(3, LogitNormalLevels())
-    assert asked.chosen(on_schedule=True) == asked.chosen(on_schedule=False) == asked
+    assert asked.choose_levels(on_schedule=True) == asked.choose_levels(on_schedule=False) == asked
 
 
 def test_noise_is_drawn_for_each_level() -> None:

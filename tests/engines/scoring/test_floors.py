@@ -14,7 +14,7 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import AdvantageConfig, TrainConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_floors, updated
+from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_floors, update_multipliers
 
 
 def test_multipliers_find_the_known_solution() -> None:
@@ -22,7 +22,7 @@ def test_multipliers_find_the_known_solution() -> None:
     multipliers: dict[str, float] = {}
     for _ in range(200):
         p = multipliers.get("c", 0.0) / 2  # the best answer to the multiplier: it maximises -p^2 + lambda p
-        multipliers = updated(multipliers, {"c": p, "loose": p}, {"c": 0.5, "loose": -1.0}, lr=0.2, most=10.0)
+        multipliers = update_multipliers(multipliers, {"c": p, "loose": p}, {"c": 0.5, "loose": -1.0}, lr=0.2, most=10.0)
     assert multipliers["c"] == pytest.approx(1.0, abs=1e-6)
     assert multipliers["loose"] == 0.0
 
@@ -31,9 +31,9 @@ def test_a_multiplier_stays_between_0_and_its_bound() -> None:
     """Step by step, with the step size per unit of the reward."""
     steps = [0.0]
     for mean in (0.0, 0.0, 0.0, 2.0, 2.0):
-        steps.append(updated({"c": steps[-1]}, {"c": mean}, {"c": 1.0}, lr=0.5, most=1.25)["c"])
+        steps.append(update_multipliers({"c": steps[-1]}, {"c": mean}, {"c": 1.0}, lr=0.5, most=1.25)["c"])
     assert steps == [0.0, 0.5, 1.0, 1.25, 0.75, 0.25]
-    assert updated({}, {"c": 5.0}, {"c": 1.0}, lr=0.5, most=1.25) == {"c": 0.0}
+    assert update_multipliers({}, {"c": 5.0}, {"c": 1.0}, lr=0.5, most=1.25) == {"c": 0.0}
 
 
 def test_weights_of_what_is_learnt_from_and_of_what_is_maximised() -> None:

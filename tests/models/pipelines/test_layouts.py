@@ -9,7 +9,7 @@ from tiny_pipelines import ROWS
 
 from fluvial.models.pipelines.base import TextCond
 from fluvial.models.pipelines.flux import FluxCond
-from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAIN, TOKENS, embedded_guidance, find_layout
+from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAIN, TOKENS, embed_guidance, find_layout
 from fluvial.models.pipelines.qwen_image_edit import QwenEditCond, QwenImageEdit
 
 
@@ -24,7 +24,7 @@ def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: py
     """As `_prepare_edit_cond_kwargs` of sglang has them; a sample of 4 x 6 latents, and two images of 2 x 2 tokens."""
     model: Any = object.__new__(QwenImageEdit)
     monkeypatch.setattr(QwenImageEdit, "vae_scale", 2)
-    model.size, model.scaled = (16, 24), lambda *size: (8, 8)
+    model.size, model.scale_size = (16, 24), lambda *size: (8, 8)
     cond = QwenEditCond(torch.ones(5, 3), torch.arange(5) < 4, torch.ones(8, 16))
     layout = find_layout(model)
     found = layout.arguments(cond, (4, 4, 6))
@@ -60,7 +60,7 @@ def test_guidance_of_a_distilled_network_is_no_argument_of_its_network() -> None
     """It is a field of its own, 1000 times the scale, as sglang's `_build_guidance` has it for FLUX."""
     cond = FluxCond(torch.ones(5, 2), torch.ones(3), torch.tensor(3.5))
     assert {*TOKENS.arguments(cond, (4, 6, 10))} == {"encoder_hidden_states", "pooled_projections"}
-    assert embedded_guidance(cond) == 3500
-    assert embedded_guidance(TextCond(cond.tokens)) is None
+    assert embed_guidance(cond) == 3500
+    assert embed_guidance(TextCond(cond.tokens)) is None
     assert {*PLAIN.arguments(TextCond(cond.tokens), (4, 6, 10))} == {*PLAIN.arguments(cond.tokens, (4, 6, 10))}
     assert {*PLAIN.arguments((cond.tokens, cond.pooled), (4, 6, 10))} == {"cond"}

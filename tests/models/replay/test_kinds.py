@@ -231,4 +231,4 @@ def test_prompts_are_equal_by_the_contents_of_all_their_files(tmp_path: Path) ->
     assert pairs[0] == pairs[2] != pairs[1]
     assert digest((first, second)) == f"{digest(first)} {digest(second)}"
     assert [image.size for image in pairs[0].open_files()["images"]] == [(24, 16)] * 2
-    assert pairs[0].changed("images") != pairs[0]
+    assert pairs[0].change("images") != pairs[0]

@@ -97,7 +97,7 @@ def test_a_sample_behind_a_held_frame_is_found_in_larger_outputs() -> None:
     whole = find_whole([pair[0] for pair in found if pair is not None], (video, sound), 18)
     assert whole is not None
     assert whole.inputs == (1, 0)
-    assert torch.equal(whole.joined((sound, video)), torch.cat([video.flatten(1), sound.flatten(1)], dim=1))
+    assert torch.equal(whole.join((sound, video)), torch.cat([video.flatten(1), sound.flatten(1)], dim=1))
     made = [places.gather(part.flatten(1)) for places, part in zip(whole.at, (video, sound), strict=True)]
     assert torch.equal(torch.cat(made, dim=1), x)
 

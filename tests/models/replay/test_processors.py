@@ -27,5 +27,5 @@ def test_the_tokenizer_takes_the_place_of_a_processor_of_text(tmp_path: Path) ->
     call = {"max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]}
     model = AnyPipeline(tmp_path / "model", height=64, width=64, steps=2, scale=3.0, call=call, example=prompt)
     assert model.check(model.build(), [prompt]) < 1e-5
-    found = model.encode([prompt, prompt.changed("image")])
+    found = model.encode([prompt, prompt.change("image")])
     assert any(not torch.equal(row[0], row[1]) for row in found[0])

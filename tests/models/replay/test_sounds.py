@@ -94,7 +94,7 @@ def test_outputs_are_told_apart() -> None:
     assert torch.equal(both.waves, sound)
     alone = split_output((sound[:, 0],))
     assert alone == Output(None, alone.waves)
-    assert alone.shown((64, 256)).shape == (1, 1, 64, 256)
+    assert alone.draw((64, 256)).shape == (1, 1, 64, 256)
 
 
 def test_images_with_an_opacity_are_shown_over_white() -> None:

@@ -21,7 +21,7 @@ from fluvial.engines.extensions.wire.request import RolloutRequest
 from fluvial.engines.extensions.wire.response import DitTrajectory
 from fluvial.models import Cond, DiffusionModel, Schedule
 from fluvial.models.guidance import Guided
-from fluvial.models.pipelines.layouts import PLAIN, embedded_guidance, find_layout
+from fluvial.models.pipelines.layouts import PLAIN, embed_guidance, find_layout
 
 NOT_LAID_OUT = "rollout_noise_std_devs"  # debug tensor of a number per step
 
@@ -56,7 +56,7 @@ class Form:
         taken = slice(row, row + 1) if not self.sglang else row
         own = optree.tree_map(lambda tensor: tensor[taken].cpu(), cond)
         positive, negative = (own.cond, own.uncond) if isinstance(own, Guided) else (own, None)
-        guidance: Any = embedded_guidance(positive)
+        guidance: Any = embed_guidance(positive)
         if not self.sglang:
             guidance = float(own.scale) if isinstance(own, Guided) else None
         return {

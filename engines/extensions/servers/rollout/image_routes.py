@@ -116,7 +116,7 @@ def image_routes(service: RolloutService) -> list[Route]:
         if asked.n > service.limits.request.outputs:
             raise RequestError(400, f"n is {asked.n}, expected at most {service.limits.request.outputs}")
         wanted = [read_request(each, service.limits.request) for each in asked.requests()]
-        return JSONResponse(await asyncio.to_thread(_answer, asked, await service.made(request, wanted)))
+        return JSONResponse(await asyncio.to_thread(_answer, asked, await service.generate_all(request, wanted)))
 
     return [Route(GENERATIONS, generations, methods=["POST"])]
 

@@ -22,7 +22,7 @@ from fluvial.models.protocol import Weights
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
-def opened(
+def open_policy(
     name: str,
     *,
     weights: Path | None,

@@ -46,12 +46,12 @@ class _Steps:
 
 
 def batcher(policy: Policy, *, micro_batch: int, linger: float, most_waiting: int) -> Batcher[SampleOrder, RolloutSample]:
-    """Return what makes the samples of a policy; see `made` and `Batcher`."""
-    make = partial(made, policy, micro_batch=micro_batch)
+    """Return what makes the samples of a policy; see `generate_samples` and `Batcher`."""
+    make = partial(generate_samples, policy, micro_batch=micro_batch)
     return Batcher(make, alike=lambda order: order.recipe, size=micro_batch, linger=linger, most_waiting=most_waiting)
 
 
-def made(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
+def generate_samples(policy: Policy, orders: Sequence[SampleOrder], *, micro_batch: int) -> list[RolloutSample]:
     """Return the samples of at most `micro_batch` orders with one recipe.
 
     The batch is filled up with repeats of the first order. So the network computes the same number of rows whatever there is

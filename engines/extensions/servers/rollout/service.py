@@ -53,10 +53,10 @@ class RolloutService:
         """
         value = await json_of(request, dict[str, Any], most_bytes=self.limits.body)
         asked = await asyncio.to_thread(read_request, value, self.limits.request)
-        samples = await self.made(request, [asked])
+        samples = await self.generate_all(request, [asked])
         return Response(await asyncio.to_thread(write_response, samples), media_type=MSGPACK)
 
-    async def made(self, request: Request, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:
+    async def generate_all(self, request: Request, wanted: Sequence[RolloutRequest]) -> list[RolloutSample]:
         """Return the samples of rollout requests, one after the other, made for an HTTP request whose body has been read.
 
         Raises:

@@ -184,7 +184,7 @@ class WeightRoutes:
             path = f"{each.path}/{network}" if several and len(chosen[each]) > 1 else each.path
             return self.weights.read_adapter(path, network, **options)
 
-        def wanted() -> dict[str, Applied | None]:
+        def merge_wanted() -> dict[str, Applied | None]:
             found = dict[str, Applied | None]()
             for network in self.weights.networks:
                 own = [each for each in named if network in chosen[each]]
@@ -194,7 +194,7 @@ class WeightRoutes:
                     found[network] = merge_adapters([read(each, network) for each in own], product)
             return found
 
-        adapters = await asyncio.to_thread(wanted)
+        adapters = await asyncio.to_thread(merge_wanted)
         what = ", ".join(f"{each.nickname} of {each.path or 'an earlier request'}" for each in named)
         return await self._change(lambda: self.weights.adapt(adapters), asked, f"adapter {what}")
 
@@ -322,7 +322,7 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
     def endpoint(path: str) -> Callable[[Request], Awaitable[JSONResponse]]:
         handler, kind = (handlers | always)[path]
 
-        async def answered(request: Request) -> JSONResponse:
+        async def answer(request: Request) -> JSONResponse:
             try:
                 asked = await _body(request, kind)
                 async with routes.turn:
@@ -336,7 +336,7 @@ def control_routes(routes: WeightRoutes) -> list[Route]:
             # In the form of sglang.
             return JSONResponse({"success": False, "message": problem, "detail": problem}, status)
 
-        return answered
+        return answer
 
     methods = {"/v1/list_loras": ["GET"]}
     return [Route(path, endpoint(path), methods=methods.get(path, ["POST"])) for path in handlers | always]

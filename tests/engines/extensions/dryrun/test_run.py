@@ -19,7 +19,7 @@ from fluvial.engines.cli.main import run as command_line
 from fluvial.engines.extensions.dryrun.passes import Repeated
 from fluvial.engines.extensions.dryrun.report import Report, draw
 from fluvial.engines.extensions.dryrun.run import _complete, dry_run
-from fluvial.engines.extensions.simulate.collectives import called
+from fluvial.engines.extensions.simulate.collectives import describe_call
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
 from fluvial.engines.run.config import AsyncConfig, PipelineConfig, TrainConfig
@@ -154,7 +154,7 @@ def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
     config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
     report = dry_run(replace(config, engine=replace(config.engine, base=base)), ranks=8)
     check(report)
-    assert report.phase("update").waited("read") == 1
+    assert report.phase("update").count_waits("read") == 1
 
 
 @pytest.mark.parametrize("offload", ["none", "phases", "always"])
@@ -205,7 +205,7 @@ def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monk
     collective, found = SimulatedMode._collective, list[tuple[str, str]]()
 
     def noted(mode: SimulatedMode, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
-        if (call := called(func, args, kwargs)) is not None:
+        if (call := describe_call(func, args, kwargs)) is not None:
             found.append((threading.current_thread().name, call.name))
         return collective(mode, func, args, kwargs, fake=fake)
 

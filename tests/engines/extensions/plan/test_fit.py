@@ -16,7 +16,7 @@ from fluvial.engines.engine.parallelize import parallelize
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan import fit
-from fluvial.engines.extensions.plan.fit import fitted, plan_of
+from fluvial.engines.extensions.plan.fit import fit_config, plan_of
 from fluvial.engines.extensions.plan.plan import GIB, PlanConfig
 from fluvial.engines.extensions.plan.plan import plan as planned
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
@@ -50,16 +50,16 @@ def test_a_run_trains_with_the_settings_that_fit(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) -> None:
-    found = fitted(asked(tmp_path, 0.2), ranks=1, device=CPU)[0]
+    found = fit_config(asked(tmp_path, 0.2), ranks=1, device=CPU)[0]
     assert (found.engine.base, found.micro_batch) != ("auto", 8)
     with pytest.raises(RunError, match=r"handwriting does not fit into .* the least is") as error:
-        fitted(asked(tmp_path, 0.001), ranks=1, device=CPU)
+        fit_config(asked(tmp_path, 0.001), ranks=1, device=CPU)
     assert "\n" not in str(error.value)
 
 
 def test_without_a_memory_nothing_changes(tmp_path: Path) -> None:
     config = handwriting_jobs.config(tmp_path)
-    assert fitted(config, ranks=1, device=CPU) == (config, None)
+    assert fit_config(config, ranks=1, device=CPU) == (config, None)
 
 
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,15 +68,15 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: p
     pipeline = PipelineConfig(height=64, width=64)
     config = replace(RECIPES["grpo"](str(saved)), out=tmp_path, train="lora", micro_batch=2, pipeline=pipeline)
     config = replace(config, engine=replace(config.engine, fit="24GiB"))
-    found, _ = fitted(config, ranks=1, device=CPU)
+    found, _ = fit_config(config, ranks=1, device=CPU)
     assert found.pipeline.text_cache == tmp_path / "encoded" / "texts"
     assert found.pipeline.text_base == "auto"
     named = replace(config, pipeline=replace(pipeline, text_cache=tmp_path / "mine"))
-    assert fitted(named, ranks=1, device=CPU)[0].pipeline.text_cache == tmp_path / "mine"
+    assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_cache == tmp_path / "mine"
     monkeypatch.setattr(fit, "text_encoder_bytes", lambda name, base, dtype: {None: 40, "int8": 20, "nf4": 17}[base] * GIB)
-    assert fitted(named, ranks=1, device=CPU)[0].pipeline.text_base == "nf4"
+    assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_base == "nf4"
     with pytest.raises(RunError, match=r"do not fit into 22GiB .* 17.00 GiB with --pipeline.text-base nf4"):
-        fitted(replace(named, engine=replace(config.engine, fit="22GiB")), ranks=1, device=CPU)
+        fit_config(replace(named, engine=replace(config.engine, fit="22GiB")), ranks=1, device=CPU)
 
 
 @pytest.mark.long
@@ -85,7 +85,7 @@ def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> No
     config = replace(RECIPES["grpo"]("black-forest-labs/FLUX.1-dev"), out=tmp_path, train="lora", prompts=("x.txt",))
     config = replace(config, rollout=replace(config.rollout, prompts=1))
     device = torch.device("cuda")
-    fits = partial(fitted, ranks=1, device=device)
+    fits = partial(fit_config, ranks=1, device=device)
     for memory, base in (("24GiB", "int8"), ("48GiB", "auto")):
         found = fits(replace(config, engine=EngineConfig(fit=memory, base="int8", checkpointing="block")))[0]
         assert (found.engine.base, found.pipeline.text_base) == ("int8", base)
@@ -97,7 +97,7 @@ def test_networks_without_a_closed_form_are_refused(tmp_path: Path, model: str, 
     if model == "UNET":
         model = str(tiny_pipelines.save(tiny_pipelines.ROWS["sd1"], tmp_path / "sd1"))
     with pytest.raises(UsageError, match=says):
-        fitted(replace(config, model=model), ranks=1, device=CPU)
+        fit_config(replace(config, model=model), ranks=1, device=CPU)
 
 
 def test_an_engine_alone_takes_settings() -> None:

@@ -15,7 +15,7 @@ from fluvial.engines.extensions.plan.simulate import (
     best_split,
     least,
     run_of,
-    shared,
+    share_seconds,
     simulate,
     steady,
     times,
@@ -89,7 +89,7 @@ def test_more_servers_are_never_slower(samples: int, servers: int, ahead: int, s
 @given(SECONDS, st.integers(1, 100), st.integers(1, 200))
 def test_the_largest_share_of_whole_samples_decides(seconds: float, samples: int, parts: int) -> None:
     """As much as an even share or more, and one sample at least."""
-    found = shared(seconds, samples, parts)
+    found = share_seconds(seconds, samples, parts)
     assert found >= seconds / min(parts, samples) * (1 - ROUNDING)
     assert round(found * samples / seconds) == -(-samples // parts)
 

@@ -20,7 +20,7 @@ from fluvial.core.rollout import rollout
 from fluvial.core.transitions import bind, ddim
 from fluvial.engines import plugins
 from fluvial.engines.cli import main as cli
-from fluvial.engines.cli.runs import described
+from fluvial.engines.cli.runs import describe_run
 from fluvial.engines.cli.train import _recipe
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
@@ -29,7 +29,7 @@ from fluvial.engines.extensions.published.resolve import ASSUMED, resolve, side_
 from fluvial.engines.extensions.published.runs import find, load_published
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.recipes import grpo
-from fluvial.engines.run.record import as_record, recorded
+from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in, select
 from fluvial.models import LoraConfig
@@ -90,7 +90,7 @@ def test_a_published_run_is_a_configuration(name: str) -> None:
     run = find(name)
     config, deviations = resolve(run), run.deviations
     record = as_record(config)
-    assert recorded(json.loads(json.dumps(record))) == config
+    assert read_record(json.loads(json.dumps(record))) == config
     assert config.model == RUNS[name].model
     assert str(config.out) == f"runs/{name}"
     for deviation in deviations.values():
@@ -440,7 +440,7 @@ def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
     """`fluvial runs NAME` prints it, and `fluvial train NAME` trains its configuration, or says what fluvial lacks."""
-    printed = described(find(name))
+    printed = describe_run(find(name))
     assert all(setting in printed for setting in rows_of(name))
     if RUNS[name].needs:
         with pytest.raises(UsageError, match="has no such objective"):

@@ -55,11 +55,11 @@ def test_most_runs_start_as_they_are() -> None:
 
 def test_other_hardware_keeps_the_samples_of_an_update() -> None:
     config = resolve(find(OCR))
-    said = takes.accumulated(config, published=32, gpus=2)
+    said = takes.choose_accumulation(config, published=32, gpus=2)
     assert config.rollout.batch == 48 * 24
     assert said.startswith("published on 32 GPUs, here 2: an update keeps its 576 samples, 288 per GPU")
     assert said.endswith("accumulated over 32 micro-batches of up to 9")
-    assert "micro-batches" not in takes.accumulated(replace(config, micro_batch="auto"), published=32, gpus=2)
+    assert "micro-batches" not in takes.choose_accumulation(replace(config, micro_batch="auto"), published=32, gpus=2)
 
 
 @pytest.mark.parametrize(("preset", "groups"), [("1gpu", 4), ("2gpus", 8), ("8gpu", 32), ("12gpu", 48), ("64gpu", 48)])

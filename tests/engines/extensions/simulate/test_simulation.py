@@ -42,7 +42,7 @@ def test_memory_is_counted_to_the_byte_by_line() -> None:
         assert ledger.now == 600
         del view, second
         assert (ledger.now, ledger.peak) == (0, 600)
-        held = ledger.held(ledger.peak_entry)
+        held = ledger.find_holders(ledger.peak_entry)
         assert sorted(held.lines.values()) == [200, 400]
         assert all("test_simulation.py" in line for line in held.lines)
 

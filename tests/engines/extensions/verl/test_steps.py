@@ -15,7 +15,7 @@ from torch import Tensor
 from fluvial.core.transitions import bind
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import gathered
+from fluvial.engines.engine.export import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import LossConfig
 from fluvial.engines.methods.distill import Distill
@@ -76,13 +76,13 @@ class Own:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters."""
-        return {name: gathered(p.detach()).clone() for name, p in self.engine.module.named_parameters()}
+        return {name: gather(p.detach()).clone() for name, p in self.engine.module.named_parameters()}
 
     def check_equal(self, engine: Any) -> None:
         """Check that the engine of verl has the same weights to 1e-6, and that the last step changed them."""
         expected = self.weights()
         for name, p in engine.module.named_parameters():
-            torch.testing.assert_close(gathered(p.detach()), expected[name], rtol=0, atol=1e-6)
+            torch.testing.assert_close(gather(p.detach()), expected[name], rtol=0, atol=1e-6)
         assert max(float((tensor - self.before[name]).abs().max()) for name, tensor in expected.items()) > 1e-4
 
 

@@ -10,7 +10,7 @@ import pytest
 from fake_servers import FakeServer, client, loopback
 
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.extensions.wire.client import HttpClient, Reply, is_success, shown
+from fluvial.engines.extensions.wire.client import HttpClient, Reply, format_reply, is_success
 
 BUSY = Reply(503, {}, b"loading")
 REFUSED = httpx2.ConnectError("[Errno 111] refused")
@@ -181,9 +181,9 @@ def test_a_reply_that_is_too_large_is_one_line() -> None:
 
 
 def test_text_of_a_server_is_short_and_printable() -> None:
-    assert shown(b"") == "an empty reply"
-    assert shown("a\n\tb\x00\x1b[2J") == "a b [2J"
-    assert len(shown("x" * 10_000_000)) == 160
+    assert format_reply(b"") == "an empty reply"
+    assert format_reply("a\n\tb\x00\x1b[2J") == "a b [2J"
+    assert len(format_reply("x" * 10_000_000)) == 160
 
 
 def head(handler: BaseHTTPRequestHandler, *headers: tuple[str, str]) -> None:

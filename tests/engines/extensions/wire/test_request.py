@@ -19,7 +19,7 @@ from fluvial.engines.extensions.wire.request import (
     check_steps,
     guidance_of,
     read_request,
-    written,
+    write_request,
 )
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.tail import Tail
@@ -107,14 +107,14 @@ FULL = RolloutRequest(
 
 def test_what_is_written_is_what_is_read() -> None:
     """Through JSON, with every field at another value than its default."""
-    value = json.loads(json.dumps(written(FULL)))
+    value = json.loads(json.dumps(write_request(FULL)))
     found = read_request(value)
     assert found.fluvial == FULL.fluvial
-    assert written(found) == written(FULL)
+    assert write_request(found) == write_request(FULL)
     assert {*value, "rollout"} == {field.name for field in fields(FULL)}
     own = {*value["extra_sampling_params"]["fluvial"]}
     assert own | {"windows", "solver"} == {field.name for field in fields(FluvialOptions)}
-    assert written(RolloutRequest("a")) == {"prompt": "a"}
+    assert write_request(RolloutRequest("a")) == {"prompt": "a"}
 
 
 def test_own_names_replace_those_of_the_schema() -> None:
@@ -286,7 +286,7 @@ def test_any_json_is_a_request_or_one_line(body: Any) -> None:
     except WireError as error:
         problem = str(error)
     else:
-        assert read_request(json.loads(json.dumps(written(request)))) == read_request(written(request))
+        assert read_request(json.loads(json.dumps(write_request(request)))) == read_request(write_request(request))
         return
     assert "\n" not in problem
     assert len(problem) < 400

@@ -21,14 +21,14 @@ from fluvial.engines.extensions.wire.response import (
     read_response,
     write_response,
 )
-from fluvial.engines.extensions.wire.tensors import packed, tree_of
+from fluvial.engines.extensions.wire.tensors import pack, tree_of
 
 STEPS = 4
 
 
 def envelope(tensor: Tensor) -> Any:
     """Return a tensor as an independent decoder sees it."""
-    return msgpack.unpackb(packed(tensor))
+    return msgpack.unpackb(pack(tensor))
 
 
 SAMPLE = RolloutSample(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import WireError, convert, unpack
-from fluvial.engines.extensions.wire.tensors import DTYPES, MOST_HEADER, Envelope, envelope, packed, tree_of
+from fluvial.engines.extensions.wire.tensors import DTYPES, MOST_HEADER, Envelope, envelope, pack, tree_of
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -31,7 +31,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def test_a_tensor_keeps_its_bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """As bytes in msgpack, and as base64 in JSON."""
     tensor = (torch.randn(shape, dtype=torch.float64) * 3).to(dtype)
-    data = packed(tensor)
+    data = pack(tensor)
     made = msgpack.unpackb(data)
     assert (made["__tensor__"], made["shape"], made["dtype"]) == (True, list(shape), name)
     assert same_bits(unpack(data, Envelope).tensor, tensor)
@@ -41,7 +41,7 @@ def test_a_tensor_keeps_its_bits(name: str, dtype: torch.dtype, shape: tuple[int
 
 def test_a_tensor_that_is_read_can_be_written_to() -> None:
     """A view into the message would be read-only."""
-    made = unpack(packed(torch.zeros(3)), Envelope)
+    made = unpack(pack(torch.zeros(3)), Envelope)
     found = made.tensor
     found += 1
     assert found.tolist() == [1, 1, 1]
@@ -55,19 +55,19 @@ def test_a_view_is_written_as_it_is_seen() -> None:
 
 def test_trees_keep_their_form() -> None:
     tree = {"a": [1, None, "x", {"b": 2.5}], "t": [torch.ones(2)], "n": True}
-    found = tree_of(packed(tree))
+    found = tree_of(pack(tree))
     assert torch.equal(found["t"].pop(), torch.ones(2))
     assert found == {**tree, "t": []}
     wrong = {"a": [{"__tensor__": True, "data": b"", "shape": [1], "dtype": "torch.int8"}]}
     with pytest.raises(WireError, match=r"^a\[0\]: data has 0 bytes"):
-        tree_of(packed(wrong))
+        tree_of(pack(wrong))
 
 
 def test_a_dtype_without_a_name_is_an_error() -> None:
     with pytest.raises(WireError, match=r"torch\.complex64, expected one of torch\.float64"):
         envelope(torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(WireError, match="a object has no place"):
-        packed(object())
+        pack(object())
 
 
 def file(header: Any, data: bytes) -> bytes:
@@ -112,7 +112,7 @@ GOOD = {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
     ],
 )
 def test_a_wrong_envelope_is_one_line(change: dict[str, Any], says: str) -> None:
-    value = {**msgpack.unpackb(packed(torch.zeros(2))), **change}
+    value = {**msgpack.unpackb(pack(torch.zeros(2))), **change}
     for read in (
         lambda: unpack(msgpack.packb(value), Envelope, name="latents"),
         lambda: convert(value, Envelope, name="latents"),
@@ -125,13 +125,13 @@ def test_a_wrong_envelope_is_one_line(change: dict[str, Any], says: str) -> None
 
 def test_text_that_is_not_base64_is_one_line() -> None:
     for text in ("é" * 100, "?", "abc"):
-        value = {**msgpack.unpackb(packed(torch.zeros(2))), "data": text}
+        value = {**msgpack.unpackb(pack(torch.zeros(2))), "data": text}
         with pytest.raises(WireError, match=r"^data: Invalid base64 encoded string$"):
             unpack(json.dumps(value).encode(), Envelope, json=True)
 
 
 def test_metadata_of_a_file_is_allowed() -> None:
-    value = {**msgpack.unpackb(packed(torch.zeros(2))), "data": file({"__metadata__": {"format": "pt"}, **GOOD}, b"\0" * 8)}
+    value = {**msgpack.unpackb(pack(torch.zeros(2))), "data": file({"__metadata__": {"format": "pt"}, **GOOD}, b"\0" * 8)}
     assert convert(value, Envelope).tensor.tolist() == [0, 0]
 
 
@@ -163,7 +163,7 @@ def test_nothing_is_made_of_what_has_no_field() -> None:
     """A million lists take 70 times the bytes of their message, so parts that the schema does not know are skipped."""
     import tracemalloc
 
-    value = msgpack.unpackb(packed(torch.zeros(2)))
+    value = msgpack.unpackb(pack(torch.zeros(2)))
     data = msgpack.packb([{**value, "unknown": [[]] * 1_000_000}])
     tracemalloc.start()
     (found,) = unpack(data, list[Envelope])
@@ -185,7 +185,7 @@ def test_any_bytes_are_a_tree_or_an_error(data: bytes) -> None:
     for json_ in (False, True):
         problem = ""
         try:
-            assert packed(unpack(data, Any, json=json_)) is not None
+            assert pack(unpack(data, Any, json=json_)) is not None
         except WireError as error:
             problem = str(error)
         assert "\n" not in problem

@@ -17,7 +17,7 @@ def test_what_is_saved_is_loaded(folder: Path | str, one: World) -> None:
     """Tensors to the bit, and the meta; what comes back is a path for a path and a URL for a URL."""
     path = save(folder, one, update=7)
     assert path == (folder / "000007" if isinstance(folder, Path) else f"{folder}/000007")
-    assert checkpoint.listed(folder) == [path]
+    assert checkpoint.list_checkpoints(folder) == [path]
     assert holds(path, one, 7.0)
     assert load(path, one)[1] == options(one, 7)["meta"]
 
@@ -44,7 +44,7 @@ def test_the_newest_are_kept(folder: Path | str, one: World) -> None:
     for update in (2, 4, 10, 12):
         save(folder, one, update=update, keep=2)
     assert found(folder) == ["000010", "000012"]
-    assert last(checkpoint.listed(folder)[-1]) == "000012"
+    assert last(checkpoint.list_checkpoints(folder)[-1]) == "000012"
 
 
 def test_a_millionth_update_is_newer_than_the_last_before(folder: Path | str, one: World) -> None:
@@ -80,7 +80,7 @@ def test_folders_of_a_person_are_left_alone(tmp_path: Path, one: World) -> None:
     save(tmp_path, one, update=2)
     save(tmp_path, one, update=3, keep=1)
     assert found(tmp_path) == ["000003", "000009-mine"]
-    assert last(checkpoint.listed(tmp_path)[-1]) == "000003"
+    assert last(checkpoint.list_checkpoints(tmp_path)[-1]) == "000003"
     assert holds(tmp_path / "000009-mine", one, 1.0)
 
 
@@ -98,9 +98,9 @@ def test_a_file_url_and_a_plain_text_are_paths(tmp_path: Path, one: World, monke
     monkeypatch.chdir(tmp_path)
     path = save(Path("here"), one, update=1)
     assert path == Path("here/000001")
-    assert checkpoint.listed("here") == ["here/000001"]
+    assert checkpoint.list_checkpoints("here") == ["here/000001"]
     url = f"file://{tmp_path}/here"
-    assert checkpoint.listed(url) == [f"{url}/000001"]
+    assert checkpoint.list_checkpoints(url) == [f"{url}/000001"]
     save(url, one, update=2, keep=1)
     assert sorted(file.name for file in (tmp_path / "here" / "000002").iterdir()) == [
         "manifest.json",
@@ -114,7 +114,7 @@ def test_a_folder_behind_a_url_without_a_manifest_is_no_checkpoint(one: World) -
     older, newer = save(folder, one, update=1), save(folder, one, update=2)
     fs, paths = files(newer)
     fs.rm_file(paths["manifest.json"])
-    assert checkpoint.listed(folder) == [older]
+    assert checkpoint.list_checkpoints(folder) == [older]
     with pytest.raises(RunError, match=r"manifest\.json is missing.*set resume_from to memory://killed/checkpoints/000001"):
         load(newer, one)
     save(folder, one, update=3)
@@ -144,13 +144,13 @@ def test_a_save_in_the_background_writes_what_was(
     monkeypatch.setattr(kind, "draft", waits)
     pending = checkpoint.save_async(folder, saved, **told)
     assert not pending.done()
-    assert checkpoint.listed(folder) == []
+    assert checkpoint.list_checkpoints(folder) == []
     for tensor in saved.values():
         tensor.zero_()
     told["meta"]["numbers"].clear()
     go.set()
     path = pending.result(60)
-    assert checkpoint.listed(folder) == [path]
+    assert checkpoint.list_checkpoints(folder) == [path]
     assert holds(path, one, 5.0)
     assert load(path, one)[1] == options(behind, 5)["meta"]
 

@@ -174,7 +174,7 @@ def test_a_malicious_pickle_is_never_opened(tmp_path: Path, one: World) -> None:
     whole.write_bytes(evil)
     with pytest.raises(RunError, match=rf"is damaged \(it is a file\); .*set resume_from to {tmp_path / '000001'}"):
         load(whole, one)
-    assert checkpoint.listed(tmp_path) == [tmp_path / "000001", path]
+    assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "000001", path]
 
     path = save(tmp_path, one, update=4)  # with a manifest that vouches for the pickle
     manifest = json.loads((path / "manifest.json").read_text())

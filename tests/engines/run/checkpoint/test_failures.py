@@ -32,7 +32,7 @@ def test_a_url_that_cannot_be_used_is_a_usage_error(
     calls: list[Callable[[], Any]] = [
         lambda: save(url, one, update=1),
         lambda: checkpoint.save_async(url, state(), **options(behind, 1)),
-        lambda: checkpoint.listed(url),
+        lambda: checkpoint.list_checkpoints(url),
         lambda: checkpoint.verify(f"{url}/000001"),
     ]
     for call in calls:
@@ -84,7 +84,7 @@ def test_a_replacement_that_fails_puts_the_old_one_back(
         patch.setattr(storage.os, "rename", second_fails)
         with pytest.raises(KeyboardInterrupt if killed else RunError):
             save(tmp_path, one, update=3)
-    assert checkpoint.listed(tmp_path) == [path]
+    assert checkpoint.list_checkpoints(tmp_path) == [path]
     assert holds(path, one, 3.0)
 
 
@@ -118,7 +118,7 @@ def test_a_full_disk_loses_nothing(
     assert str(error.value) == (
         f"checkpoint {tmp_path / '000002'} could not be saved: the disk is full; earlier checkpoints are unchanged"
     )
-    assert checkpoint.listed(tmp_path) == [older]
+    assert checkpoint.list_checkpoints(tmp_path) == [older]
     assert found(tmp_path) == ["000001"]
     assert holds(older, one, 1.0)
 
@@ -137,7 +137,7 @@ def test_a_full_bucket_loses_nothing(one: World, monkeypatch: pytest.MonkeyPatch
             patch.setattr(MemoryFileSystem, moment, fail)
             with pytest.raises(RunError, match=f"00000{update} could not be saved: the disk is full"):
                 checkpoint.save(folder, state(3.0), **options(one, update, keep=1))
-        assert checkpoint.listed(folder) == [older]
+        assert checkpoint.list_checkpoints(folder) == [older]
         assert found(folder) == ["000001"]
         assert holds(older, one, 1.0)
     MemoryFileSystem().rm("/", recursive=True)

@@ -20,9 +20,9 @@ from fluvial.engines.data.records import Prompt, as_prompts, texts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import metrics
-from fluvial.engines.run.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, drawn, evaluate, every
+from fluvial.engines.run.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, draw_plan, evaluate, every
 from fluvial.engines.run.evaluation.folder import EvaluationFolder, contact_sheet, write_image
-from fluvial.engines.run.evaluation.table import overall, printed, read_scores, rows, write_scores
+from fluvial.engines.run.evaluation.table import format_tables, overall, read_scores, rows, write_scores
 from fluvial.models.images import as_image
 from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
@@ -65,8 +65,8 @@ def test_every_prompt_has_as_many_samples_within_the_largest_number(prompts: int
 
 def test_drawn_prompts_are_those_of_earlier_versions() -> None:
     """The streams of randomness of an evaluation are part of its results."""
-    assert drawn(10, 6).places == [3, 6, 6, 5, 2, 1]
-    assert drawn(10, 6).ids == list(range(6))
+    assert draw_plan(10, 6).places == [3, 6, 6, 5, 2, 1]
+    assert draw_plan(10, 6).ids == list(range(6))
 
 
 def test_more_seeds_and_further_prompts_leave_samples_as_they_are(one: World) -> None:
@@ -140,7 +140,7 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
     assert row.win_rate == pytest.approx(float((differences > 0).float().mean()))
     with pytest.raises(ValueError, match="of other samples or by other evaluators"):
         rows(ours.scores, found(one, seeds=1).scores)
-    text = [sheet.title for sheet in printed("a title", rows(ours.scores, base.scores))]
+    text = [sheet.title for sheet in format_tables("a title", rows(ours.scores, base.scores))]
     assert text == ["a title", "against the base on the same noise"]
 
 

@@ -12,7 +12,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.evaluated import check_negatives, evaluated, list_texts
+from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 
 
@@ -24,7 +24,7 @@ class Recorded(tiny.Tiny):
 
 def asked(job: jobs.Job, **settings: Any) -> jobs.Job:
     """Return the job as it is evaluated."""
-    return evaluated(job, EvaluationConfig(**settings), PipelineConfig())
+    return build_evaluated(job, EvaluationConfig(**settings), PipelineConfig())
 
 
 def test_what_is_trained_on_stays(tmp_path: Path) -> None:

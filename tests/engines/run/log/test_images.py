@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fluvial.engines.run.log.images import BAD, GOOD, INK, PAPER, captioned, join, sheet_of, stacked
+from fluvial.engines.run.log.images import BAD, GOOD, INK, PAPER, caption_images, join, sheet_of, stack_images
 
 GAP, LINE = 14, 26  # pixels between cells, and of a caption
 
@@ -36,7 +36,7 @@ def test_a_grid_shows_every_image_enlarged_at_its_place() -> None:
 def test_a_caption_is_coloured_by_improvement(base: float | None, ink: tuple[int, int, int]) -> None:
     """Whatever the range of the reward."""
     image = Image.new("RGB", (256, 32))
-    sheet = captioned([image], ["0427"], [0.75], base=None if base is None else [base]).image
+    sheet = caption_images([image], ["0427"], [0.75], base=None if base is None else [base]).image
     caption = colours(sheet, (GAP, GAP, GAP + 256, GAP + LINE))
     assert ink in caption
     assert not caption & ({GOOD, BAD, INK} - {ink})
@@ -68,5 +68,5 @@ def test_joined_files_stand_one_above_the_other(tmp_path: Path) -> None:
     join(tmp_path / "both.png", [tmp_path / "red.png", tmp_path / "missing.png", tmp_path / "blue.png"])
     with Image.open(tmp_path / "both.png") as both:
         assert (both.format, both.size) == ("PNG", (30, 15))
-        assert both.tobytes() == stacked([red, blue]).tobytes()
+        assert both.tobytes() == stack_images([red, blue]).tobytes()
         assert [both.getpixel(at) for at in ((0, 0), (25, 5), (0, 10))] == [(255, 0, 0), PAPER, (0, 0, 255)]

@@ -163,7 +163,7 @@ def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -
 
     text = run('"update": 2, ')
     done = max(record["update"] for record in launch.records(out))
-    assert [path.name for path in checkpoint.listed(out / "checkpoints")] == [f"{done:06d}"], text
+    assert [path.name for path in checkpoint.list_checkpoints(out / "checkpoints")] == [f"{done:06d}"], text
     assert f"SIGTERM: stopped after update {done}, all saved" in text
     damaged = shutil.copytree(out / "checkpoints" / f"{done:06d}", out / "checkpoints" / "000999")
     (damaged / "manifest.json").write_text("{")

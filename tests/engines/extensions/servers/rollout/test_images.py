@@ -21,7 +21,7 @@ from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.asgi import RequestError
-from fluvial.engines.extensions.servers.rollout.opening import opened
+from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
 from fluvial.engines.extensions.servers.rollout.prompts import check_file
 from fluvial.engines.extensions.wire.request import RequestLimits
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> servers.Server:
     """The server of a tiny FLUX Fill."""
     pipeline = PipelineConfig(height=16, width=16, call=tuple(f"{name}={value}" for name, value in ROW.call.items()))
-    of = opened(
+    of = open_policy(
         str(tiny_conditioned.save("fill", folder / "pipeline")),
         weights=None,
         steps=STEPS,
@@ -185,7 +185,7 @@ def test_lists_of_images_reach_the_pipeline(folder: Path, monkeypatch: pytest.Mo
     pipeline = PipelineConfig(height=16, width=16, text_tokens=300)
     path = str(tiny_conditioned.save("qwen-edit-plus", folder / "edit"))
     server = servers.served(
-        opened(path, weights=None, steps=STEPS, guidance=Guidance(), pipeline=pipeline, roots=[folder]), micro_batch=2
+        open_policy(path, weights=None, steps=STEPS, guidance=Guidance(), pipeline=pipeline, roots=[folder]), micro_batch=2
     )
     files = [folder / "0.png", folder / "1.png"]
     policy = server.policy
@@ -218,7 +218,7 @@ def test_prompts_that_change_nothing_are_refused(name: str, folder: Path) -> Non
     (folder / "texts.txt").write_text("a fox\n")
     pipeline = PipelineConfig() if name == "handwriting" else PipelineConfig(height=16, width=16)
     with pytest.raises(UsageError, match=r"prompts.* no effect"):
-        opened(
+        open_policy(
             model,
             weights=None,
             steps=STEPS,

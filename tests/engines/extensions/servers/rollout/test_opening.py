@@ -12,7 +12,7 @@ import torch
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.servers.rollout.opening import opened
+from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.tensors import tree_of
 from fluvial.engines.run.config import PipelineConfig
@@ -26,7 +26,7 @@ STEPS = 3
 def policy(name: str, **options: Any) -> Policy:
     """Return the policy of a name."""
     settings = {"weights": None, "steps": STEPS, "guidance": NO_GUIDANCE, "pipeline": PipelineConfig(), **options}
-    return opened(name, **settings)
+    return open_policy(name, **settings)
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("sd3", None), ("qwen-image", 32), ("wan", None)])

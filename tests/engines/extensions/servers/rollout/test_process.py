@@ -86,7 +86,7 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "fluvial.engines.extensions.servers.rollout.opening.opened", lambda *args, **options: pytest.fail("loaded")
+        "fluvial.engines.extensions.servers.rollout.opening.open_policy", lambda *args, **options: pytest.fail("loaded")
     )
     with fake_servers.loopback(lambda handler: None) as url:
         assert cli.run(["serve", "handwriting", "--port", url.rpartition(":")[2]]) == 2

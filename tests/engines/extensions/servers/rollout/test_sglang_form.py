@@ -20,7 +20,7 @@ import tiny_pipelines
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.extensions.servers.rollout.opening import opened
+from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -98,7 +98,7 @@ def policy(name: str, folder: Path) -> Policy:
     height, width, *rest = row.sizes[1]
     config = PipelineConfig(height=height, width=width, frames=rest[0] if rest else 1, text_tokens=tiny_pipelines.TEXT)
     path = str(tiny_pipelines.save(row, folder / name))
-    return opened(path, weights=None, steps=STEPS, guidance=Guidance(SCALE, "dull"), pipeline=config)
+    return open_policy(path, weights=None, steps=STEPS, guidance=Guidance(SCALE, "dull"), pipeline=config)
 
 
 def samples(of: Policy, **fields: Any) -> list[Any]:
