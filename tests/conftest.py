@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,17 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     install_import_hook(
         ["fluvial.core", "fluvial.kernels.dispatch"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
     )
+
+
+# Seconds since the epoch after which no long test is begun, so that CI ends in time on a slow machine.
+LONG_UNTIL = float(os.environ.get("FLUVIAL_LONG_UNTIL", "inf"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a long test for which no time is left; those of core and kernels are few and always run."""
+    always = Path(__file__).parent.joinpath("core"), Path(__file__).parent.joinpath("kernels")
+    if time.time() > LONG_UNTIL and item.get_closest_marker("long") is not None and not {*item.path.parents} & {*always}:
+        pytest.skip("long, and no time is left (FLUVIAL_LONG_UNTIL)")
 
 
 @pytest.hookimpl(wrapper=True)
