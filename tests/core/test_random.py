@@ -219,5 +219,8 @@ def test_one_key_of_tensors_is_that_of_integers() -> None:
     for data in (7, torch.tensor(7)):
         assert tuple(map(int, fold_in(words, data))) == tuple(fold_in(one, 7))
     ids = torch.arange(3)
-    assert all(map(torch.equal, fold_in(words, ids), fold_in(one, ids)))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(map(torch.as_tensor, fold_in(words, ids)), map(torch.as_tensor, fold_in(one, ids)), strict=True)
+    )
     assert torch.equal(normal(words, (3, 5)), normal(one, (3, 5)))

@@ -20,8 +20,8 @@ def end(code):
 
 os._exit = end
 if "--out" in sys.argv:
-    from fluvial.engines.run.trainer import Trainer
-    Trainer.update = lambda self: end(0)
+    from fluvial.engines.run.loop import Loop
+    Loop.update = lambda self: end(0)
 main.main(sys.argv[1:])
 """
 SMALL = "--final-samples", "4", "--micro-batch", "4", "--rollout.prompts", "1", "--rollout.group", "4", "--out", "OUT"

@@ -129,10 +129,10 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
         copy = _copy(config, trainer.job, trainer.run.networks, one)
         source: Any = trainer.sampler.source
         source.behaviour = copy.behaviour
-        trainer.ahead = Ahead(trainer.config, trainer.run, copy)
+        trainer.loop.ahead = Ahead(trainer.config, trainer.run, copy)
         found = list(trainer)
         assert same(weights(trainer), last)
-        trainer.ahead.close()
+        trainer.loop.ahead.close()
     assert untimed(found) == untimed(expected)
     assert all(record["staleness"] == {"0": 4} for record in found)
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fluvial.engines.methods.table import OBJECTIVES
-from fluvial.engines.run import loop, saving, train
+from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.jobs.weights import configuration
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
@@ -200,7 +200,7 @@ def test_a_run_resumes_from_another_folder(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
         if old:
-            for module in (saving, loop):
+            for module in (saving, training):
                 patch.setattr(module, "with_absolute_paths", lambda config: config)
         asked = handwriting_jobs.config(Path("run"), prompts=("a/codes.txt", "b/codes.txt"), updates=1)
         train(asked)
