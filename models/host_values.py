@@ -38,7 +38,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return remember(moved, tensor.detach()) if _on_host(tensor) else moved
 
 
-def known(tensor: Tensor) -> Tensor | None:
+def recall(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor on the CPU, without waiting for its device; None where they are not known."""
     if _on_host(tensor):
         return tensor
@@ -48,7 +48,7 @@ def known(tensor: Tensor) -> Tensor | None:
 
 def read(tensor: Tensor) -> Tensor:
     """Return the values of a tensor on the CPU; they are read from its device if they are not known, and known then."""
-    found = known(tensor)
+    found = recall(tensor)
     if found is None:
         found = tensor.cpu()
         remember(tensor, found)
@@ -63,7 +63,7 @@ def keep(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     out = function(*tensors)
     if _on_host(out) or out.is_meta or out.numel() > MOST:
         return out
-    hosts = [host for tensor in tensors if (host := known(tensor)) is not None]
+    hosts = [host for tensor in tensors if (host := recall(tensor)) is not None]
     return remember(out, function(*hosts)) if len(hosts) == len(tensors) else out
 
 

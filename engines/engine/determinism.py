@@ -27,7 +27,7 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
-from fluvial.models.host_values import known, remember, to_device
+from fluvial.models.host_values import recall, remember, to_device
 
 
 def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
@@ -37,7 +37,7 @@ def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
         if tensor.device.type != device.type:
             return to_device(tensor.contiguous(), device)
         copy = tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
-        host = known(tensor)
+        host = recall(tensor)
         return copy if host is None else remember(copy, host)
 
     return optree.tree_map(copy_tensor, tensors)

@@ -350,7 +350,7 @@ def prediction_of(
     The predictions of the steps `exact` leave out nothing.
     """
     timesteps, guidance, autocast = sampling.schedule.timesteps, sampling.guidance, sampling.autocast
-    of_step, on_host = timesteps.unbind(0), host_values.known(timesteps)
+    of_step, on_host = timesteps.unbind(0), host_values.recall(timesteps)
     both = both_halves(cond) if isinstance(cond, Guided) and guidance.forwards == "one" else None
     known = None if sampling.reuse == "none" else PromptLayers(model, module, in_blocks=sampling.reuse == "all")
     fixed = FixedAdapters(module) if sampling.reuse == "all" else None

@@ -53,7 +53,7 @@ def test_items_without_a_pair_add_nothing() -> None:
 def test_wrong_numbers_raise() -> None:
     """In one line."""
     one = torch.ones(2)
-    with pytest.raises(ValueError, match="clipped_log_ratio: eps is 1"):
+    with pytest.raises(ValueError, match="clip_log_ratio: eps is 1"):
         clip_log_ratio(one, one, eps=1)
     with pytest.raises(ValueError, match="d3po_loss: beta is 0"):
         d3po_loss(one, one, one, beta=0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fluvial.models import host_values
-from fluvial.models.host_values import join, keep, known, read, remember, rows
+from fluvial.models.host_values import join, keep, read, recall, remember, rows
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def on_device(*values: int) -> Tensor:
 
 def test_a_tensor_of_the_host_is_its_own_values() -> None:
     tensor = torch.arange(3)
-    assert known(tensor) is tensor
+    assert recall(tensor) is tensor
     assert read(tensor) is tensor
 
 
@@ -38,7 +38,7 @@ def test_rows_joined_and_repeated_tensors_are_known() -> None:
         join(table, index),
         keep(lambda values: values.repeat(2), table),
     ):
-        host = known(out)
+        host = recall(out)
         assert out.dtype == torch.int32
         assert host is not None
         assert host.dtype == torch.int64
@@ -47,16 +47,16 @@ def test_rows_joined_and_repeated_tensors_are_known() -> None:
 
 def test_what_is_computed_from_unknown_tensors_is_unknown() -> None:
     unknown = torch.arange(4, dtype=torch.int32)
-    assert known(unknown) is None
-    assert known(rows(unknown, slice(2))) is None
-    assert known(join(on_device(1), unknown)) is None
+    assert recall(unknown) is None
+    assert recall(rows(unknown, slice(2))) is None
+    assert recall(join(on_device(1), unknown)) is None
 
 
 def test_values_are_read_once() -> None:
     tensor = torch.arange(4, dtype=torch.int32)
     first = read(tensor)
     assert read(tensor) is first
-    assert known(rows(tensor, slice(2))) is not None
+    assert recall(rows(tensor, slice(2))) is not None
 
 
 @pytest.mark.parametrize("which", ["device", "host"])
@@ -64,14 +64,14 @@ def test_a_write_forgets_the_values(which: str) -> None:
     """To either tensor."""
     host = torch.arange(4)
     tensor = remember(torch.arange(4, dtype=torch.int32), host)
-    assert known(tensor) is not None
+    assert recall(tensor) is not None
     (tensor if which == "device" else host).add_(1)
-    assert known(tensor) is None
+    assert recall(tensor) is None
 
 
 def test_large_and_freed_tensors_are_not_kept() -> None:
     large = torch.zeros(host_values.MOST + 1, dtype=torch.int32)
-    assert known(remember(large, large.long())) is None
+    assert recall(remember(large, large.long())) is None
     before = len(host_values._kept)
     tensor = on_device(1)
     assert len(host_values._kept) == before + 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from fluvial.engines.engine.world import World
 from fluvial.models import Cond
 from fluvial.models.device import is_accelerator
-from fluvial.models.host_values import join, known, remember, rows, to_device
+from fluvial.models.host_values import join, recall, remember, rows, to_device
 
 Kind = TypeVar("Kind", bound=Any)  # a kind of items, a NamedTuple of tensors `[P, ...]`
 
@@ -81,7 +81,7 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
     )
     received = [world.exchange(leaf, send, receive) for leaf in leaves]
     if is_accelerator(sample.device):  # what the host knows is sent between hosts
-        everyone = world.gather_items([known(leaf) for leaf in leaves])[:: world.sequence]
+        everyone = world.gather_items([recall(leaf) for leaf in leaves])[:: world.sequence]
         for leaf, *hosts in zip(received, *everyone, strict=True):
             parts = [host[sum(row[:rank]) :][: row[rank]] for host, row in zip(hosts, plan, strict=True) if host is not None]
             if len(parts) == len(plan):
