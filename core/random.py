@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Integer
 from torch import Tensor
 
 from fluvial.core.checks import type_of
@@ -52,7 +53,7 @@ def key(seed: int) -> Key:
     return Key(seed & MASK, seed >> 32)
 
 
-def fold_in(key: Key, data: int | Ids) -> Key:
+def fold_in(key: Key, data: int | Ids | Integer[Tensor, ""]) -> Key:
     """Return a new key, statistically independent for every pair of key and data.
 
     Args:
