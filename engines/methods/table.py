@@ -26,6 +26,7 @@ from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.protocol import Method, Objective, ObjectiveTraits
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
+from fluvial.engines.run.declared import Loss
 
 OBJECTIVES: dict[str, type] = {
     "clipped": Clipped,
@@ -100,10 +101,6 @@ def _problem(kind: Any) -> str | None:
         except TypeError as error:
             return f"has {name}{inspect.signature(method)}, expected {expected}: {error}"
     return None
-
-
-# (v, rows, settings) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
-Loss = Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
 
 
 def with_checked_loss(objective: Objective) -> Callable[[Loss], Loss]:

@@ -4,15 +4,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch import Tensor
 
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form
 from fluvial.engines.errors import UsageError
 
+# (v, rows, loss settings) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
+Loss = Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
+
 
 class Record(NamedTuple):
-    """What a rollout records of its stochastic steps besides x, x_next and the log-probability."""
+    """Record of a rollout's stochastic steps, besides x, x_next and the log-probability."""
 
     velocity: bool = False  # the prediction too
     form: Form | None = None  # form of the log-probability, if not `rollout.form`

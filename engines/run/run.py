@@ -16,12 +16,13 @@ from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, return_to
-from fluvial.engines.run.declared import Before
+from fluvial.engines.run.declared import Before, Loss
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.run.settings import RunSettings
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
+from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.scoring.advantages import Grades, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Scoring, gather_rewards
@@ -34,9 +35,6 @@ from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
-
-# (v, rows, loss settings) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
-Loss = Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
 
 
 class Memory(Protocol):
@@ -84,7 +82,7 @@ class Run:
         self.loss_settings, self.check_loss, self.pairs = loss_settings, check_loss, tuple(pairs)
         self.engine: Engine = networks.engine
         self.world, self.stopping, self.notes = self.engine.world, False, dict[str, Any]()
-        on_schedule = job.model.prediction == "epsilon" or is_recorded(job.model)
+        on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
         self.noising = config.noising.choose_levels(on_schedule=on_schedule)
         self._routed = any(isinstance(part, Routed) for part in self.engine.sharded.parts)
         try:

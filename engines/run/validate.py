@@ -9,6 +9,7 @@ from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import name_of
 from fluvial.engines.run.declared import Teacher
 from fluvial.engines.sampling.config import REPLAYED
+from fluvial.engines.sampling.noising import knows_its_schedule_only
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models import Prediction
@@ -175,11 +176,6 @@ def _programs(config: "TrainConfig") -> Iterator[UsageError]:
     if ahead and engine.offload == "phases":
         hint = f"with `asynchronous.ahead` {ahead}, rollout and update happen at once"
         yield UsageError("engine.offload", "phases", "none or always", hint)
-
-
-def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
-    """Return whether a model is given no levels but those of its schedule; see `check_model`."""
-    return prediction == "epsilon" or recorded
 
 
 def check_model(config: "TrainConfig", prediction: Prediction, *, recorded: bool = False, conditioned: bool = False) -> None:

@@ -179,6 +179,11 @@ def add_noise(x0: Tensor, noise: Tensor, level: Tensor, *, prediction: Predictio
     return torch.sqrt(alpha_bar) * x0 + torch.sqrt(1 - alpha_bar) * noise, noise
 
 
+def knows_its_schedule_only(prediction: Prediction, *, recorded: bool) -> bool:
+    """Return whether a model is given no levels but those of its schedule: it predicts epsilon, or is replayed."""
+    return prediction == "epsilon" or recorded
+
+
 def draw_levels(keys: Key, schedule: Schedule, config: NoisingConfig) -> Drawn:
     """Return noise levels `[B, each]`, and the timesteps that the model is given; None if it derives them itself."""
     assert isinstance(keys.low, Tensor)
