@@ -23,7 +23,7 @@ from fluvial.engines.extensions.published.runs import load_published
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.exports import export_run, policy_of
 from fluvial.engines.run.job import Job
@@ -31,6 +31,7 @@ from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives
 from fluvial.engines.run.jobs.media import media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import strip_weight

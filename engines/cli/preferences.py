@@ -22,10 +22,10 @@ from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.pipeline import check_second_scale
 from fluvial.engines.run.jobs.weights import add_adapter
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.text import TextLengths
 from fluvial.engines.scoring.invalid import find_kept_samples

@@ -1,7 +1,29 @@
-"""Methods: one file per family, and the table of them; for one of your own see `protocol.Method`."""
+"""Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
 
-from fluvial.engines.methods.losses import ErrorInfo, LossConfig
-from fluvial.engines.methods.protocol import Method, Objective, ObjectiveTraits
-from fluvial.engines.methods.table import OBJECTIVES
+from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
+from fluvial.engines.methods.table import METHODS
+from fluvial.engines.run.method import (
+    EpochsConfig,
+    Images,
+    Method,
+    Needs,
+    NoisedRows,
+    PassesConfig,
+    Preferences,
+    RecordedRows,
+)
 
-__all__ = ["OBJECTIVES", "ErrorInfo", "LossConfig", "Method", "Objective", "ObjectiveTraits"]
+__all__ = [
+    "METHODS",
+    "EpochsConfig",
+    "ErrorInfo",
+    "Images",
+    "KLConfig",
+    "Method",
+    "Needs",
+    "NoisedRows",
+    "PassesConfig",
+    "Preferences",
+    "RecordedRows",
+    "StepKLConfig",
+]

@@ -18,8 +18,7 @@ from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.table import name_of, with_checked_loss
+from fluvial.engines.methods.table import check_method, with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -30,6 +29,7 @@ from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
+from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.monitoring.gaming import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -98,6 +98,7 @@ def build_parts(
         RunError: a reward cannot score blank images.
     """
     with world.agreed():
+        check_method(config.method)
         # What is wrong with the job is found before anything is computed.
         rewards, job = _rewards(config, job, world)
         job.check_prompts()
@@ -111,7 +112,7 @@ def build_parts(
             given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
             check_used([*job.prompts, *asked.heldout], given)
         _check_watched(config, asked, rewards)
-    group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
+    group, tolerated = config.method.sampling.group, int(config.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
     with ExitStack() as stack:
         stack.callback(runners.close)
@@ -156,15 +157,15 @@ def _built(
             raise UsageError(str(error)) from error
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
-        guidance = Guidance(2.0 if config.is_guided else 1.0, config.rollout.guidance.negative)  # or any scale but 1
+        guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
         prompts = job.prepare(world, list_texts(job, asked, guidance))
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights)
-    schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
+    schedules, texts = Schedules(job.model, config.method.sampling, world.device), TextLengths(job.model, world)
     schedule, _ = schedules.of(job.shape)
-    copy = _copy(config, job, networks, world) if config.asynchronous.ahead else None
+    copy = _copy(config, job, networks, world) if config.rollout.ahead else None
     config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
     pairs = _pairs(config, job, engine, schedule, resume_from, choices)
     with world.agreed():
@@ -184,7 +185,7 @@ def _built(
         )
         latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
         # A server sends the final latents only to those who need them; in process they cost nothing.
-        alone = config.objective.record is not None and config.objective.traits.rewards != "gradients"
+        alone = config.method.recorded is not None and config.method.needs.rewards != "gradients"
         sampler = Sampler(
             config,
             job,
@@ -192,12 +193,10 @@ def _built(
             source,
             schedules,
             texts,
-            record=config.objective.record,
-            compare=config.objective.traits.groups,
             copy=copy,
             given=preferences,
             sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
-            reference=config.kl.guidance is not None,
+            reference=bool(config.reference_guidance),
         )
     run = Run(
         config,
@@ -207,10 +206,9 @@ def _built(
         rewards,
         runners,
         memory,
-        loss_settings=_loss_settings(config),
         pairs=pairs,
         stop=stop,
-        check_loss=with_checked_loss(config.objective),
+        check_loss=with_checked_loss(config.method),
     )
     ahead = None if copy is None else Ahead(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
@@ -273,9 +271,7 @@ def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None
     with world.agreed():
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
             if not (folder / "config.json").is_file():
-                raise UsageError(
-                    f"{folder} holds no model, config.json is missing: set `objective.teacher` to a folder of weights"
-                )
+                raise UsageError(f"{folder} holds no model, config.json is missing: set `teacher` to a folder of weights")
         module = _network(config, job).requires_grad_(False)
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)
 
@@ -303,7 +299,7 @@ def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, 
     others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
     images, latents = _blank(config, job), torch.zeros(1, *job.shape)
     blank = Samples(images.to(world.device), job.prompts[:count], latents.to(world.device))
-    warm_up(runners.runners, blank, count=count, group=config.rollout.group)
+    warm_up(runners.runners, blank, count=count, group=config.method.sampling.group)
     warm_up_evaluators(others, blank._replace(prompts=asked.heldout[:count]), count=count)
 
 
@@ -319,12 +315,12 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
 
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
-    rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
+    rewards = select(job.rewards, config.rewards) if config.method.is_scored else {}
     of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
     rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
-    if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
+    if config.method.is_scored and not rewards and config.method.needs.rewards is not None:
         raise UsageError(
-            f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
+            f"{config.method.method_name} learns from rewards, and this job has none: pass rewards to the job, or "
             "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
         )
     for name, (reward, _) in rewards.items():
@@ -341,9 +337,9 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
 
 def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> None:
     """Raise UsageError for a run that cannot wait for people as long as a reward does, in seconds."""
-    ahead, timeout = config.asynchronous.ahead, config.collective_timeout
+    ahead, timeout = config.rollout.ahead, config.collective_timeout
     if ahead:
-        raise UsageError("asynchronous.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
+        raise UsageError("rollout.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
     if world.size > 1 and timeout <= wait:
         hint = f"processes wait for each other's scores, and the reward {name} waits for people, {wait:g} s at most"
         raise UsageError("collective_timeout", timeout, f"more than {wait:g}", hint)
@@ -351,7 +347,7 @@ def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> N
 
 def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:
     """Raise UsageError unless floors are of rewards of the run, without a weight, and another one is learnt from."""
-    floors = config.advantage.floor_of
+    floors = {} if config.method.advantage is None else config.method.advantage.floor_of
     for name in floors:
         if name not in rewards:
             raise UsageError(
@@ -382,19 +378,18 @@ def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Rew
 
 def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
     """Return the given preferences of the run, if it learns from a folder of them."""
-    folder = config.objective.traits.preferences
-    if folder is not None:
+    if isinstance(source := config.method.source, Preferences):
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
         split_off = config.model not in MODELS and not config.prompts and not config.pipeline.heldout
         heldout = texts(job.heldout)
         apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
-            records = preference_records(folder, check=job.model.check_prompt, **apart)
+            records = preference_records(source.folder, check=job.model.check_prompt, **apart)
             return EncodedPreferences(records, job.images)
-        return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
+        return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
         raise UsageError(
-            f"{name_of(config.objective)} learns from data, and this job has none: set `data` to a folder of "
+            f"{config.method.method_name} learns from data, and this job has none: set `data` to a folder of "
             "images with captions, or pass data to the job"
         )
     return ()
@@ -402,7 +397,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
 
 def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
-    guidance = config.rollout.guidance
+    guidance = config.method.sampling.guidance
     prompts = (*job.prompts, *job.heldout, *asked.heldout)
     own = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if own is not None and is_recorded(job.model):
@@ -410,12 +405,12 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
             f"prompt {own.text!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
             "guidance is fixed: leave the column negative_prompt out"
         )
-    check_negatives(prompts, guided=config.is_guided, field="rollout.guidance.scale")
+    check_negatives(prompts, guided=config.is_guided, field="sampling.guidance.scale")
     if config.is_guided and guidance.negative:
         try:
             job.model.check_prompt(guidance.negative)
         except ValueError as error:
-            raise UsageError(f"rollout.guidance.negative: {error}") from error
+            raise UsageError(f"sampling.guidance.negative: {error}") from error
 
 
 def _check_order(config: TrainConfig, job: Job) -> None:
@@ -453,13 +448,6 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 except ValueError as error:
                     raise UsageError(f"`lora.weights`: {error}") from error
     return module, "" if found is None else f" {digest(found)}"
-
-
-def _loss_settings(config: TrainConfig) -> LossConfig:
-    """Return the settings of the run's losses."""
-    kl, rollout = config.kl, config.rollout
-    weight = kl.weight_of(rollout.sampler.rule)
-    return LossConfig(rollout.form, rollout.reduction, kl.coef, weight, config.implementation, kl.ema_coef)
 
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:

@@ -18,7 +18,6 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.folder import is_exported, open_draft
 from fluvial.engines.export.formats import Format, check_format, write
-from fluvial.engines.methods.table import name_of
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
@@ -224,9 +223,9 @@ def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) 
 
 def _job(config: TrainConfig) -> jobs.Job:
     """Return the job of a run, without its prompts and rewards."""
-    rollout = config.rollout
+    sampling = config.method.sampling
     return jobs.to_sample(
-        config.model, config.pipeline, steps=rollout.steps, guidance=rollout.guidance, weights=config.weights
+        config.model, config.pipeline, steps=sampling.steps, guidance=sampling.guidance, weights=config.weights
     )
 
 
@@ -278,9 +277,9 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
     if adapter is not None:  # they may be those of a file
         settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
         settings["lora"]["form"] |= adapter["form"]
-    objective: Any = config.objective
-    defaults: dict[str, Any] = {"name": name_of(objective)}
-    for field in dataclasses.fields(objective):
+    method: Any = config.method
+    defaults: dict[str, Any] = {"name": method.method_name}
+    for field in dataclasses.fields(method):
         if field.default is not dataclasses.MISSING:
             defaults[field.name] = CONVERTER.unstructure(field.default)
     return Card(
@@ -291,9 +290,9 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
         parts=tuple(module) if isinstance(module, nn.ModuleDict) else (),
         video=config.pipeline.frames > 1 or makes.get(str(pipeline)) == "videos",
         folder=getattr(model, "folder", None),
-        objective=name_of(objective),
+        method=method.method_name,
         settings=settings,
-        defaults={**as_record(TrainConfig(config.out)), "objective": defaults},
+        defaults={**as_record(TrainConfig(config.out, method)), "method": defaults},
         update=exported.update,
         average=exported.average,
         dtype=exported.dtype,

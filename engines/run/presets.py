@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 
 # Groups per GPU and rollout, as in flow_grpo's own runs of 4 GPUs (sd3.5-medium/ocr-4gpu: 16 groups) and of one
 # (wan2.1-t2v-1.3b/ocr: 4).
@@ -28,13 +28,12 @@ def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
     if config.model in MODELS:
         raise no_effect("preset", f"with {config.model}, whose settings were found on a CPU")
     if not config.makes_samples:
-        raise no_effect("preset", "with an objective that makes no samples")
-    published = config.rollout
-    groups = min(published.prompts, max(GROUPS * int(found[1]), config.minibatches))
-    rollout = replace(published, prompts=groups)
-    changes = [f"rollout.prompts {groups} in place of {published.prompts}"] if groups != published.prompts else []
+        raise no_effect("preset", "with a method that makes no samples")
+    published = config.method.sampling
+    groups = min(published.prompts, max(GROUPS * int(found[1]), config.method.passes.minibatches))
+    changes = [f"sampling.prompts {groups} in place of {published.prompts}"] if groups != published.prompts else []
     changes += [] if config.micro_batch == "auto" else [f"micro_batch auto in place of {config.micro_batch}"]
-    said = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {rollout.batch} samples"
+    said = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {groups * published.group} samples"
     if groups != published.prompts:
         said += f", published {published.batch}; every other setting stays"
-    return replace(config, rollout=rollout, micro_batch="auto"), said
+    return replace(with_values(config, {"sampling.prompts": groups}), micro_batch="auto"), said

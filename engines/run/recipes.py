@@ -10,14 +10,25 @@ from typing import Any
 
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.methods import table as objectives
+from fluvial.engines.methods.alignprop import AlignProp
+from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.crd import Crd
+from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dgpo import Dgpo
+from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.protocol import Objective
+from fluvial.engines.methods.nft import Nft
+from fluvial.engines.methods.raft import Raft
+from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.validate import explain_fixed_micro_batch
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.run.method import Method, PassesConfig
+from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomRecorded, RandomWindow
@@ -27,12 +38,13 @@ from fluvial.models.lora import LowRank
 
 HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
-ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
+ONE_UPDATE = {"updates": 50, "eval_every": 10}
+TWO = PassesConfig(minibatches=2)
 # For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
-NOISIEST = RolloutConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
+NOISIEST = SamplingConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
 BATCH = AdvantageConfig(scale="batch")
-# For objectives that need no log-probabilities.
-ODE = RolloutConfig(prompts=16, group=8, sampler=Ode())
+# For methods that need no log-probabilities.
+ODE = SamplingConfig(prompts=16, group=8, sampler=Ode())
 
 OUT = Path("runs") / "x"
 
@@ -62,36 +74,32 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
         engine=EngineConfig(),
         pipeline=PipelineConfig(),
         evaluation=EvaluationConfig(),
-        micro_batch="auto" if explain_fixed_micro_batch(config) is None else config.micro_batch,
+        micro_batch="auto" if explain_fixed_micro_batch(config.method) is None else config.micro_batch,
     )
 
 
-def of_model(
-    model: str, objective: Objective, rollout: RolloutConfig, *, tuned: dict[str, Any] | None = None, **settings: Any
-) -> TrainConfig:
-    """Return a run of an objective that has no published run of its own here.
+def of_model(model: str, method: Method, *, tuned: dict[str, Any] | None = None, **settings: Any) -> TrainConfig:
+    """Return a run of a method that has no published run of its own here.
 
     Args:
-        objective: objective, of large models and, if `tuned` has no other, of the built-in ones.
-        rollout: rollout, likewise.
+        method: method, of large models and, if `tuned` has no other, of the built-in ones.
         tuned: settings of the built-in models, where they differ.
         settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
     """
-    settings = {"objective": objective, "rollout": rollout, **settings}
     if model in MODELS:
-        return of_built_in(model, **{**settings, **(tuned or {})})
+        return of_built_in(model, **{"method": method, **settings, **(tuned or {})})
     optimizer, lora = OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), LoraConfig(rank=32, alpha=64.0)
     shared: dict[str, Any] = {"train": "lora", "lora": lora, "micro_batch": "auto", "eval_samples": 32, "final_samples": 64}
-    return TrainConfig(OUT, model=model, optimizer=optimizer, **shared, **settings)
+    return TrainConfig(OUT, method, model=model, optimizer=optimizer, **shared, **settings)
 
 
 def of_built_in(model: str, **settings: Any) -> TrainConfig:
     """Return a run of a built-in model."""
     optimizer = OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9)
-    run = {"train": "lora", "prompt_order": "draws", "updates": 100, "minibatches": 2}
+    run = {"train": "lora", "prompt_order": "draws", "updates": 100}
     passes: dict[str, Any] = {"micro_batch": 128, "update_micro_batch": "rollout"}  # fixed, so that results are reproduced
     evaluation = {"eval_every": 20, "eval_samples": 200, "final_samples": 1000}
-    return TrainConfig(OUT, model=model, **{"optimizer": optimizer, **run, **passes, **evaluation, **settings})
+    return TrainConfig(OUT, **{"model": model, "optimizer": optimizer, **run, **passes, **evaluation, **settings})
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -103,9 +111,7 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
     of 8 samples, no KL, and a learning rate that falls to 0. Full fine-tuning needs another learning rate and a KL there:
     train full, optimizer.lr 2e-4, kl.coef 0.1.
     """
-    return of_published(
-        "flow_grpo/sd3.5-medium/ocr", model, objective=objectives.Clipped(), rollout=NOISIEST, advantage=BATCH
-    )
+    return of_published("flow_grpo/sd3.5-medium/ocr", model, method=Grpo(sampling=NOISIEST, advantage=BATCH, passes=TWO))
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
@@ -118,16 +124,14 @@ def dance(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "dancegrpo/flux.1-dev/hpsv2-16gpu",
         model,
-        objective=objectives.Clipped(),
-        rollout=RolloutConfig(
-            prompts=16,
-            group=8,
-            shared_noise=True,
-            sampler=Stochastic("dance_sde"),
-            window=AllSteps(high=7),
+        method=Grpo(
+            sampling=SamplingConfig(
+                prompts=16, group=8, shared_noise=True, sampler=Stochastic("dance_sde"), window=AllSteps(high=7)
+            ),
             trained=RandomRecorded(5 / 7),
+            advantage=AdvantageConfig(clip=5.0),
+            passes=TWO,
         ),
-        advantage=AdvantageConfig(clip=5.0),
     )
 
 
@@ -135,15 +139,13 @@ def cps(model: str = HANDWRITING) -> TrainConfig:
     """Flow-CPS (arXiv 2509.05952): GRPO with steps that preserve the path's coefficients, so that no surplus noise is left.
 
     The settings of large models are those of the published run flow_grpo/sd3.5-medium/geneval-fast-nocfg: a window of 3
-    steps in the first half, and the negative squared error as log-probability (rollout.form unscaled). The authors' own
+    steps in the first half, and the negative squared error as log-probability (form unscaled). The authors' own
     runs (flow_cps/...) take all steps. On handwriting the log-probability is the true density.
     """
     return of_published(
         "flow_grpo/sd3.5-medium/geneval-fast-nocfg",
         model,
-        objective=objectives.Clipped(),
-        rollout=replace(NOISIEST, sampler=Stochastic("cps")),
-        advantage=BATCH,
+        method=Grpo(sampling=replace(NOISIEST, sampler=Stochastic("cps")), advantage=BATCH, passes=TWO),
     )
 
 
@@ -154,7 +156,7 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     is 1e-3.
     """
     return of_published(
-        "grpo_guard/sd3.5-medium/ocr", model, objective=objectives.Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH
+        "grpo_guard/sd3.5-medium/ocr", model, method=Guard(clip=1e-3, sampling=NOISIEST, advantage=BATCH, passes=TWO)
     )
 
 
@@ -165,7 +167,7 @@ def dppo(model: str = HANDWRITING) -> TrainConfig:
     is 1e-4 nats per dimension.
     """
     return of_published(
-        "unirl/sd3.5-medium/flowdppo", model, objective=objectives.Dppo(kl_threshold=1e-4), rollout=NOISIEST, advantage=BATCH
+        "unirl/sd3.5-medium/flowdppo", model, method=Dppo(kl_threshold=1e-4, sampling=NOISIEST, advantage=BATCH, passes=TWO)
     )
 
 
@@ -187,13 +189,14 @@ def ddpo(model: str = UNET) -> TrainConfig:
             "final_samples": 500,
             "lora": LoraConfig(form=LowRank(product="merged")),
         },
-        objective=objectives.Clipped(),
-        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
-        advantage=BATCH,
+        method=Grpo(
+            sampling=SamplingConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
+            advantage=BATCH,
+        ),
         optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", ema_decay=0.9),
         evaluation=EvaluationConfig(micro_batch=128),  # a tenth faster per sample than passes of 64
     )
-    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
+    return config if model in MODELS else with_values(config, {"sampling.prompts": 16, "sampling.group": 16})
 
 
 def nft(model: str = HANDWRITING) -> TrainConfig:
@@ -207,10 +210,7 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
         "diffusion_nft/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=objectives.Nft(beta=1.0),
-        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
-        advantage=BATCH,
-        noising=NoisingConfig(each=4),
+        method=Nft(beta=1.0, sampling=replace(ODE, sampler=Ode("dpmpp_2m")), advantage=BATCH, noising=NoisingConfig(each=4)),
     )
 
 
@@ -225,10 +225,7 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
         "awm/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=objectives.Awm(weighting="t"),
-        rollout=ODE,
-        advantage=BATCH,
-        noising=NoisingConfig(each=4),
+        method=Awm(weighting="t", sampling=ODE, advantage=BATCH, noising=NoisingConfig(each=4)),
     )
 
 
@@ -236,15 +233,13 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
     """Diffusion-DPO (arXiv 2311.12908): fit the preferred of two samples more; online from a rollout, or from a folder.
 
     Online, the pairs are the best and the worst sample of each group. Offline, they come from a folder that `fluvial
-    preferences` wrote (objective.preferences), as in the published runs, which train on pairs that people chose, with
+    preferences` wrote (preferences), as in the published runs, which train on pairs that people chose, with
     beta 2000 (paper, SD 1.5) or 5000 (code). On handwriting it is online, with groups of 8 and beta 100.
     """
     return of_model(
         model,
-        objectives.Dpo(beta=2000.0),
-        RolloutConfig(prompts=64, group=8, sampler=Ode()),
-        noising=NoisingConfig(each=4),
-        tuned={**ONE_UPDATE, "objective": objectives.Dpo(beta=100.0), "rollout": ODE, "noising": NoisingConfig(each=8)},
+        Dpo(beta=2000.0, sampling=SamplingConfig(prompts=64, group=8, sampler=Ode()), noising=NoisingConfig(each=4)),
+        tuned={**ONE_UPDATE, "method": Dpo(beta=100.0, sampling=ODE, noising=NoisingConfig(each=8))},
     )
 
 
@@ -259,10 +254,11 @@ def dgpo(model: str = HANDWRITING) -> TrainConfig:
         "dgpo/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=objectives.Dgpo(),
-        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
-        noising=NoisingConfig(each=4, draw="rollout"),
-        kl=KLConfig(coef=0.02),
+        method=Dgpo(
+            sampling=replace(ODE, sampler=Ode("dpmpp_2m")),
+            noising=NoisingConfig(each=4, draw="rollout"),
+            kl=KLConfig(coef=0.02),
+        ),
     )
 
 
@@ -277,11 +273,7 @@ def crd(model: str = HANDWRITING) -> TrainConfig:
         "flow_factory/sd3.5-medium/crd-ocr",
         model,
         **ONE_UPDATE,
-        objective=objectives.Crd(),
-        rollout=ODE,
-        advantage=BATCH,
-        noising=NoisingConfig(each=4),
-        kl=KLConfig(coef=0.1),
+        method=Crd(sampling=ODE, advantage=BATCH, noising=NoisingConfig(each=4), kl=KLConfig(coef=0.1)),
     )
 
 
@@ -295,8 +287,9 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "tempflow_grpo/flux.1-dev/hpsv3",
         model,
-        objective=objectives.TempFlow(),
-        rollout=RolloutConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)),
+        method=TempFlow(
+            sampling=SamplingConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)), passes=TWO
+        ),
     )
 
 
@@ -310,11 +303,12 @@ def d3po(model: str = UNET) -> TrainConfig:
         "d3po/sd1.5/compressibility",
         model,
         **ONE_UPDATE,
-        objective=objectives.D3po(beta=100.0),
-        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8)),
+        method=D3po(
+            beta=100.0, sampling=SamplingConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8))
+        ),
         optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
     )
-    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=20))
+    return config if model in MODELS else with_values(config, {"sampling.prompts": 20})
 
 
 def alignprop(model: str = HANDWRITING) -> TrainConfig:
@@ -327,8 +321,7 @@ def alignprop(model: str = HANDWRITING) -> TrainConfig:
         "alignprop/sd1.5/aesthetic",
         model,
         **ONE_UPDATE,
-        objective=objectives.AlignProp(last=2),
-        rollout=RolloutConfig(prompts=128, group=1, sampler=Ode()),
+        method=AlignProp(last=2, sampling=SamplingConfig(prompts=128, group=1, sampler=Ode())),
         rewards=("likeness",),
     )
 
@@ -341,10 +334,11 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
     """
     return of_model(
         model,
-        objectives.Raft(best=0.25),
-        RolloutConfig(prompts=48, group=24, sampler=Ode()),
-        noising=NoisingConfig(each=4),
-        tuned={**ONE_UPDATE, "rollout": replace(ODE, sampler=Ode("dpmpp_2m")), "kl": KLConfig(coef=1.0)},
+        Raft(sampling=SamplingConfig(prompts=48, group=24, sampler=Ode())),
+        tuned={
+            **ONE_UPDATE,
+            "method": Raft(sampling=replace(ODE, sampler=Ode("dpmpp_2m")), kl=KLConfig(coef=1.0)),
+        },
     )
 
 
@@ -352,12 +346,10 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
     """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as in pre-training."""
     return of_model(
         model,
-        objectives.Sft(),
-        RolloutConfig(prompts=128, group=1, sampler=Ode()),
-        noising=NoisingConfig(each=1, levels=AutoLevels()),
+        Sft(sampling=ReadingConfig(prompts=128), noising=NoisingConfig(each=1, levels=AutoLevels())),
         tuned={
             **ONE_UPDATE,
-            "noising": NoisingConfig(each=4, levels=AutoLevels()),
+            "method": Sft(sampling=ReadingConfig(prompts=128), noising=NoisingConfig(each=4, levels=AutoLevels())),
             "optimizer": OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9),
         },
     )
@@ -366,20 +358,19 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
 def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights")) -> TrainConfig:
     """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says which step it would have taken.
 
-    The teacher is a folder of weights (objective.teacher), by default what `fluvial train grpo` exports. Rewards are
+    The teacher is a folder of weights (teacher), by default what `fluvial train grpo` exports. Rewards are
     measured, not learnt from.
     """
     return of_model(
         model,
-        objectives.Distill(teacher=teacher),
-        RolloutConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7)),
-        tuned={**ONE_UPDATE, "rollout": replace(NOISIEST, prompts=128, group=1)},
+        Distill(teacher=teacher, sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7))),
+        tuned={**ONE_UPDATE, "method": Distill(teacher=teacher, sampling=replace(NOISIEST, prompts=128, group=1))},
     )
 
 
 def handwriting(model: str = HANDWRITING) -> TrainConfig:
     """Flow-GRPO (arXiv 2505.05470) on the small SD3 transformer: 80 rollouts of 128 samples, one update each."""
-    return replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+    return with_values(replace(grpo(model), updates=80, eval_every=20), {"passes.minibatches": 1})
 
 
 def words(model: str = WORDS) -> TrainConfig:
@@ -388,7 +379,7 @@ def words(model: str = WORDS) -> TrainConfig:
     The reward is legibility: the share of right letters, plus how sure RapidOCR is of a word that it reads right. With
     --rewards letters it is the share of right letters alone, as in the text-rendering papers.
     """
-    config = replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+    config = handwriting(model)
     if model != WORDS:
         return config
     optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)

@@ -63,10 +63,10 @@ class Guidance:
     update: Literal["guided", "conditional"] = "guided"
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.guidance", scale=(0, math.inf))
+        check_fields(self, "sampling.guidance", scale=(0, math.inf))
         if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
             hint = "an update without guidance needs a rollout with it: a scale other than 1, and gradient both"
-            raise UsageError("rollout.guidance.update", "conditional", "guided", hint)
+            raise UsageError("sampling.guidance.update", "conditional", "guided", hint)
 
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.

@@ -28,11 +28,11 @@ def resolve(run: PublishedRun) -> TrainConfig:
     """Return the configuration of a published run; `run.deviations` says in what it differs from what was published.
 
     Raises:
-        UsageError: fluvial has no objective for the run's algorithm.
+        UsageError: fluvial has no method for the run's algorithm.
     """
     if run.needs:
         raise UsageError(
-            f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective, which needs {run.needs}: its "
+            f"{run.name} is a run of {run.algorithm}, and fluvial has no such method, which needs {run.needs}: its "
             f"settings are listed by fluvial runs {run.name}"
         )
     return read_record({"out": f"runs/{run.name}", **run.overlay()})
@@ -52,11 +52,11 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
     stated = {name for name, found in run.settings.items() if found.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
-        value = next((format_value(values[name]) for values in (ours, always()) if name in values), "")  # none of a table
+        value = next((format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), "")  # none of a table
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
-            yield Row(name, "not stated", value, ASSUMED, None)
+            yield Row(name.removeprefix("method."), "not stated", value, ASSUMED, None)
 
 
 def format_value(value: Any) -> str:
@@ -71,6 +71,7 @@ def _format_setting(run: PublishedRun, name: str, ours: str) -> Row:
     found, deviation = run.settings.get(name), run.deviations.get(name)
     source = None if found is None else found.source
     published = run.published.get(name, "not stated" if source is None or found is None else found.value)
+    name = name.removeprefix("method.")
     if deviation is None:
         return Row(name, format_value(published), ours, "", source)
     published = published if deviation.published is None else deviation.published

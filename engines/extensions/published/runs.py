@@ -9,9 +9,16 @@ from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.losses import KLConfig
+from fluvial.engines.methods.table import method_type
 from fluvial.engines.run.log.records import flat
+from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
+from fluvial.engines.scoring.advantages import AdvantageConfig
 
 COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
+
+# What a method does that has no such settings.
+WITHOUT = {"advantage": AdvantageConfig(), "kl": KLConfig()}
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
@@ -68,11 +75,30 @@ class PublishedRun:
         """Where the settings were read."""
         return list(dict.fromkeys(found.source for found in self.settings.values() if found.source is not None))
 
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Settings that cannot be set of the run's method, and have the value that was published."""
+        if "method.name" not in self.settings:
+            return {}
+        kind, found = method_type(self.settings["method.name"].value), dict[str, Any]()
+        for name, setting in self.settings.items():
+            *parents, last = name.split(".")
+            if parents[:1] != ["method"] or last == "name" or has_field(kind, name.split(".")[1:]):
+                continue
+            owner: Any = kind
+            for parent in parents[1:]:
+                owner = getattr(owner, parent, None) or WITHOUT.get(parent)
+            if getattr(owner, last, None) == setting.value:
+                found[name] = setting.value
+        return found
+
     def overlay(self) -> dict[str, Any]:
-        """Return the settings nested as in a run's config.json."""
+        """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
         record: dict[str, Any] = {}
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
+            if name in self.fixed:
+                continue
             table = record
             for parent in parents:
                 table = table.setdefault(parent, {})
@@ -125,7 +151,20 @@ def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Publi
         for part in _chain(entry, blocks):
             source = _source(part.get("source", {}), source)
             run = _extend(run, part, source)
-        yield run
+        yield _rename(run)
+
+
+def _rename(run: PublishedRun) -> PublishedRun:
+    """Return a run with the present names of its settings: the files have those under which runs were first recorded."""
+    stated = run.settings.get("objective.name")
+    method = "" if stated is None else OBJECTIVES.get(stated.value, stated.value)
+    settings = {rename(name, method): found for name, found in run.settings.items()}
+    if stated is not None:
+        settings["method.name"] = Setting(method, stated.source)
+    published, deviations = (
+        {rename(name, method): found for name, found in table.items()} for table in (run.published, run.deviations)
+    )
+    return replace(run, settings=settings, published=published, deviations=deviations)
 
 
 def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -18,6 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
+from fluvial.engines.run.method import Preferences
 from fluvial.models.digests import digest_file
 
 
@@ -27,7 +28,8 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     Raises:
         UsageError: the model has no way from images to samples.
     """
-    preferences = config.objective.traits.preferences
+    source = config.method.source
+    preferences = source.folder if isinstance(source, Preferences) else None
     if not config.data and preferences is None:
         return job
     encode = _encoder(job, config)

@@ -14,7 +14,8 @@ from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.imitation import Sft
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
