@@ -46,7 +46,7 @@ def run(config: PhasesConfig) -> list[Row]:
         harness.alternate(config.runs, {name: lambda name=name: update(name) for name in trainers})  # type: ignore[misc]
         for trainer in trainers.values():
             trainer.close()
-        batch = defaults.rollout.batch
+        batch = defaults.method.sampling.batch
         rows = [
             harness.row(
                 phase,

@@ -16,6 +16,15 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 
 
+# Metadata of a field whose own fields are flags without its name before them: --sampling.group, not --method.sampling.group.
+BARE = {"bare": True}
+
+
+def is_bare(field: "dataclasses.Field[Any]") -> bool:
+    """Return whether the flags of a field's own fields have no name before them."""
+    return bool(field.metadata.get("bare"))
+
+
 def variants(union: Any) -> tuple[type, ...]:
     """Return the dataclasses that a field of a union type may hold; nothing for any other type."""
     members = get_args(union) if get_origin(union) in (Union, UnionType) else ()

@@ -20,14 +20,14 @@ from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.grpo import Clipped
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, SampleBatch, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.samplers import Stochastic
@@ -81,15 +81,18 @@ class Ours:
             train="lora",
             lora=work.lora,
             micro_batch=work.samples,
-            objective=Clipped(clip_low=work.clip, clip_high=work.clip),
             optimizer=OptimizerConfig(lr=work.lr, max_grad_norm=work.max_grad_norm),
-            rollout=RolloutConfig(
-                prompts=1,
-                group=work.ranks * work.samples,
-                steps=work.steps,
-                sampler=Stochastic(eta=work.eta),
-                window=AllSteps() if work.window is None else AllSteps(low=work.window.start, high=work.window.stop),
-                guidance=self.guidance,
+            method=Grpo(
+                clip_low=work.clip,
+                clip_high=work.clip,
+                sampling=SamplingConfig(
+                    prompts=1,
+                    group=work.ranks * work.samples,
+                    steps=work.steps,
+                    sampler=Stochastic(eta=work.eta),
+                    window=AllSteps() if work.window is None else AllSteps(low=work.window.start, high=work.window.stop),
+                    guidance=self.guidance,
+                ),
             ),
         )
         job = Job(work.model, work.prompts, _mean, heldout=work.prompts, shape=work.size.event)
@@ -182,14 +185,13 @@ class Ours:
                 parts.rewards,
                 parts.runners,
                 run.memory,
-                loss_settings=run.loss_settings,
             )
         return self._update(self.runs[pairs], items)
 
     def _update(self, run: Run, items: Items) -> UpdateInfo:
         """Take the step that GRPO takes on items."""
-        (part,) = run.minibatches(items, key(0))
-        return run.update(part, self.parts.config.objective.loss, split_guidance=True)
+        (part,) = run.minibatches(items, key(0), self.parts.config.method.passes)
+        return run.update(part, self.parts.config.method.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""

@@ -33,7 +33,7 @@ TRAIN = Brief(
             "optimizer.lr",
             "kl.coef",
         ),
-        *("rollout.prompts", "rollout.group", "rollout.steps", "rollout.guidance.scale", "pipeline.height"),
+        *("sampling.prompts", "sampling.group", "sampling.steps", "sampling.guidance.scale", "pipeline.height"),
         *("pipeline.width", "engine.fit", "eval_every", "tracker"),
     ),
     (
@@ -129,6 +129,8 @@ def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     import docstring_parser
 
     *parents, name = field.split(".")
+    if not hasattr(values, field.partition(".")[0]) and hasattr(values, "method"):
+        values = values.method
     for parent in parents:
         values = getattr(values, parent, None)
     if not hasattr(values, name):

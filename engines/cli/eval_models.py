@@ -266,7 +266,7 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
         if source is not None:
-            given = source.config.rollout.guidance
+            given = source.config.method.sampling.guidance
             guidance = replace(given, scale=config.guidance, negative=config.negative, update="guided")
         # What was typed, else what the run's record says.
         own = EvaluationConfig() if source is None else source.config.evaluation
@@ -318,7 +318,7 @@ def _of_weights(
         start = _job(run.model, run.weights, config)
         weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
         title, engine = name, _engine_of_run(run, config)
-        if not asked.rewards and not start.evaluators and run.scores_samples:
+        if not asked.rewards and not start.evaluators and run.method.is_scored:
             asked = replace(asked, rewards=tuple(map(strip_weight, run.rewards)))
     start = replace(start, heldout=_heldout(start, name, source, asked))
     if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
@@ -341,7 +341,7 @@ def _of_checkpoint(
     from fluvial.engines.run.trainer import Trainer
 
     run, size = source.config, config.pipeline.size
-    own = run.rollout.guidance.negative
+    own = run.method.sampling.guidance.negative
     if size != run.pipeline.size:
         asked = replace(asked, height=size.height, width=size.width)
     with world.agreed():
@@ -406,7 +406,7 @@ def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig
     return read_prompts_of(
         run.pipeline,
         prompts=run.prompts,
-        preferences=run.objective.traits.preferences,
+        preferences=None if (given := run.method.source) is None else getattr(given, "folder", None),
         data=run.data,
         check=job.model.check_prompt,
         media={} if run.data else media_columns(job.model, run.pipeline.media),

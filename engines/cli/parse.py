@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
-from fluvial.engines.choices import is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
+from fluvial.engines.choices import is_bare, is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.plugins import did_you_mean
 
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from fluvial.engines.cli.brief import Brief
 
 Config = TypeVar("Config")
-# Words for flags: most runs have one reward, `lora` is a group of fields, and `async` is a word of Python's.
+# Words for flags: most runs have one reward, and `lora` is a group of fields.
 ALIASES = {
     "--reward": "--rewards",
     "--transformer": "--weights",
     "--lora": "--lora.weights",
-    "--async.ahead": "--asynchronous.ahead",
 }
 EXPECTED = {"INT": "a whole number", "FLOAT": "a number"}  # tyro's names of types
 
@@ -90,8 +89,8 @@ def parse_config(
 class Form(NamedTuple):
     """A dataclass with the fields of a configuration and without its checks, which tyro makes flags of.
 
-    A field that holds a dataclass is declared as that dataclass: `TrainConfig.objective` may be any objective, also a
-    user's, and the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
+    A field that holds a dataclass is declared as that dataclass: `TrainConfig.method` may be any method, also a user's, and
+    the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
     that kind.
     """
 
@@ -101,6 +100,7 @@ class Form(NamedTuple):
     inner: dict[str, "Form"]  # forms of the fields that hold dataclasses
     union: Any  # type of the field, if it is a choice
     kind: str  # its kind
+    bare: list["Form"]  # those of `inner` whose flags have no name before them
 
     def fill(self, values: Any) -> Any:
         """Return the configuration that a filled-in form describes; its checks run."""
@@ -112,6 +112,8 @@ class Form(NamedTuple):
         first, _, rest = name.partition(".")
         if first in self.inner and rest:
             return self.inner[first].other_kinds(rest)
+        if self.union is None:
+            return next((hint for form in self.bare if (hint := form.other_kinds(name)) is not None), None)
         named = {kind: [field.name for field in settings(variant_of(self.union, kind, "")[0])] for kind in kinds(self.union)}
         having = [kind for kind, names in named.items() if first in names]
         return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
@@ -138,22 +140,32 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
         if kind == config.kind and is_open(variant):  # its function may have no name
             first = dataclasses.fields(variant)[0].name
             build = partial(variant, **{first: getattr(config, first)})
-    hints, inner, names = get_type_hints(variant, include_extras=True), dict[str, Form](), list[str]()
+    hints, inner, names, bare = get_type_hints(variant, include_extras=True), dict[str, Form](), list[str](), list[Form]()
     fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
     for field in dataclasses.fields(variant) if union is None else settings(variant):
         value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
         held, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
+        held = name if is_bare(field) else held
         if variants(declared) or dataclasses.is_dataclass(value):
             form = form_of(value, typed_kind, held, declared if variants(declared) else None)
             inner[field.name] = form
             names += form.names
-            fields.append((field.name, form.type, dataclasses.field(default_factory=form.type)))
+            bare += [form] if is_bare(field) else []
+            kind_of: Any = _without_prefix(form.type) if is_bare(field) else form.type
+            fields.append((field.name, kind_of, dataclasses.field(default_factory=form.type)))
         else:
             names.append(held)
             fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
     made = dataclasses.make_dataclass(variant.__name__, fields)
     made.__doc__ = variant.__doc__
-    return Form(made, [name, *names] if union is not None else names, build, inner, union, kind)
+    return Form(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
+
+
+def _without_prefix(kind: type) -> Any:
+    """Return the type of a field whose flags have no name before them."""
+    import tyro
+
+    return Annotated[kind, tyro.conf.arg(prefix_name=False)]
 
 
 def _kind_flag(union: Any) -> Any:
@@ -194,6 +206,8 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
         unknown = next((token for token in event.tokens if token.startswith("-")), event.tokens[0]).partition("=")[0]
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
+        if form.bare and (hint := _explain_unknown(unknown[2:].replace("-", "_"), form.names)) is not None:
+            raise UsageError(f"unknown flag {unknown}: {hint}")
         raise UsageError(f"unknown flag {unknown}{did_you_mean(unknown, [_flag(name) for name in form.names])}")
     if isinstance(event, _errors.MissingArgs):
         missing = [each.arg.lowered.name_or_flags[0] for each in event.missing_arguments]
@@ -208,6 +222,17 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
     raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
 
 
+def _explain_unknown(name: str, names: Sequence[str]) -> str | None:
+    """Return a hint for a flag of a run that had another name once, or that other methods have; None for any other."""
+    from fluvial.engines.methods.table import METHODS
+    from fluvial.engines.run.renames import has_field, rename
+
+    if (now := rename(name).removeprefix("method.")) != name and now in names:
+        return f"it is {_flag(now)} now"
+    having = [method for method, kind in METHODS.items() if has_field(kind, now.split("."))]
+    return f"this method has none, and {', '.join(having)} {'have' if len(having) > 1 else 'has'} it" if having else None
+
+
 def _after(words: Sequence[str], flag: str) -> list[str]:
     """Return the words after a flag's last occurrence."""
     split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
@@ -218,7 +243,7 @@ def _after(words: Sequence[str], flag: str) -> list[str]:
 def _at(values: Any, flag: str) -> Any:
     """Return the value of a flag in a filled-in form."""
     for name in flag.removeprefix("--").replace("-", "_").split("."):
-        values = getattr(values, name, None)
+        values = getattr(values, name, getattr(getattr(values, "method", None), name, None))
     return values
 
 
@@ -276,7 +301,7 @@ def field_names(config: Any) -> list[str]:
             names.append(field.name)
         if dataclasses.is_dataclass(value):
             inner = field_names(value)[is_open(type(value)) :]
-            names += [f"{field.name}.{name}" for name in inner]
+            names += inner if is_bare(field) else [f"{field.name}.{name}" for name in inner]
     return names
 
 

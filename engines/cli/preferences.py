@@ -102,7 +102,7 @@ def run(args: list[str]) -> None:
     given = {"weights": config.weights, "lora": config.lora}
     start = "".join(f" --{flag} {path}" for flag, path in given.items() if path is not None)
     print(f"{count} preferences of {asked} prompts: {config.out}; train on them with")
-    print(f"fluvial train dpo --model {name} --objective.preferences {config.out}{start}")
+    print(f"fluvial train dpo --model {name} --preferences {config.out}{start}")
 
 
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:

@@ -87,9 +87,9 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
     asked = default
     if resumes and not shows_help:
         default = _read_recorded(Path((find_values(flags, "--out") or [str(default.out)])[-1]))
-        _check_same_objective(name, asked, default)
-    elif name == "distill" and not shows_help and not find_values(flags, "--objective.teacher"):
-        raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
+        _check_same_method(name, asked, default)
+    elif name == "distill" and not shows_help and not find_values(flags, "--teacher"):
+        raise UsageError("--teacher is missing: name a folder of weights, such as runs/grpo/weights")
     config = parse_config(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _notes(name, asked, config, flags, resumes=bool(resumes), gpus=gpus):
@@ -115,14 +115,12 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     return found, others
 
 
-def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
-    """Raise UsageError if a run that is resumed has another objective than the recipe that was typed."""
-    from fluvial.engines.methods.table import name_of
-
-    typed_one, recorded_one = name_of(asked.objective), name_of(found.objective)
+def _check_same_method(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
+    """Raise UsageError if a run that is resumed has another method than the recipe that was typed."""
+    typed_one, recorded_one = asked.method.method_name, found.method.method_name
     if typed_one != recorded_one:
         raise UsageError(
-            f"{found.out} holds a run with the objective {recorded_one}, and {name} has {typed_one}: resume it by its own "
+            f"{found.out} holds a run with the method {recorded_one}, and {name} has {typed_one}: resume it by its own "
             f"recipe, or with --config {found.out / 'config.json'}"
         )
 
@@ -134,9 +132,9 @@ def _notes(
     if os.environ.get("RANK", "0") != "0":
         return
     if resumes:
-        if asked.rollout.sampler.kind != config.rollout.sampler.kind:
-            kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
-            yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
+        if asked.method.sampling.sampler.kind != config.method.sampling.sampler.kind:
+            kinds = f"{config.method.sampling.sampler.kind} there, {asked.method.sampling.sampler.kind} in {name}"
+            yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: sampling.sampler {kinds}"
         return
     yield from _note_differences(name, config, gpus)
     lora = config.lora
@@ -148,7 +146,8 @@ def _notes(
     ):
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
     if ":" in config.model and not Path(config.model).is_dir() and ":" not in name:
-        chosen = {"optimizer.lr": config.optimizer.lr, "kl.coef": config.kl.coef}
+        chosen = {"optimizer.lr": config.optimizer.lr}
+        chosen |= {"kl.coef": kl.coef} if (kl := getattr(config.method, "kl", None)) is not None else {}
         untuned = [f"{field} {value:g}" for field, value in chosen.items() if not find_values(flags, "--" + field)]
         if untuned:
             yield (
@@ -167,8 +166,8 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     if run is None:
         return
     asked = resolve(run)
-    same = (config.rollout.batch, config.minibatches) == (asked.rollout.batch, asked.minibatches)
-    if run.gpus not in (0, gpus) and config.makes_samples and same:
+    same = [(each.method.sampling.batch, each.method.passes.minibatches) for each in (config, asked)]
+    if run.gpus not in (0, gpus) and config.makes_samples and same[0] == same[1]:
         yield choose_accumulation(config, published=run.gpus, gpus=gpus)
     stated = run.published.get("prompts")
     if stated and config.prompts and config.prompts == asked.prompts:

@@ -1,6 +1,18 @@
 """Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
 
+from fluvial.engines.methods.alignprop import AlignProp
+from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.crd import Crd
+from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dgpo import Dgpo
+from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
+from fluvial.engines.methods.nft import Nft
+from fluvial.engines.methods.raft import Raft
+from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run.method import (
     EpochsConfig,
@@ -12,18 +24,41 @@ from fluvial.engines.run.method import (
     Preferences,
     RecordedRows,
 )
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.scoring.advantages import AdvantageConfig
 
 __all__ = [
     "METHODS",
+    "AdvantageConfig",
+    "AlignProp",
+    "Awm",
+    "CorrectionConfig",
+    "Crd",
+    "D3po",
+    "Dgpo",
+    "Distill",
+    "Dpo",
+    "Dppo",
     "EpochsConfig",
     "ErrorInfo",
+    "Grpo",
+    "Guard",
     "Images",
     "KLConfig",
     "Method",
     "Needs",
+    "Nft",
     "NoisedRows",
+    "NoisingConfig",
     "PassesConfig",
     "Preferences",
+    "Raft",
+    "ReadingConfig",
     "RecordedRows",
+    "SamplingConfig",
+    "Sft",
     "StepKLConfig",
+    "TempFlow",
 ]

@@ -31,8 +31,15 @@ class Surrogate(PolicyGradient):
             steps: its tensors besides the log-probabilities and the advantage.
             numbers: its hyper-parameters.
         """
-        v_ref, options = rows.predictions.get("ref"), {"form": self.form, "reduction": self.reduction}
-        log_prob, kl = step_log_prob(rows.transition, rows.x, v, rows.x_next, v_ref=v_ref, **options)
+        log_prob, kl = step_log_prob(
+            rows.transition,
+            rows.x,
+            v,
+            rows.x_next,
+            v_ref=rows.predictions.get("ref"),
+            form=self.form,
+            reduction=self.reduction,
+        )
         loss, info = surrogate(log_prob, rows.log_prob_old, rows.signal, *steps, **numbers)
         return self.kl.add_to_steps(loss, info, kl, v, rows, self.sampling.sampler.rule, self.reduction)
 

@@ -174,6 +174,7 @@ def _built(
         behaviour = copy.behaviour if copy is not None and apart else networks.open_sampler
         source = build_source(
             config.rollout,
+            config.method.sampling,
             job.model,
             behaviour,
             world,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fluvial.core.checks import check_fields
+from fluvial.engines.choices import BARE
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
@@ -104,7 +105,7 @@ class TrainConfig:
     """
 
     out: Path
-    method: Method
+    method: Method = dataclasses.field(metadata=BARE)
     model: str = "handwriting"
     seed: int = 0
     data_seed: int | None = None

@@ -10,19 +10,23 @@ from typing import Any
 
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.methods.alignprop import AlignProp
-from fluvial.engines.methods.awm import Awm
-from fluvial.engines.methods.crd import Crd
-from fluvial.engines.methods.d3po import D3po
-from fluvial.engines.methods.dgpo import Dgpo
-from fluvial.engines.methods.distill import Distill
-from fluvial.engines.methods.dpo import Dpo
-from fluvial.engines.methods.grpo import Grpo
-from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.nft import Nft
-from fluvial.engines.methods.raft import Raft
-from fluvial.engines.methods.sft import Sft
-from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
+from fluvial.engines.methods import (
+    AlignProp,
+    Awm,
+    Crd,
+    D3po,
+    Dgpo,
+    Distill,
+    Dpo,
+    Dppo,
+    Grpo,
+    Guard,
+    KLConfig,
+    Nft,
+    Raft,
+    Sft,
+    TempFlow,
+)
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig

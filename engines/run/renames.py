@@ -1,7 +1,7 @@
 """Settings under the names that runs before 0.1.0 recorded: `read_record` and the published runs read them by this table."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from fluvial.engines.choices import variants
@@ -40,15 +40,14 @@ def rename(name: str, method: str = "") -> str:
 
 
 def migrate(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of a run with old names, whole or a part of one, under the present names.
+    """Return a record of a run with old names, nested or by dotted names, under the present names, nested.
 
     Settings that the method does not have are left out: they could not be set.
     """
-    found: dict[str, Any] = {}
-    objective = record["objective"]["name"]
-    name = OBJECTIVES.get(objective, objective)
+    found, settings = dict[str, Any](), dict(_flatten(record))
+    name = OBJECTIVES.get(settings["objective.name"], settings["objective.name"])
     kind = method_type(name)
-    for old, value in _flatten(record):
+    for old, value in settings.items():
         new = rename(old, name).split(".")
         if new[0] == "method" and new[1:] != ["name"] and not has_field(kind, new[1:]):
             continue
@@ -60,7 +59,7 @@ def migrate(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _flatten(record: Mapping[str, Any], prefix: str = "") -> Any:
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each setting."""
     for name, value in record.items():
         if isinstance(value, Mapping) and value:

@@ -24,6 +24,7 @@ from fluvial.engines.run.metrics import PHASES, versions
 from fluvial.engines.run.monitoring.gaming import Point, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
 from fluvial.engines.run.record import Finder, as_record, with_absolute_paths
+from fluvial.engines.run.renames import migrate
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
 
@@ -187,13 +188,16 @@ class Saver:
         if self.ahead is not None:  # whose shapes only the checkpoint knows
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
         saved, run = checkpoint.settings(path, world=self.world)
+        saved = flat(migrate(saved)) if "objective.name" in saved else saved
         places = Finder(Path(run["out"]), self.config.out)
         known = {name: saved[name] for name, value in fingerprint.items() if name in saved and saved[name] != value}
         fingerprint |= {name: value for name, value in known.items() if places.same(name, value, fingerprint[name])}
         planned = saved.get("updates")
         if planned is not None:
             fingerprint["updates"] = planned
-        meta: dict[str, Any] = checkpoint.load(path, {**state, **requested}, fingerprint=fingerprint, world=self.world)
+        meta: dict[str, Any] = checkpoint.load(
+            path, {**state, **requested}, fingerprint=fingerprint, saved=saved, world=self.world
+        )
         replanned = self._is_replanned(meta["run"]["updates"], done=meta["engine"]["updates"])
         self.engine.restore(state, meta["engine"])
         if self.ahead is not None:

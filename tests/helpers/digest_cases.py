@@ -18,9 +18,9 @@ from fluvial.engines import EngineConfig, Job, KLConfig, OptimizerConfig, Rollou
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.methods import table as o
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance

@@ -25,6 +25,7 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.runner import RewardRunner
 from fluvial.models import is_recorded
@@ -74,11 +75,11 @@ def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | No
         notes.append("servers that make the rollouts: this rank makes them itself here")
         config = replace(config, rollout=replace(config.rollout, source=""))
     needs = config.model not in MODELS and not config.prompts and not config.data
-    if needs and config.objective.traits.preferences is None:
+    if needs and not isinstance(config.method.source, Preferences):
         file = folder / "prompts.txt"
         file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
         config = replace(config, prompts=(str(file),))
-        if job is None and not config.rewards and config.scores_samples and config.objective.traits.rewards != "nothing":
+        if job is None and not config.rewards and config.method.is_scored and config.method.needs.rewards is not None:
             notes.append("the reward, which is not named: jpeg stands in, and the memory of your own comes on top")
             config = replace(config, rewards=("jpeg",))
     return config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.scoring.registry import select
 
@@ -71,7 +71,7 @@ def with_rewards(
 
         return SpreadReward(reward, phase, note_refusal if prompts else None)
 
-    for name in (config.rewards or tuple(job.rewards)[:1]) if config.scores_samples else ():
+    for name in (config.rewards or tuple(job.rewards)[:1]) if config.method.is_scored else ():
         try:
             found = select(job.rewards, (name,))
         except FluvialError as error:
@@ -121,19 +121,20 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
     size = 1 if config.micro_batch == "auto" else config.samples_per_pass
     pairs = "rollout" if config.update_micro_batch == "auto" else config.update_micro_batch
     config = replace(config, micro_batch=size, update_micro_batch=pairs)
-    rollout, data = config.rollout, ranks // config.engine.context_parallel
+    sampling, data = config.method.sampling, ranks // config.engine.context_parallel
     # Every update has two micro-batches at least, as far as the run's own do.
-    samples = max(CHUNKS * size, 2 * config.pass_sizes(config.rollout.batch)[0] * config.minibatches)
-    prompts = min(rollout.prompts, max(1, math.ceil(samples * data / rollout.group)))
-    updates = config.updates_per_rollout * (2 if config.asynchronous.ahead else 1)
+    samples = max(CHUNKS * size, 2 * config.pass_sizes(sampling.batch)[0] * config.method.passes.minibatches)
+    prompts = min(sampling.prompts, max(1, math.ceil(samples * data / sampling.group)))
+    updates = config.updates_per_rollout * (2 if config.rollout.ahead else 1)
     # What is encoded here has no values, so it must not come into the run's own caches.
     cache = None if config.pipeline.text_cache is None else folder / "texts"
     changed = replace(
         config, out=folder, data_cache=None, micro_batch=size, updates=updates, tracker="none", resume=False,
-        pipeline=replace(config.pipeline, text_cache=cache), rollout=replace(rollout, prompts=prompts), resume_from=None,
+        pipeline=replace(config.pipeline, text_cache=cache), resume_from=None,
         eval_samples=size * data, checkpoint_async=False, engine=replace(config.engine, compile=False), max_invalid=0.999,
     )  # fmt: skip
-    return changed, _slots(config.rollout.batch, size, data) / _slots(changed.rollout.batch, size, data)
+    changed = with_values(changed, {"sampling.prompts": prompts})
+    return changed, _slots(sampling.batch, size, data) / _slots(changed.method.sampling.batch, size, data)
 
 
 def _slots(batch: int, size: int, ranks: int) -> int:

@@ -52,7 +52,9 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
     stated = {name for name, found in run.settings.items() if found.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
-        value = next((format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), "")  # none of a table
+        value = next(
+            (format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), ""
+        )  # none of a table
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:

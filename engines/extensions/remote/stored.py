@@ -27,7 +27,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.engine.files import save_tensors, sync
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.sampling.config import REPLAYED, RolloutConfig
+from fluvial.engines.sampling.config import REPLAYED, ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake
 from fluvial.engines.sampling.source import Holder, RolloutSource
@@ -202,7 +202,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         raise RunError(f"rollout.store: {folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def open_replayed(rollout: RolloutConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
+def open_replayed(rollout: RolloutConfig, sampling: ReadingConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
     """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`.
 
     Raises:

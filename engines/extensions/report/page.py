@@ -150,12 +150,13 @@ def _relative(place: str) -> str:
 
 def describe_run(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
     """Return what was trained, in a line."""
-    objective, rollout = config.get("objective") or {}, config.get("rollout") or {}
+    method = config.get("method") or {}
+    sampling = method.get("sampling") or {}
     done = max((record["update"] for record in records), default=0)
     parts = [
-        f"{objective.get('name')} on {_relative(str(config.get('model')))}",
+        f"{method.get('name')} on {_relative(str(config.get('model')))}",
         "LoRA" if config.get("train") == "lora" else "all weights",
-        f"sampler {phrase(rollout.get('sampler'))}, {rollout.get('steps')} steps",
+        f"sampler {phrase(sampling.get('sampler'))}, {sampling.get('steps')} steps",
         f"{done} of {config.get('updates')} updates",
         f"seed {config.get('seed')}",
     ]

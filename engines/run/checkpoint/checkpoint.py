@@ -173,7 +173,14 @@ def meta(path: Path | str, name: str, *, world: World) -> Any:
     return found
 
 
-def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
+def load(
+    path: Path | str,
+    state: dict[str, Tensor],
+    *,
+    fingerprint: dict[str, Any],
+    world: World,
+    saved: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
 
     The number of ranks may differ from that of the save. From a URL, each rank fetches only the files it needs.
@@ -182,6 +189,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
         path: folder or URL of the checkpoint.
         state: tensors, sharded or not, with the names, shapes and dtypes of the checkpoint.
         fingerprint: settings of this run.
+        saved: settings of the checkpoint's run, where they were read under other names.
         world: process group that loads.
 
     Raises:
@@ -190,7 +198,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
     """
     with world.agreed():
         manifest = verify(path, share=slice(world.rank, None, world.size))
-        saved = manifest["fingerprint"]
+        saved = manifest["fingerprint"] if saved is None else saved
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
             changes = ", ".join(f"`{name}` {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
             advice = "resume with the settings that it was saved with, or start a run in another folder"

@@ -181,9 +181,8 @@ def _pairs(config: TrainConfig, *, ranks: int) -> tuple[int, int]:
     """Return the number of samples of a rank, and of the pairs of an update of its own."""
     method, sampling = config.method, config.method.sampling
     batch = 2 * sampling.prompts if method.is_paired else sampling.batch
-    rows = method.rows
-    recorded = isinstance(rows, RecordedRows)
-    each = rows.trained.count(sampling.window.count(sampling.steps)) if recorded else rows.noising.each
+    rows, recorded = method.rows, sampling.window.count(sampling.steps)
+    each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each
     samples = -(-batch // ranks)
     return samples, samples * each // method.passes.minibatches
 

@@ -15,11 +15,11 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.imitation import Sft
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
 from fluvial.engines.run.jobs.weights import digest
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 from fluvial.engines.sampling.samplers import Ode

@@ -18,9 +18,9 @@ from tiny_replayed import WITHOUT_ADAPTER
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.job import to_train
 from fluvial.engines.run.jobs.evaluated import with_size_of
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig

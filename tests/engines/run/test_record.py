@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fluvial.engines.methods.table import OBJECTIVES
 from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.jobs.weights import configuration
+from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, read_record, with_absolute_paths
 from fluvial.engines.sampling.samplers import SAMPLERS
