@@ -40,6 +40,8 @@ from digest_cases import Case, cases, prepare  # noqa: E402
 
 from fluvial.engines import TrainConfig, Trainer, init_world  # noqa: E402
 from fluvial.engines.run import train  # noqa: E402
+from fluvial.engines.run.config import with_values
+from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.models.handwriting import BASE, Handwriting  # noqa: E402
 
 WAIT = 90.0  # seconds that a rank waits for another, and a run for a server
@@ -131,17 +133,23 @@ def execute(case: Case, out: Path, address: str, world: Any) -> Result:
     if case.way == "loop":
         return loop(config, case, world)
     if case.way == "served":
-        config = replace(config, rollout=replace(rollout, source="", servers=type(rollout.servers)()))
+        config = with_values(
+            config, {"sampling": rollout, "rollout": RolloutConfig(source="", servers=type(rollout.servers)())}
+        )
     first = run(config, case, world)
     if case.way == "alone":
         return first
     if case.way == "resumed":
         second = resume(config, case, world)
     elif case.way == "replayed":
-        run(replace(config, rollout=replace(rollout, store=out / "stored")), case, world)
-        second = run(replace(config, rollout=replace(rollout, source=f"replayed:{out / 'stored'}")), case, world)
+        run(with_values(config, {"sampling": rollout, "rollout": RolloutConfig(store=out / "stored")}), case, world)
+        second = run(
+            with_values(config, {"sampling": rollout, "rollout": RolloutConfig(source=f"replayed:{out / 'stored'}")}),
+            case,
+            world,
+        )
     else:
-        second = run(replace(config, rollout=replace(rollout, source=address)), case, world)
+        second = run(with_values(config, {"sampling": rollout, "rollout": RolloutConfig(source=address)}), case, world)
     if difference := first.difference(second, metrics=case.way == "resumed"):
         raise AssertionError(f"a run that is {case.way} differs from the run alone: {difference}")
     return second

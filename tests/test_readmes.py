@@ -65,8 +65,8 @@ def every_flag() -> set[str]:
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
     names = {name for config in configs for name in field_names(config)}
     return {"--" + name.replace("_", "-") for name in names} | {
-        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--async.ahead"),
-        "--objective.temperature",  # of the objective that a page shows
+        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--rollout.ahead"),
+        "--temperature",  # of the objective that a page shows
     }
 
 
@@ -269,6 +269,6 @@ def test_the_links_of_a_readme_lead_to_sections(name: str) -> None:
 
 def test_a_wrong_flag_in_a_readme_would_be_found(stubbed: list[str]) -> None:
     """The commands are parsed, not merely read."""
-    assert cli.run(["train", "grpo", "--rollout.sampler.etaa", "1"]) == 2
-    assert cli.run(["train", "grpo", "--rollout.sampler.eta", "1"]) == 0
+    assert cli.run(["train", "grpo", "--sampling.sampler.etaa", "1"]) == 2
+    assert cli.run(["train", "grpo", "--sampling.sampler.eta", "1"]) == 0
     assert stubbed == ["fluvial.engines.run.train"]

@@ -51,7 +51,7 @@ class Chosen:
 
 
 UNIONS: dict[str, Any] = {"window": Window, "trained": Trained, "sampler": SamplerChoice, "levels": Levels}
-PLACES = {"window": "rollout.window", "trained": "rollout.trained", "sampler": "rollout.sampler", "levels": "noising.levels"}
+PLACES = {"window": "sampling.window", "trained": "trained", "sampler": "sampling.sampler", "levels": "noising.levels"}
 EVERY = [(name, kind) for name, union in UNIONS.items() for kind in kinds(union)]
 NUMBERS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -153,7 +153,7 @@ def test_a_kind_alone_has_its_defaults() -> None:
     """In a file; a kind with a field that has no default needs an object."""
     record = as_record(TrainConfig(Path("x")))
     record["rollout"] |= {"window": "all", "sampler": "dance_sde"}
-    assert read_record(record).rollout.sampler == Stochastic("dance_sde")
+    assert read_record(record).method.sampling.sampler == Stochastic("dance_sde")
     record["rollout"]["window"] = "random"
     with pytest.raises(UsageError, match=r"misses the field size @ run\.rollout\.window"):
         read_record(record)

@@ -21,7 +21,7 @@ from fluvial.engines.methods import table as o
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.pipeline import PipelineConfig
-from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
+from fluvial.engines.sampling.config import AsyncConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import (
@@ -122,8 +122,8 @@ def prepare(folder: Path, models: Collection[str]) -> None:
                 tiny_replayed.load(name, folder / name)
 
 
-SDE = RolloutConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
-ODE = RolloutConfig(prompts=3, group=4, steps=4, sampler=Ode())
+SDE = SamplingConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
+ODE = SamplingConfig(prompts=3, group=4, steps=4, sampler=Ode())
 SINGLE = replace(ODE, prompts=12, group=1)  # for objectives without groups
 NOISED = NoisingConfig(each=3)
 FULL: dict[str, Any] = {"train": "full", "optimizer": OptimizerConfig(lr=1e-4, ema_decay=0.9)}
@@ -144,17 +144,17 @@ def run(objective: Any, rollout: RolloutConfig, *, rollouts: int = 2, **changes:
         "optimizer": OptimizerConfig(lr=1e-3, ema_decay=0.9),
         "rewards": ("bold", "neat=0.5"),
     }
-    return TrainConfig(objective=objective, rollout=rollout, **{**values, **changes})
+    return TrainConfig(method=objective, sampling=rollout, **{**values, **changes})
 
 
 def grpo(rollout: RolloutConfig = SDE, **changes: Any) -> TrainConfig:
     """Return a run of GRPO of two updates per rollout."""
-    return run(o.Clipped(), rollout, **{"minibatches": 2, **changes})
+    return run(o.Grpo(), rollout, **{"passes.minibatches": 2, **changes})
 
 
 def nft(rollout: RolloutConfig = ODE, **changes: Any) -> TrainConfig:
     """Return a run of DiffusionNFT whose old policy lags behind."""
-    return run(LAGGING, rollout, **{"noising": NOISED, "minibatches": 2, **changes})
+    return run(LAGGING, rollout, **{"noising": NOISED, "passes.minibatches": 2, **changes})
 
 
 def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **asked: Any) -> Case:
@@ -165,7 +165,7 @@ def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **as
     rewards = ("digest_cases:bold",) if base.rewards else ()
     prompts = () if base.data else (str(folder / "prompts.txt"),)
     rollout = replace(base.rollout, steps=3, prompts=2, group=2)
-    changes: dict[str, Any] = {"rollout": rollout, "micro_batch": 2, "rewards": rewards, "prompts": prompts}
+    changes: dict[str, Any] = {"sampling": rollout, "micro_batch": 2, "rewards": rewards, "prompts": prompts}
     return Case(replace(base, model=str(folder / name), pipeline=settings, **changes), lambda: None)
 
 
@@ -176,12 +176,15 @@ def clipped_cases() -> dict[str, TrainConfig]:
     return {
         "grpo": grpo(),
         "grpo-epochs": run(
-            o.Clipped(1e-4, 1e-4), SDE, minibatches=2, epochs=2, advantage=AdvantageConfig(drop_zero=True, clip=1.5)
+            o.Grpo(1e-4, 1e-4),
+            SDE,
+            advantage=AdvantageConfig(drop_zero=True, clip=1.5),
+            **{"passes.minibatches": 2, "passes.epochs": 2},
         ),
         "grpo-kl-full": grpo(kl=KL, **FULL),
-        "grpo-kl-ema": grpo(kl=KLConfig(coef=0.1, ema_coef=0.5, ema_rise=0.1)),
-        "grpo-kl-mse": grpo(kl=KLConfig(coef=0.1, weight="mse")),
-        "grpo-guided": grpo(replace(SDE, guidance=Guidance(3.0)), kl=KLConfig(coef=0.1, guidance=1.5)),
+        "grpo-kl-ema": grpo(**{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}),
+        "grpo-kl-mse": grpo(**{"kl.coef": 0.1, "kl.weight": "mse"}),
+        "grpo-guided": grpo(replace(SDE, guidance=Guidance(3.0)), **{"kl.coef": 0.1, "kl.guidance": 1.5}),
         "grpo-guided-half": grpo(replace(SDE, guidance=Guidance(3.0, gradient="conditional"))),
         "grpo-correct": grpo(correction=TRUNCATED),
         "grpo-reject": grpo(half, correction=CorrectionConfig("reject", threshold=1.001), max_log_ratio=1e3),
@@ -193,13 +196,15 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "grpo-floors": grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)),
         "grpo-extremes": grpo(advantage=AdvantageConfig(extremes=1)),
         "grpo-autocast": grpo(half, correction=CorrectionConfig("truncate", threshold=1.001), max_log_ratio=1e3),
-        "grpo-uneven": grpo(replace(SDE, prompts=4), micro_batch=2, epochs=2, advantage=AdvantageConfig(extremes=1)),
+        "grpo-uneven": grpo(
+            replace(SDE, prompts=4), micro_batch=2, advantage=AdvantageConfig(extremes=1), **{"passes.epochs": 2}
+        ),
         "grpo-pairs": grpo(update_micro_batch=6),
         "grpo-orders": grpo(data_seed=5, prompt_order="draws", seed=4),
-        "guard": run(o.Guard(), SDE, minibatches=2),
-        "dppo": run(o.Dppo(), SDE, minibatches=2, kl=KL),
-        "dppo-autocast": run(o.Dppo(), half, minibatches=2, correction=wide, max_log_ratio=1e3),
-        "tempflow": run(o.TempFlow(), SDE, minibatches=2),
+        "guard": run(o.Guard(), SDE, **{"passes.minibatches": 2}),
+        "dppo": run(o.Dppo(), SDE, kl=KL, **{"passes.minibatches": 2}),
+        "dppo-autocast": run(o.Dppo(), half, correction=wide, max_log_ratio=1e3, **{"passes.minibatches": 2}),
+        "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), micro_batch=2),
         "distill": run(o.Distill(BASE), replace(SDE, prompts=12, group=1), **FULL),
@@ -242,30 +247,32 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
     averaged = KLConfig(coef=0.1, ema_coef=1.0, ema_rise=0.1)
     return {
         "nft": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
-        "nft-kl": nft(minibatches=1, kl=KL),
+        "nft-kl": nft(kl=KL, **{"passes.minibatches": 1}),
         "nft-delayed": run(o.Nft(old=LinearOld(rise=0.2, delay=1, unit="updates")), ODE, noising=NOISED, rollouts=3),
-        "nft-noold": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED, minibatches=2),
+        "nft-noold": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED, **{"passes.minibatches": 2}),
         "nft-noold-1": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED),
-        "awm": run(o.Awm(), ODE, noising=NOISED, minibatches=2, epochs=2, kl=averaged),
+        "awm": run(o.Awm(), ODE, noising=NOISED, kl=averaged, **{"passes.minibatches": 2, "passes.epochs": 2}),
         "awm-call": run(o.Awm(), ODE, noising=replace(NOISED, draw="call")),
-        "crd": run(o.Crd(sampling_delay=0), ODE, noising=NOISED, minibatches=2, kl=KL),
+        "crd": run(o.Crd(sampling_delay=0), ODE, noising=NOISED, kl=KL, **{"passes.minibatches": 2}),
         "crd-uneven": run(
-            o.Crd(sampling_delay=0), replace(ODE, prompts=2), noising=NOISED, minibatches=2, micro_batch=8, kl=KL
+            o.Crd(sampling_delay=0),
+            replace(ODE, prompts=2),
+            noising=NOISED,
+            micro_batch=8,
+            kl=KL,
+            **{"passes.minibatches": 2},
         ),
         "dgpo": run(
-            o.Dgpo(old_rise=0.1, old_samples_from=0),
-            coupled,
-            noising=replace(NOISED, draw="rollout"),
-            kl=KLConfig(coef=0.02),
+            o.Dgpo(old_rise=0.1, old_samples_from=0), coupled, noising=replace(NOISED, draw="rollout"), **{"kl.coef": 0.02}
         ),
         "dpo-online": run(o.Dpo(beta=100.0), ODE, noising=NOISED),
-        "dpo-online-2": run(o.Dpo(beta=100.0), ODE, noising=NOISED, minibatches=2),
+        "dpo-online-2": run(o.Dpo(beta=100.0), ODE, noising=NOISED, **{"passes.minibatches": 2}),
         "dpo-file": run(o.Dpo(beta=100.0, preferences=folder / "pairs"), ODE, noising=NOISED, rewards=(), rollouts=3),
-        "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, kl=KLConfig(coef=1.0), minibatches=2),
+        "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, **{"kl.coef": 1.0, "passes.minibatches": 2}),
         "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),
         "sft": run(o.Sft(), SINGLE, noising=NOISED, rewards=()),
         "alignprop": run(o.AlignProp(last=2), SINGLE, rewards=("neat",)),
-        "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",), kl=KLConfig()),
+        "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",), **{"kl.coef": 0.0}),
     }
 
 
@@ -360,14 +367,15 @@ def cases(folder: Path) -> dict[str, Case]:
         "sft-step-copies": Case(replace(step, engine=replace(step.engine, replicas=2))),
         "raft-caption": Case(run(o.Raft(best=0.5, compare="caption"), ODE, noising=NOISED), captioned_job),
         "unet-grpo": Case(
-            run(o.Clipped(), replace(SDE, sampler=Stochastic("ddim", 1.0)), minibatches=2, kl=KL), partial(job, unet=True)
+            run(o.Grpo(), replace(SDE, sampler=Stochastic("ddim", 1.0)), kl=KL, **{"passes.minibatches": 2}),
+            partial(job, unet=True),
         ),
         "unet-sft": Case(run(o.Sft(), SINGLE, noising=NOISED, rewards=()), partial(job, unet=True)),
         "nft-ahead": Case(nft(**ahead)),
         "grpo-ahead": Case(grpo(**late)),
         "resumed-grpo": Case(grpo(advantage=AdvantageConfig(history=20, history_min=3)), way="resumed"),
         "resumed-grpo-full": Case(grpo(kl=KL, **FULL), way="resumed"),
-        "resumed-nft": Case(nft(rollouts=3, kl=KLConfig(coef=0.1, ema_coef=0.5, ema_rise=0.1)), way="resumed"),
+        "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"
         ),
@@ -378,8 +386,8 @@ def cases(folder: Path) -> dict[str, Case]:
                 o.Nft(beta=1.0, old=NoOld()),
                 replace(ODE, servers=there, source="http://later"),
                 noising=NOISED,
-                minibatches=2,
                 **{**ahead, **FULL},
+                **{"passes.minibatches": 2},
             ),
             way="served",
         ),

@@ -12,18 +12,19 @@ from torch import Tensor
 
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.engines.scoring.protocol import Reward
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of two updates of eight samples."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
+    rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     passes: dict[str, Any] = {"micro_batch": 4, "update_micro_batch": "rollout"}
     run = TrainConfig(
-        out=out, updates=2, **passes, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, rollout=rollout
+        out=out, updates=2, **passes, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, sampling=rollout
     )
     return replace(run, **changes)
 

@@ -25,8 +25,8 @@ HELPERS = Path(__file__).parent
 WORKERS = HELPERS.parent / "workers"
 # Eight samples of four steps per update: a fraction of a second each.
 SMALL = [
-    *("--rollout.prompts", "2", "--rollout.group", "4", "--rollout.steps", "4"),
-    *("--rollout.window", "random", "--rollout.window.size", "2", "--rollout.window.high", "4"),
+    *("--sampling.prompts", "2", "--sampling.group", "4", "--sampling.steps", "4"),
+    *("--sampling.window", "random", "--sampling.window.size", "2", "--sampling.window.high", "4"),
     *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
     *("--optimizer.schedule", "constant"),  # a run whose last update can be moved
     *("--train", "full"),  # LoRA's import takes seconds; the tests that are about it ask for it

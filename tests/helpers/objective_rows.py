@@ -2,17 +2,16 @@
 
 from pathlib import Path
 
-from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import (
     AlignProp,
     Awm,
-    Clipped,
     Crd,
     D3po,
     Dgpo,
     Distill,
     Dpo,
     Dppo,
+    Grpo,
     Guard,
     Nft,
     Raft,
@@ -20,10 +19,11 @@ from fluvial.engines.methods.table import (
     TempFlow,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
+from fluvial.engines.run.method import Objective
 
 TEACHER, GIVEN = Path("teacher"), Path("given")
 OBJECTIVE_ROWS: dict[str, Objective] = {
-    "clipped": Clipped(),
+    "clipped": Grpo(),
     "guard": Guard(),
     "dppo": Dppo(),
     "distill, mean_kl": Distill(teacher=TEACHER),

@@ -11,13 +11,13 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import (
-    RolloutConfig,
     TrainConfig,
 )
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
 FAST = OptimizerConfig(lr=0.05)
 
 

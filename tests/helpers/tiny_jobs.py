@@ -14,9 +14,10 @@ from fluvial.core.sigmas import shifted
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import LoraConfig, Prediction, Schedule
 
@@ -154,7 +155,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
         "update_micro_batch": "rollout",
         "updates": 1,
         "lora": LoraConfig(rank=4),
-        "rollout": RolloutConfig(prompts=2, group=2, steps=STEPS, sampler=Stochastic(eta=0.5)),
+        "sampling": SamplingConfig(prompts=2, group=2, steps=STEPS, sampler=Stochastic(eta=0.5)),
     }
     return TrainConfig(**{**values, **changes})
 

@@ -13,11 +13,11 @@ from fluvial.core.transitions import Transition, dance_sde
 from fluvial.engines import OptimizerConfig, TrainConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.protocol import Method, ObjectiveTraits
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.declared import Record
+from fluvial.engines.run.method import Method, ObjectiveTraits
 from fluvial.engines.run.run import Run
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -46,7 +46,7 @@ class Pull(Method):
         """Climb the log-probability of every recorded step, weighted by the advantage of its sample."""
         grades = run.grade(batch)
         steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep)
-        for part in run.minibatches(steps, key):
+        for part in run.method.passes.minibatches(steps, key):
             yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PullInfo]:
@@ -70,12 +70,12 @@ def recipe(model: str = "handwriting") -> TrainConfig:
     return TrainConfig(
         Path("runs/pull"),
         model=model,
-        objective=Pull(),
+        method=Pull(),
         rewards=("toy_doors:bold",),
         updates=2,
         micro_batch=8,
         update_micro_batch="rollout",
-        rollout=RolloutConfig(
+        sampling=SamplingConfig(
             prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
         ),
         optimizer=OptimizerConfig(lr=0.02),

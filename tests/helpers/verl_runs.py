@@ -14,7 +14,7 @@ from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.methods import LossConfig
-from fluvial.engines.methods.table import Clipped
+from fluvial.engines.methods.table import Grpo
 from fluvial.engines.sampling.items import RecordedSteps, recorded_steps
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
@@ -138,7 +138,7 @@ def batch(name: str, made: Made, **more: Any) -> Any:
     from tensordict import TensorDict
     from tensordict.tensorclass import NonTensorData
 
-    trajectory, count = made.trajectory, len(made.advantage)
+    trajectory, count = made.trajectory, len(made.method.advantage)
     latents = torch.cat([trajectory.x, trajectory.x_next[:, -1:]], dim=1)
     if name == "qwen-image":
         latents = torch.stack([tiny_pipelines.packed(latents[:, i]) for i in range(latents.shape[1])], dim=1)
@@ -146,7 +146,7 @@ def batch(name: str, made: Made, **more: Any) -> Any:
         "all_latents": latents,
         "all_timesteps": made.schedule.timesteps[trajectory.steps],
         "old_log_probs": made.log_prob_old,
-        "advantages": made.advantage[:, None].expand(-1, RECORDED).clone(),
+        "advantages": made.method.advantage[:, None].expand(-1, RECORDED).clone(),
         **conditioning(name, made.cond),
         **{key: value for key, value in more.items() if isinstance(value, Tensor)},
     }
@@ -221,7 +221,7 @@ def own_update(
     def loss(part: RecordedSteps) -> Any:
         own = optree.tree_map(lambda table: table[part.sample], made.cond)
         v = guided_velocity(made.model, engine.module, part.x, part.level, own, timestep=part.timestep, forwards="two")
-        return Clipped(CLIP, CLIP).loss(v, part, config)
+        return Grpo(CLIP, CLIP).loss(v, part, config)
 
     info = engine.update(flat, loss, flat.weight, count=len(flat.level), micro_batch=4, pad_to=len(flat.level))
     moments = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
@@ -233,7 +233,11 @@ def items(made: Made) -> RecordedSteps:
     """Return the recorded steps of a rollout as a flat set of items."""
     trajectory, levels = made.trajectory._replace(log_prob=made.log_prob_old), made.schedule.levels
     return recorded_steps(
-        trajectory, made.schedule, made.sampler(levels[:-1], levels[1:]), made.advantage, torch.ones(len(made.advantage))
+        trajectory,
+        made.schedule,
+        made.sampler(levels[:-1], levels[1:]),
+        made.method.advantage,
+        torch.ones(len(made.method.advantage)),
     )
 
 

@@ -10,9 +10,9 @@ import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import CorrectionConfig, TrainConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Stochastic
 
@@ -24,11 +24,11 @@ def config(out: Path, ahead: int) -> TrainConfig:
     return tiny.config(
         out,
         updates=UPDATES,
-        asynchronous=AsyncConfig(ahead),
         micro_batch=4,
         optimizer=OptimizerConfig(lr=0.02),
         correction=CorrectionConfig("truncate", threshold=2.0),
-        rollout=RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)),
+        sampling=SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)),
+        **{"rollout.ahead": ahead},
     )
 
 

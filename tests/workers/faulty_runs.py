@@ -15,7 +15,8 @@ from torch import Tensor
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.engines.scoring import runner
 
@@ -54,9 +55,9 @@ def bad_reward(folder: str, kind: str) -> None:
         return BAD[kind](len(prompts)) if last else torch.arange(float(len(prompts)))
 
     def command(args: list[str]) -> int:
-        rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
+        rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
         config = TrainConfig(
-            out=Path(folder), updates=1, micro_batch=4, update_micro_batch="rollout", final_samples=8, rollout=rollout
+            out=Path(folder), updates=1, micro_batch=4, update_micro_batch="rollout", final_samples=8, sampling=rollout
         )
         train(config, replace(jobs.handwriting(), rewards={"it": reward}))
         return 0

@@ -8,9 +8,9 @@ from typing import Any
 import tiny_jobs as tiny
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 
 
@@ -27,8 +27,8 @@ def chosen(world: World, folder: str) -> tuple[Any, dict[str, str]]:
         return size * seconds[size]
 
     micro_batch._seconds = timed
-    rollout = RolloutConfig(prompts=4, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-    config = tiny.config(Path(folder), micro_batch="auto", updates=2, rollout=rollout)
+    rollout = SamplingConfig(prompts=4, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+    config = tiny.config(Path(folder), micro_batch="auto", updates=2, sampling=rollout)
     found, digests = None, {}
     for size in ("auto", "4"):
         with Trainer(config if size == "auto" else replace(config, micro_batch=4), tiny.job(), world) as trainer:

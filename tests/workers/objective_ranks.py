@@ -10,26 +10,31 @@ import torch
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
-from fluvial.engines.run.config import CorrectionConfig, KLConfig, NoisingConfig, RolloutConfig
+from fluvial.engines.run.config import CorrectionConfig, NoisingConfig, RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.noising import ContinuousLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded
 
 # 12 samples: with 2 ranks 4 slots are repeats
-STEPS = RolloutConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 ODE = replace(STEPS, sampler=Ode())
 RUNS: dict[str, dict[str, Any]] = {
-    "nft": {"objective": Nft(), "rollout": replace(ODE, sampler=Ode("dpmpp_2m")), "train": "lora", "kl": KLConfig(0.1)},
-    "awm": {"objective": Awm(), "rollout": ODE, "epochs": 2, "updates": 2},
-    "dpo": {"objective": Dpo(), "rollout": ODE, "noising": NoisingConfig(3)},
-    "dpo, lora": {"objective": Dpo(), "rollout": ODE, "train": "lora"},
-    "raft": {"objective": Raft(), "rollout": ODE, "kl": KLConfig(0.1)},
-    "sft": {"objective": Sft(), "rollout": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
-    "distill": {"objective": Distill(teacher=Path("teacher")), "rollout": STEPS},
-    "minibatches": {"rollout": STEPS, "minibatches": 2, "updates": 2},
-    "fraction": {"rollout": replace(STEPS, trained=RandomRecorded(0.5), shared_noise=True)},
-    "correction": {"rollout": replace(STEPS, autocast=True), "correction": CorrectionConfig("truncate", "trajectory")},
-    "guard": {"objective": Guard(), "rollout": STEPS, "rewards": ("brightness", "contrast=0.1")},
+    "nft": {"method": Nft(), "sampling": replace(ODE, sampler=Ode("dpmpp_2m")), "train": "lora", "kl.coef": 0.1},
+    "awm": {"method": Awm(), "sampling": ODE, "passes.epochs": 2, "updates": 2},
+    "dpo": {"method": Dpo(), "sampling": ODE, "noising": NoisingConfig(3)},
+    "dpo, lora": {"method": Dpo(), "sampling": ODE, "train": "lora"},
+    "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
+    "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
+    "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
+    "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
+    "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
+    "correction": {
+        "sampling": STEPS,
+        "rollout": RolloutConfig(autocast=True),
+        "correction": CorrectionConfig("truncate", "trajectory"),
+    },
+    "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }
 
 

@@ -1,7 +1,6 @@
 """Updates a training run whose samples are split over pairs of ranks, for test_context.py."""
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from handwriting_jobs import config
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import KLConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.generate import Guidance
 
@@ -25,10 +24,10 @@ def updates(world: World, folder: str) -> dict[str, Any]:
             Path(folder),
             train=train,
             micro_batch=2,
-            kl=KLConfig(coef=0.1),
             engine=EngineConfig(context_parallel=min(2, world.size), comm="reshard"),
+            **{"kl.coef": 0.1},
         )
-        run = replace(run, rollout=replace(run.rollout, guidance=Guidance(2.0)))
+        run = with_values(run, {"sampling.guidance": Guidance(2.0)})
         trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []
         for _ in range(2):
             records.append(trainer.update())

@@ -10,8 +10,8 @@ from handwriting_jobs import config, job
 from torch import Tensor
 
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import KLConfig, RolloutConfig
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 # With this seed the two prompts of the first update are the two codes.
@@ -32,8 +32,8 @@ def updates(world: World, folder: str) -> dict[str, Any]:
                 Path(folder),
                 micro_batch=4,
                 train="lora",
-                rollout=RolloutConfig(prompts=2, group=GROUP, steps=4, window=RandomWindow(2)),
-                kl=KLConfig(coef=kl_coef),
+                sampling=SamplingConfig(prompts=2, group=GROUP, steps=4, window=RandomWindow(2)),
+                **{"kl.coef": kl_coef},
             ),
             final_samples=4,
             seed=SEED,

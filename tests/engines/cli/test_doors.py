@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fluvial.engines.cli import main as cli
 from fluvial.models.handwriting import BASE
 
-TINY = [*launch.SMALL, "--updates", "2", "--minibatches", "1"]
+TINY = [*launch.SMALL, "--updates", "2", "--passes.minibatches", "1"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -42,7 +42,7 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
 ) -> None:
     """The objective's fields are flags; what is resumed is found again by its name in the record."""
     out = tmp_path / "run"
-    finish(["train", "toy_doors:recipe", "--out", str(out), "--objective.scale", "0.5"], capfd)
+    finish(["train", "toy_doors:recipe", "--out", str(out), "--scale", "0.5"], capfd)
     record = json.loads((out / "config.json").read_text())
     assert record["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
     assert record["rollout"]["sampler"] == {"kind": "toy_doors:walk", "eta": 0.5}
@@ -57,9 +57,9 @@ def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, capfd
     """They are named by flags; the other recipe gives other weights."""
     out = tmp_path / "run"
     own = [
-        "--rollout.sampler",
+        "--sampling.sampler",
         "toy_doors:walk",
-        "--rollout.sampler.eta",
+        "--sampling.sampler.eta",
         "0.5",
         "--rewards",
         "toy_doors:bold",
@@ -161,7 +161,7 @@ import torch
 import toy_doors
 from fluvial.core.transitions import Transition
 from fluvial.engines import recipes
-from fluvial.engines.methods.protocol import ObjectiveTraits
+from fluvial.engines.run.method import ObjectiveTraits
 
 number = 3
 
@@ -260,15 +260,19 @@ WRONG = [
     ("train broken:plain", 2, "is not a frozen dataclass"),
     ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
     ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),
-    ("train toy_doors:recipe --rollout.sampler broken:one_argument", 2, "has the signature (level), expected a function of"),
     (
-        "train toy_doors:recipe --rollout.sampler broken:no_transition",
+        "train toy_doors:recipe --sampling.sampler broken:one_argument",
+        2,
+        "has the signature (level), expected a function of",
+    ),
+    (
+        "train toy_doors:recipe --sampling.sampler broken:no_transition",
         2,
         "no_transition returns a Tensor, expected a Trans",
     ),
-    ("train toy_doors:recipe --rollout.sampler broken:wide", 2, "sampler wide: a has shape [2, 3], expected [] or [4]"),
-    ("train toy_doors:recipe --rollout.sampler broken:stumbles", 2, "a key of mine"),
-    ("train toy_doors:recipe --rollout.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
+    ("train toy_doors:recipe --sampling.sampler broken:wide", 2, "sampler wide: a has shape [2, 3], expected [] or [4]"),
+    ("train toy_doors:recipe --sampling.sampler broken:stumbles", 2, "a key of mine"),
+    ("train toy_doors:recipe --sampling.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
     ("train toy_doors:recipe --rewards broken:lonely", 2, "has the signature (images)"),
     ("train toy_doors:recipe --rewards broken:short", 1, "expected"),
     ("train toy_doors:recipe --rewards broken:says_nothing", 1, "None"),

@@ -21,8 +21,8 @@ from fluvial.engines.cli import main as cli
 TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors")]
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
 SMALL = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 --eval-every 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1 --eval-every 1"
 )
 SMALL += " --checkpoint-every 1"
 # Trained without guidance at 16 x 16, evaluated with it at 32 x 16, in more steps, on prompts and by evaluators of its own.
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own += ["--evaluation.rewards", "evaluators:passes", "evaluators:brightness"]
     model = ["--model", str(folder / "sd3"), "--prompts", str(folder / "train.txt"), *launch.rewarded(*SIZE)]
     typed = ["train", "grpo", *model, *SMALL.split(), *own, "--optimizer.lr", "0.01", "--lora.rank", "4"]
-    typed += ["--rollout.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
+    typed += ["--sampling.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
     assert cli.run([*typed, "--out", str(folder / "run")]) == 0
     launch.trained(folder / "codes", "--updates", "2")
     return folder
@@ -307,7 +307,7 @@ def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(
 ) -> None:
     """A checkpoint draws what the export of its weights draws; so does a run that has exported nothing yet."""
     run, prompts = tmp_path / "run", ["--prompts", "0427", "--each", "2"]
-    flags = [*launch.SMALL, "--minibatches", "1", "--updates", "2", "--optimizer.lr", "0.05"]
+    flags = [*launch.SMALL, "--passes.minibatches", "1", "--updates", "2", "--optimizer.lr", "0.05"]
     assert cli.run(["train", "grpo", "--out", str(run), *flags]) == 0
     drawn = {}
     for name, typed in {

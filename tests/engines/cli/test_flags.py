@@ -1,6 +1,6 @@
 """Fields in the library's errors are printed as flags; parsing returns the very configuration."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from fluvial.core.checks import FieldError
 from fluvial.engines.cli.parse import HelpPrintedError, field_names, find_values, flags_in_errors, parse_config
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
+from fluvial.engines.run.config import with_values
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ TABLE = [
         UsageError("rollout.eta", 0.0, "at most `max_log_ratio`", "set `rollout.eta`."),
         "--rollout.eta is 0, expected at most --max-log-ratio: set --rollout.eta.",
     ),
-    (UsageError("use `rollout.window_low` 2 or `rollout.eta`=1"), "use --rollout.window-low 2 or --rollout.eta=1"),
+    (UsageError("use `rollout.window_low` 2 or `rollout.eta`=1"), "use --sampling.window-low 2 or --rollout.eta=1"),
     (UsageError("(`rollout.eta`)"), "(--rollout.eta)"),
     (RunError("train: `updates` is 0, and `rewards` 'mine:x' too"), "train: --updates is 0, and --rewards 'mine:x' too"),
     # A word of English, a field of something else, and a dataclass, which has no flag of its own.
@@ -97,7 +98,7 @@ def test_a_field_may_have_another_name_in_the_library() -> None:
 
 
 def test_the_names_of_all_fields_are_those_of_the_flags() -> None:
-    assert NAMES == ["out", "updates", "max_log_ratio", "rewards", "rollout.eta", "rollout.window_low", "objective.clip"]
+    assert NAMES == ["out", "updates", "max_log_ratio", "rewards", "rollout.eta", "rollout.window_low", "clip"]
 
 
 @pytest.mark.parametrize("kind", [UsageError, RunError, LostProcessError])
@@ -124,22 +125,22 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     """A field of any type takes its flags from the dataclass that it holds."""
     default = Run(Path("runs"), rewards=("ink",))
     assert parse_config(default, "run", []) == default
-    words = ["--objective.clip", "0.5", "--rollout.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
+    words = ["--clip", "0.5", "--sampling.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
     found = parse_config(default, "run", words)
     assert type(found) is Run
-    assert found == replace(
-        default, out=Path("o"), objective=Loss(0.5), rollout=Walk(eta=1.0, window_low=3), rewards=("a", "b=2")
+    assert found == with_values(
+        default, {"out": Path("o"), "method": Loss(0.5), "sampling": Walk(eta=1.0, window_low=3), "rewards": ("a", "b=2")}
     )
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--rollout.eta", "-1"], "--rollout.eta is -1, expected at least 0: set --rollout.window-low too (run --help)"),
+        (["--rollout.eta", "-1"], "--rollout.eta is -1, expected at least 0: set --sampling.window-low too (run --help)"),
         (["--updtes", "3"], "unknown flag --updtes; did you mean '--updates'? (run --help)"),
         (["--updates", "3", "4"], "unknown flag 4 (run --help)"),
         (["--updates", "three"], "--updates is 'three', expected a whole number (run --help)"),
-        (["--objective.clp", "3"], "did you mean '--objective.clip'?"),
+        (["--clp", "3"], "did you mean '--clip'?"),
         (["--rollout.eta", "much"], "--rollout.eta is 'much', expected a number (run --help)"),
     ],
 )
@@ -155,7 +156,7 @@ def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixtu
         parse_config(Run(Path("x")), "run", ["--help"], about="About it.")
     shown = " ".join(capsys.readouterr().out.split())
     assert "About it." in shown
-    for words in ("--objective.clip FLOAT │ │ Clip range. (default: 0.001)", "Scale of the noise.", "Number of updates."):
+    for words in ("--clip FLOAT │ │ Clip range. (default: 0.001)", "Scale of the noise.", "Number of updates."):
         assert words.replace("│ │ ", "") in shown.replace("│ ", "").replace("│", ""), words
 
 

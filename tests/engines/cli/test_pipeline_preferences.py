@@ -18,7 +18,8 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig, RolloutConfig
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 from fluvial.engines.sampling.samplers import Ode
 
@@ -93,8 +94,8 @@ def test_a_pipeline_trains_on_given_preferences_where_its_job_encodes_images(fol
         model=str(folder / "model"),
         train="lora",
         updates=2,
-        objective=Dpo(beta=10.0, preferences=folder / "prefs"),
-        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler=Ode()),
+        method=Dpo(beta=10.0, preferences=folder / "prefs"),
+        sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Ode()),
     )
     with init_world() as world:
         run = tiny_jobs.Run(config, world, job)
@@ -108,8 +109,8 @@ def test_a_job_without_an_encoder_says_how_to_bring_one(folder: Path, tmp_path: 
     config = tiny_jobs.config(
         tmp_path / "run",
         model=str(folder / "model"),
-        objective=Dpo(preferences=folder / "prefs"),
-        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler=Ode()),
+        method=Dpo(preferences=folder / "prefs"),
+        sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Ode()),
     )
     with init_world() as world, pytest.raises(UsageError, match=r"has no function from images to samples \(encode\): pass"):
         tiny_jobs.Run(config, world, pipeline_job(folder))

@@ -11,8 +11,8 @@ from tiny_jobs import Run, config
 
 from fluvial.bench.counting import HostReads
 from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.table import Clipped, Dppo, Guard
-from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.methods.table import Dppo, Grpo, Guard
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -27,7 +27,7 @@ def one() -> Iterator[World]:
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize(
-    ("sampler", "objective"), [("flow_sde", Clipped()), ("flow_sde", Guard()), ("flow_sde", Dppo()), ("cps", Clipped())]
+    ("sampler", "objective"), [("flow_sde", Grpo()), ("flow_sde", Guard()), ("flow_sde", Dppo()), ("cps", Grpo())]
 )
 def test_no_read_a_micro_batch(
     tmp_path: Path, one: World, sampler: Any, objective: Any, guidance: float, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +35,7 @@ def test_no_read_a_micro_batch(
     """One micro-batch, 2 or 8: as many reads, one of which is the engine's read-back."""
     reads = []
     for micro_batch in (16, 8, 2):
-        rollout = RolloutConfig(
+        rollout = SamplingConfig(
             prompts=2,
             group=4,
             steps=4,
@@ -43,7 +43,7 @@ def test_no_read_a_micro_batch(
             window=RandomWindow(2, high=3),
             guidance=Guidance(guidance),
         )
-        run = Run(replace(config(tmp_path, rollout=rollout, objective=objective), micro_batch=micro_batch), one)
+        run = Run(replace(config(tmp_path, sampling=rollout, method=objective), micro_batch=micro_batch), one)
         engine, counters = run.trainer.engine, list[int]()
 
         def counted(*args: Any, counters: list[int] = counters, optimize: Any = engine.update, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.methods.table import (
-    OBJECTIVES,
+    METHODS,
     Dpo,
     name_of,
 )
@@ -29,6 +29,7 @@ from fluvial.engines.run.config import (
     NoisingConfig,
     RolloutConfig,
     TrainConfig,
+    with_values,
 )
 from fluvial.engines.run.declared import Before
 from fluvial.engines.run.validate import check_model
@@ -60,17 +61,19 @@ Options = tuple[Any, ...]  # a value of each of ROLLOUT, then of each of RUN
 def build(options: Options, base: TrainConfig, rollout: RolloutConfig) -> TrainConfig:
     """Return the run of a combination of options."""
     objective, train, coef, weight, correction, minibatches = options
-    noising = NoisingConfig(draw="rollout") if objective == "dgpo" else base.noising
-    return replace(
+    noising = NoisingConfig(draw="rollout") if objective == "dgpo" else base.method.noising
+    return with_values(
         base,
-        objective=OBJECTIVE_ROWS[objective],
-        noising=noising,
-        train=train,
-        kl=KL[coef, weight],
-        correction=CORRECTION[correction],
-        minibatches=minibatches,
-        updates=minibatches,
-        rollout=rollout,
+        {
+            "method": OBJECTIVE_ROWS[objective],
+            "noising": noising,
+            "train": train,
+            "kl": KL[coef, weight],
+            "correction": CORRECTION[correction],
+            "passes.minibatches": minibatches,
+            "updates": minibatches,
+            "sampling": rollout,
+        },
     )
 
 
@@ -97,7 +100,7 @@ def built() -> tuple[dict[Options, TrainConfig], set[str]]:
 
 def test_every_objective_is_in_the_product() -> None:
     """The table's are all there."""
-    assert {name_of(objective) for objective in OBJECTIVE_ROWS.values()} == set(OBJECTIVES)
+    assert {name_of(objective) for objective in OBJECTIVE_ROWS.values()} == set(METHODS)
 
 
 @pytest.mark.long
@@ -227,8 +230,8 @@ def test_what_is_built_trains(
     for *values, prediction in chosen:
         options = tuple(values)
         run = replace(runs[options], out=tmp_path, optimizer=DESCENT)
-        if isinstance(run.objective, Dpo) and run.objective.preferences is not None:
-            run = replace(run, objective=replace(run.objective, preferences=given))
+        if isinstance(run.method, Dpo) and run.method.preferences is not None:
+            run = with_values(run, {"method": replace(run.method, preferences=given)})
         try:
             trained = tiny.Run(run, one, tiny.job(prediction))
             directions = measure(trained)
@@ -237,18 +240,18 @@ def test_what_is_built_trains(
             error.add_note(f"in {options}, {prediction}")
             raise
         infos = trained.infos
-        assert len(infos) == run.minibatches, options
+        assert len(infos) == run.method.passes.minibatches, options
         assert all(math.isfinite(info.loss) and math.isfinite(info.grad_norm) for info in infos), options
         assert not any(info.skipped for info in infos), options
         assert max(info.grad_norm for info in infos) > 0, (options, prediction)
         assert record["pairs"] > 0, options
-        if "log_ratio" in infos[0].max_abs and run.correction.mode == "none":
+        if "log_ratio" in infos[0].max_abs and run.method.correction.mode == "none":
             assert infos[0].max_abs["log_ratio"] == 0.0, options
         first = directions[0]
         # Without an old policy of its own, NFT and AWM with one update compare the policy with itself, before and after.
         # What a rollout records of the policy is no network: such surrogates are 0 to first order.
-        records = run.objective.record is not None and run.objective.record.velocity
-        if run.minibatches > 1 or not (records or isinstance(run.networks.get("old"), Before)):
+        records = run.method.record is not None and run.method.record.velocity
+        if run.method.passes.minibatches > 1 or not (records or isinstance(run.networks.get("old"), Before)):
             assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:
                 assert first.towards > 0, (options, prediction, first)

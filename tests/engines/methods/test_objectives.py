@@ -16,14 +16,13 @@ from fluvial.core.guidance import classifier_free
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import LossConfig, grpo, losses
-from fluvial.engines.methods.protocol import Objective
 from fluvial.engines.methods.table import (
     Awm,
-    Clipped,
     D3po,
     Distill,
     Dpo,
     Dppo,
+    Grpo,
     Guard,
     Nft,
     Raft,
@@ -32,11 +31,11 @@ from fluvial.engines.methods.table import (
 from fluvial.engines.run.config import (
     AdvantageConfig,
     CorrectionConfig,
-    KLConfig,
     NoisingConfig,
     RolloutConfig,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
+from fluvial.engines.run.method import Objective
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 from fluvial.engines.sampling.noising import ContinuousLevels
@@ -61,124 +60,128 @@ GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sample
     [
         (
             ODE,
-            {"objective": Clipped()},
-            "rollout.sampler is 'ode', expected a stochastic one, e.g. flow_sde: clipped needs the log-prob",
+            {"method": Grpo()},
+            "sampling.sampler is 'ode', expected a stochastic one, e.g. flow_sde: clipped needs the log-prob",
         ),
-        (ODE, {"objective": Guard()}, "guard needs the log-probability"),
+        (ODE, {"method": Guard()}, "guard needs the log-probability"),
         (
             {"sampler": Stochastic("cps", eta=0.5)},
-            {"objective": Guard()},
+            {"method": Guard()},
             "sampler is 'cps', expected flow_sde or dance_sde, .* with guard",
         ),
         (
             {"sampler": Stochastic("ddim", eta=0.5)},
-            {"objective": Guard()},
+            {"method": Guard()},
             "sampler is 'ddim', expected flow_sde or dance_sde, .* with guard",
         ),
         (
             {"form": "unscaled"},
-            {"objective": Guard()},
-            "rollout.form is 'unscaled', expected density or no_const: guard takes a log-density",
+            {"method": Guard()},
+            "form is 'unscaled', expected density or no_const: guard takes a log-density",
         ),
         (
             {"reduction": "sum"},
-            {"objective": Dppo()},
-            "rollout.reduction is 'sum', expected mean: dppo takes nats per dimension",
+            {"method": Dppo()},
+            "reduction is 'sum', expected mean: dppo takes nats per dimension",
         ),
         (
             ODE | {"shared_noise": True},
-            {"objective": Nft(old=NoOld())},
-            "rollout.shared_noise is True, expected False: ode takes no noise that tells",
+            {"method": Nft(old=NoOld())},
+            "sampling.shared_noise is True, expected False: ode takes no noise that tells",
         ),
-        ({"window": RandomWindow(5)}, {}, "rollout.window has 5 stochastic steps in steps 0 to 4 of 4, expected"),
-        ({"group": 1}, {"objective": Clipped()}, "rollout.group is 1, expected at least 2: clipped compares a sample"),
-        (ODE | {"group": 1}, {"objective": Dpo()}, "group is 1, expected at least 2: dpo"),
-        (ODE | {"group": 1}, {"objective": Raft()}, "group is 1, expected at least 2: raft"),
-        (ODE, {"objective": Nft(), "train": "full"}, "train is 'full', expected lora: nft keeps policies that lag behind"),
+        ({"window": RandomWindow(5)}, {}, "sampling.window has 5 stochastic steps in steps 0 to 4 of 4, expected"),
+        ({"group": 1}, {"method": Grpo()}, "sampling.group is 1, expected at least 2: clipped compares a sample"),
+        (ODE | {"group": 1}, {"method": Dpo()}, "group is 1, expected at least 2: dpo"),
+        (ODE | {"group": 1}, {"method": Raft()}, "group is 1, expected at least 2: raft"),
+        (ODE, {"method": Nft(), "train": "full"}, "train is 'full', expected lora: nft keeps policies that lag behind"),
         (
             ODE,
-            {"objective": Nft(old=NoOld()), "correction": CorrectionConfig("truncate")},
+            {"method": Nft(old=NoOld()), "correction": CorrectionConfig("truncate")},
             "correction.mode has no effect with nft, which takes no log-probability",
         ),
         (
             {"form": "unscaled"},
             {"correction": CorrectionConfig("mask")},
-            "rollout.form is 'unscaled', expected density or no_const: a correction",
+            "form is 'unscaled', expected density or no_const: a correction",
         ),
         ({"autocast": True}, {}, "rollout.autocast is True, expected False, or correction.mode truncate"),
         (
             ODE,
-            {"objective": Distill(teacher=TEACHER)},
-            "objective.match is 'mean_kl', expected velocity_mse: .* have no noise",
+            {"method": Distill(teacher=TEACHER)},
+            "match is 'mean_kl', expected velocity_mse: .* have no noise",
         ),
         (
             {},
-            {"objective": Distill()},
-            "objective.teacher is None, expected a folder of weights: distill compares with a teacher",
+            {"method": Distill()},
+            "teacher is None, expected a folder of weights: distill compares with a teacher",
         ),
         (
             {},
-            {"objective": Distill(teacher=TEACHER), "kl": KLConfig(0.1, "exact")},
+            {"method": Distill(teacher=TEACHER), "kl.coef": 0.1, "kl.weight": "exact"},
             "kl.weight has no effect with distill, whose KL term",
         ),
         (
             ODE | {"sampler": Ode("dpmpp_2m")},
-            {"objective": Distill(teacher=TEACHER, match="velocity_mse")},
-            "rollout.sampler.solver is 'dpmpp_2m', expected euler: distill trains on steps, which are transitions",
+            {"method": Distill(teacher=TEACHER, match="velocity_mse")},
+            "sampling.sampler.solver is 'dpmpp_2m', expected euler: distill trains on steps, which are transitions",
         ),
         (
             {"form": "unscaled"},
-            {"objective": Distill(teacher=TEACHER)},
-            "rollout.form has no effect with distill, which takes no log-probability",
+            {"method": Distill(teacher=TEACHER)},
+            "form has no effect with distill, which takes no log-probability",
         ),
-        (ODE, {"objective": Dpo(), "kl": KLConfig(0.1)}, "dpo has the reference in its loss already"),
-        (ODE, {"objective": Dpo(preferences=GIVEN), "rewards": ("brightness",)}, "rewards has no effect with dpo"),
+        (ODE, {"method": Dpo(), "kl.coef": 0.1}, "dpo has the reference in its loss already"),
+        (ODE, {"method": Dpo(preferences=GIVEN), "rewards": ("brightness",)}, "rewards has no effect with dpo"),
         (
             ODE,
-            {"objective": Dpo(preferences=GIVEN), "prompts": Path("prompts")},
+            {"method": Dpo(preferences=GIVEN), "prompts": Path("prompts")},
             "prompts has no effect with data or preferences",
         ),
-        ({}, {"objective": Sft()}, "rollout.sampler is 'flow_sde', expected ode with solver euler: sft learns from data"),
+        ({}, {"method": Sft()}, "sampling.sampler is 'flow_sde', expected ode with solver euler: sft learns from data"),
         (
             ODE | {"sampler": Ode("dpmpp_2m")},
-            {"objective": Sft()},
-            "rollout.sampler is 'ode', expected ode with solver euler: sft learns from data",
+            {"method": Sft()},
+            "sampling.sampler is 'ode', expected ode with solver euler: sft learns from data",
         ),
         (
             ODE,
-            {"objective": Raft(), "advantage": AdvantageConfig("batch")},
+            {"method": Raft(), "advantage": AdvantageConfig("batch")},
             "advantage.scale has no effect with raft, which takes no adv",
         ),
-        (ODE, {"objective": Raft(), "max_log_ratio": 0.1}, "max_log_ratio has no effect with raft, which has no ratio"),
-        (ODE, {"objective": Raft(), "noising": NoisingConfig(5)}, "noising.each is 5, expected at most 4, the steps"),
+        (ODE, {"method": Raft(), "max_log_ratio": 0.1}, "max_log_ratio has no effect with raft, which has no ratio"),
+        (ODE, {"method": Raft(), "noising": NoisingConfig(5)}, "noising.each is 5, expected at most 4, the steps"),
         (
             ODE | {"window": RandomWindow(2)},
-            {"objective": Raft()},
-            "rollout.window has no effect with a sampler that has no stochastic",
+            {"method": Raft()},
+            "sampling.window has no effect with a sampler that has no stochastic",
         ),
-        ({"trained": RandomRecorded(0.5)}, {"objective": Awm()}, "rollout.trained has no effect with awm"),
-        ({"reduction": "sum"}, {"objective": Awm()}, "rollout.reduction has no effect with awm"),
+        ({"trained": RandomRecorded(0.5)}, {"method": Awm()}, "trained has no effect with awm"),
+        ({"reduction": "sum"}, {"method": Awm()}, "reduction has no effect with awm"),
         ({}, {"noising": NoisingConfig(2)}, "noising has no effect with clipped, which trains on the steps"),
-        ({}, {"kl": KLConfig(0.0, "exact")}, "kl.weight has no effect with kl.coef 0; remove it"),
-        (ODE, {"objective": Awm(), "kl": KLConfig(0.1, "exact")}, "kl.weight has no effect with awm, whose KL term is mean"),
+        ({}, {"kl.coef": 0.0, "kl.weight": "exact"}, "kl.weight has no effect with kl.coef 0; remove it"),
+        (
+            ODE,
+            {"method": Awm(), "kl.coef": 0.1, "kl.weight": "exact"},
+            "kl.weight has no effect with awm, whose KL term is mean",
+        ),
         (
             {"sampler": Stochastic("cps", eta=0.5), "window": RandomWindow(1)},
             {},
-            "rollout.window.high is None, expected at most 3: the last step of cps has no",
+            "sampling.window.high is None, expected at most 3: the last step of cps has no",
         ),
         (
             {"sampler": Stochastic("cps", eta=0.5), "form": "unscaled"},
-            {"kl": KLConfig(0.1)},
+            {"kl.coef": 0.1},
             "the last step of cps has no KL",
         ),
-        ({}, {"minibatches": 3, "updates": 3}, "minibatches is 3, expected a divisor of the 4 samples"),
-        ({}, {"minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
+        ({}, {"passes.minibatches": 3, "updates": 3}, "minibatches is 3, expected a divisor of the 4 samples"),
+        ({}, {"passes.minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
     ],
 )
 def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     """It is refused when the run is built, in one line that says why."""
     with pytest.raises(ValueError, match=words) as refused:
-        tiny.config(Path("out"), rollout=RolloutConfig(**(GROUPS | rollout)), **changes)
+        tiny.config(Path("out"), sampling=RolloutConfig(**(GROUPS | rollout)), **changes)
     assert "\n" not in str(refused.value)
 
 
@@ -189,20 +192,20 @@ def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], w
             "epsilon",
             {},
             {},
-            "rollout.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon",
+            "sampling.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon",
         ),
         (
             "velocity",
             {"sampler": Stochastic("ddim", eta=0.5)},
             {},
-            "rollout.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
+            "sampling.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
         ),
-        ("epsilon", ODE, {"objective": Nft(old=NoOld())}, "objective is 'nft', expected one for epsilon"),
-        ("epsilon", ODE, {"objective": Awm()}, "objective is 'awm', expected one for epsilon"),
+        ("epsilon", ODE, {"method": Nft(old=NoOld())}, "objective is 'nft', expected one for epsilon"),
+        ("epsilon", ODE, {"method": Awm()}, "objective is 'awm', expected one for epsilon"),
         (
             "epsilon",
             ODE,
-            {"objective": Raft(), "noising": NoisingConfig(levels=ContinuousLevels())},
+            {"method": Raft(), "noising": NoisingConfig(levels=ContinuousLevels())},
             "noising.levels is 'continuous', expected auto, schedule or stratified",
         ),
     ],
@@ -211,7 +214,7 @@ def test_what_does_not_fit_the_model(
     one: World, tmp_path: Path, prediction: Prediction, rollout: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
     """It is refused before the first rollout, as what was typed wrongly is."""
-    run = tiny.config(tmp_path, rollout=RolloutConfig(**(GROUPS | rollout)), **changes)
+    run = tiny.config(tmp_path, sampling=RolloutConfig(**(GROUPS | rollout)), **changes)
     with pytest.raises(UsageError, match=words):
         tiny.Run(run, one, tiny.job(prediction))
 
@@ -231,7 +234,7 @@ def test_what_does_not_fit_the_model(
 )
 def test_what_the_job_lacks(one: World, tmp_path: Path, objective: Objective, lacks: str, words: str) -> None:
     """It is refused before the first rollout, too."""
-    run = tiny.config(tmp_path, rollout=RolloutConfig(**(GROUPS | ODE)), objective=objective)
+    run = tiny.config(tmp_path, sampling=RolloutConfig(**(GROUPS | ODE)), method=objective)
     with pytest.raises(UsageError, match=words):
         tiny.Run(run, one, tiny.job("velocity", **({} if lacks == "preferences" else {lacks: None})))
 
@@ -261,7 +264,7 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
     """Each loss, and each KL term, ends in a kernel that says that there is no Triton for these tensors."""
     objective, config = OBJECTIVE_ROWS[name], LossConfig(kl_coef=0.1)
     drawn = torch.rand(9, 2, 2, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
-    wide = objective.traits.trains_on == "preferences"
+    wide = traits.trains_on == "preferences"
     x, v, x_next, x0, target, v_old, v_ref, v_teacher, _ = drawn if wide else drawn[:, :, 0]
     level, numbers = torch.tensor([0.8, 0.4]), torch.tensor([0.5, 0.25])
     fields = {
@@ -282,19 +285,19 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
     }
     kind: Any = {"steps": RecordedSteps, "noised": NoisedSamples, "preferences": Pairs}[objective.traits.trains_on]
     items = kind(**{field: value for field, value in fields.items() if field in kind._fields})
-    assert objective.loss(v, items, config)[0].shape == (2,)
+    assert loss(v, items, config)[0].shape == (2,)
     with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu"):
-        objective.loss(v, items, config._replace(implementation="triton"))
+        loss(v, items, config._replace(implementation="triton"))
     if name.startswith(("clipped", "crd")):
         return  # a single kernel: of crd's loss the KL alone
-    if objective.traits.takes_kl:
+    if traits.takes_kl:
         seen: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             for module in (losses, *(sys.modules[type(objective).__module__],)):
                 for kernel in ("velocity_error", "step_log_prob", "nft_loss"):
                     if hasattr(module, kernel):
                         patch.setattr(module, kernel, spied(getattr(module, kernel), seen))
-            objective.loss(v, items, config._replace(implementation="reference"))
+            loss(v, items, config._replace(implementation="reference"))
         assert len(seen) >= 1 + (objective.traits.trains_on == "noised")
         assert set(seen) == {"reference"}
 
@@ -307,9 +310,9 @@ def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:
     step = transitions.dance_sde(level.double(), level.double() / 2, eta=0.5)
     fields = {name: None for name in RecordedSteps._fields} | {"x": x, "x_next": x_next, "transition": step}
     items: Any = RecordedSteps(**fields | {"predictions": {"ref": v.detach() + 0.01 * away}, "signal": preferred})  # type: ignore[arg-type]
-    own = objective._log_ratio(v, items, LossConfig())
+    own = _log_ratio(v, items, LossConfig())
     context = own.detach().flip(0)  # of the other sample of the pair
-    loss = objective.loss(v, items._replace(context=context), LossConfig())[0].mean()
+    loss = loss(v, items._replace(context=context), LossConfig())[0].mean()
     pair = -torch.nn.functional.logsigmoid(2.0 * (own[0] - own[1]))
     torch.testing.assert_close(loss, pair)
     torch.testing.assert_close(*(torch.autograd.grad(value, v, retain_graph=True)[0] for value in (loss, pair)))
@@ -330,7 +333,7 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
 ) -> None:
     """The kernel gets both halves from a model with plain guidance, and the guided prediction from any other."""
     rollout = RolloutConfig(**GROUPS, guidance=Guidance(4.0, forwards=forwards, gradient=gradient))
-    config, halves = tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1)), list[Any]()
+    config, halves = tiny.config(tmp_path, sampling=rollout, **{"kl.coef": 0.1}), list[Any]()
     kernel = grpo.policy_loss
 
     def spied_loss(*args: Any, **options: Any) -> Any:
@@ -367,7 +370,7 @@ def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
     """Triton on a CPU is refused before the first rollout."""
     rollout = RolloutConfig(**(GROUPS | ODE))
     with pytest.raises(UsageError, match="implementation is 'triton', but the tensors are on cpu") as refused:
-        tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Raft(), implementation="triton"), one)
+        tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Raft(), implementation="triton"), one)
     assert "\n" not in str(refused.value)
 
 
@@ -377,5 +380,5 @@ def test_an_implementation_of_nothing() -> None:
     with pytest.raises(
         ValueError, match="implementation has no effect with distill and these settings, in which no kernel takes part"
     ):
-        tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled")
-    tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled", kl=KLConfig(0.1))
+        tiny.config(Path("out"), sampling=rollout, method=objective, implementation="compiled")
+    tiny.config(Path("out"), sampling=rollout, method=objective, implementation="compiled", **{"kl.coef": 0.1})

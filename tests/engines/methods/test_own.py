@@ -18,20 +18,19 @@ from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.methods import ErrorInfo, LossConfig, Method, ObjectiveTraits
-from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.table import check_loss, check_objective, name_of, objective_type
+from fluvial.engines.methods.table import check_loss, check_method, method_type, name_of
 from fluvial.engines.run import train
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Record
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.run import Run
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
 from fluvial.engines.sampling.samplers import Ode, SamplerRule, Stochastic
 from fluvial.kernels import velocity_error
 
-ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
+ODE = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
 
 SOURCE = '''
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class Weighted(Method):
     def learn(self, run, batch, key):
         grades = run.grade(batch)
         items = run.noise_samples(batch, key, torch.sigmoid(grades.advantage / self.temperature), keep=grades.keep)
-        for part in run.minibatches(items, key):
+        for part in run.method.passes.minibatches(items, key):
             yield run.update(part, self.loss)
 
     def loss(self, v, rows, config):
@@ -101,7 +100,7 @@ class Reinforce(Method):
         """Weigh every step by the advantage of its sample, scaled."""
         grades = run.grade(batch)
         steps = run.record_steps(batch, key, self.scale * grades.advantage, keep=grades.keep, skip_zero=True)
-        for part in run.minibatches(steps, key):
+        for part in run.method.passes.minibatches(steps, key):
             yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, RewardInfo]:
@@ -122,8 +121,8 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     """Named by their module they are in config.json, from which the run goes on."""
     config = TrainConfig(
         tmp_path / "run",
-        objective=objective_type("own_objects:Weighted")(temperature=0.5),  # type: ignore[call-arg]
-        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
+        method=method_type("own_objects:Weighted")(temperature=0.5),
+        sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
         train="lora",
         updates=1,
         eval_samples=2,
@@ -138,7 +137,7 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     assert record["rollout"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
     del sys.modules["own_objects"]  # another process loads it again
     again = read_record(record)
-    assert type(again.objective) is objective_type("own_objects:Weighted")
+    assert type(again.method) is method_type("own_objects:Weighted")
     summary = train(replace(again, updates=2, resume=True))
     assert summary["updates"] == 2
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -147,10 +146,10 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
 
 def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
     """Passed in Python, without a name: the noise is the sampler's, and the gradient that of the loss."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(drift, eta=0.3))
-    run = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce()), one)
+    rollout = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(drift, eta=0.3))
+    run = tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Reinforce()), one)
     run.rollout()
-    doubled = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce(scale=2.0)), one)
+    doubled = tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Reinforce(scale=2.0)), one)
     doubled.rollout()
     assert run.infos[0].grad_norm > 0
     assert doubled.infos[0].grad_norm == pytest.approx(2 * run.infos[0].grad_norm, rel=1e-4)
@@ -162,16 +161,16 @@ def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
 def test_their_records() -> None:
     """An object without a name outside of this file is recorded, too; only reading it back says that it is not found."""
     config = tiny.config(
-        Path("out"), rollout=RolloutConfig(prompts=2, group=4, sampler=Stochastic(drift)), objective=Reinforce(2.0)
+        Path("out"), sampling=SamplingConfig(prompts=2, group=4, sampler=Stochastic(drift)), method=Reinforce(2.0)
     )
     record = json.loads(json.dumps(as_record(config)))
-    assert record["objective"]["name"] == name_of(config.objective) == f"{__name__}:Reinforce"
+    assert record["objective"]["name"] == name_of(config.method) == f"{__name__}:Reinforce"
     assert record["rollout"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
 
     def local(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
         return drift(level, level_next, eta=eta)
 
-    record = as_record(replace(config, rollout=replace(config.rollout, sampler=Stochastic(local, eta=0.5))))
+    record = as_record(with_values(config, {"sampling.sampler": Stochastic(local, eta=0.5)}))
     with pytest.raises(UsageError, match=r"<locals>.local' is defined inside of a function"):
         read_record(record)
 
@@ -180,7 +179,7 @@ def test_a_rule_says_more_of_a_sampler() -> None:
     """What is refused of a built-in sampler is refused of one's own with the same rule."""
     rule = SamplerRule(lambda eta, levels: lambda a, b: drift(a, b, eta=eta), max_eta=0.5, prediction="epsilon")
     assert Stochastic(rule, eta=0.5).rule is rule
-    with pytest.raises(ValueError, match=r"rollout.sampler.eta is 0.8, expected at most 0.5"):
+    with pytest.raises(ValueError, match=r"sampling.sampler.eta is 0.8, expected at most 0.5"):
         Stochastic(rule, eta=0.8)
 
 
@@ -249,27 +248,27 @@ class Traits(NoLearn):
 def test_what_is_no_objective(objective: Any, words: str) -> None:
     """It is refused when the run is built."""
     with pytest.raises(ValueError, match=words) as refused:
-        TrainConfig(Path("out"), objective=objective)
+        TrainConfig(Path("out"), method=objective)
     assert "\n" not in str(refused.value)
     with pytest.raises(UsageError):
-        check_objective(objective)
+        check_method(objective)
 
 
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        ("sde", r"rollout.sampler is 'sde', expected one of flow_sde, .* or module:name"),
+        ("sde", r"sampling.sampler is 'sde', expected one of flow_sde, .* or module:name"),
         ("flow_sd", "did you mean 'flow_sde'"),
         ("own_objects:drft", "own_objects has no 'drft'; did you mean 'drift'"),
         ("own_objects:Weighted", r"is a class, expected a function of \(level, level_next, \*, eta\), or a SamplerRule"),
-        (3, "rollout.sampler is of type int, expected a function"),
-        (lambda level: level, "rollout.sampler has the signature .*, expected a function"),
+        (3, "sampling.sampler is of type int, expected a function"),
+        (lambda level: level, "sampling.sampler has the signature .*, expected a function"),
     ],
 )
 def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
     """It is refused when the rollout's configuration is built."""
     with pytest.raises(ValueError, match=words) as refused:
-        RolloutConfig(sampler=Stochastic(sampler))
+        SamplingConfig(sampler=Stochastic(sampler))
     assert "\n" not in str(refused.value)
 
 
@@ -283,9 +282,9 @@ def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
 )
 def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words: str) -> None:
     """It is tried on the model's schedule before the first rollout."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
+    rollout = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
     with pytest.raises(UsageError, match=words) as refused:
-        tiny.Run(tiny.config(tmp_path, rollout=rollout), one)
+        tiny.Run(tiny.config(tmp_path, sampling=rollout), one)
     assert "\n" not in str(refused.value)
 
 
@@ -302,7 +301,7 @@ class Returns(Method):
         if self.what == "raises":
             raise KeyError("no such\nthing")
         chosen = {"nan": signal / 0 * 0, "signal": signal.sum()}.get(self.what, signal)
-        for part in run.minibatches(run.noise_samples(batch, key, chosen), key):
+        for part in run.method.passes.minibatches(run.noise_samples(batch, key, chosen), key):
             info = run.update(part, self.loss)
             if self.what != "silent":
                 yield info
@@ -338,7 +337,7 @@ class Returns(Method):
 )
 def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words: str) -> None:
     """It is checked on the first batch: a wrong shape would broadcast."""
-    run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Returns(what)), one)
+    run = tiny.Run(tiny.config(tmp_path, sampling=ODE, method=Returns(what)), one)
     with pytest.raises(FluvialError, match=words) as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
@@ -355,7 +354,7 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kl": KLConfig(0.1)}, "kl.coef has no effect with .*:Returns, whose loss adds no KL"),
+        ({"kl.coef": 0.1}, "kl.coef has no effect with .*:Returns, whose loss adds no KL"),
         ({"implementation": "triton"}, "implementation has no effect with .*:Returns and these settings"),
         ({"max_log_ratio": 0.5}, "max_log_ratio has no effect with .*:Returns, which has no ratio"),
     ],
@@ -363,7 +362,7 @@ def test_what_is_right_passes() -> None:
 def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:
     """Its traits say that it takes none of them."""
     with pytest.raises(ValueError, match=words):
-        tiny.config(Path("out"), rollout=ODE, objective=Returns(), **changes)
+        tiny.config(Path("out"), sampling=ODE, method=Returns(), **changes)
 
 
 def test_traits_are_checked() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.imitation import Sft
+from fluvial.engines.methods.sft import Sft
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
@@ -20,7 +20,7 @@ from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
 from fluvial.engines.run.jobs.weights import digest
 from fluvial.engines.run.pipeline import PipelineConfig
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.models.lora import Dora
@@ -84,11 +84,11 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
         TrainConfig(
             cache / "run",
             model=str(folder / name),
-            objective=Sft(),
+            method=Sft(),
             data=(str(folder / "foxes"),),
             data_cache=cache,
             pipeline=pipeline,
-            rollout=RolloutConfig(prompts=2, group=1, sampler=Ode()),
+            sampling=SamplingConfig(prompts=2, group=1, sampler=Ode()),
         )
     )
 

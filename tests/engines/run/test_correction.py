@@ -17,9 +17,10 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.methods.grpo import correct
 from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.table import Clipped, Guard
+from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
 from fluvial.engines.run.config import CorrectionConfig
+from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.items import RecordedSteps
 
 
@@ -35,7 +36,8 @@ def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: An
     run = Spied(
         tiny.config(
             tmp_path,
-            rollout=replace(STEPS, autocast=True),
+            sampling=STEPS,
+            rollout=RolloutConfig(autocast=True),
             correction=CorrectionConfig(mode, level, threshold),
             optimizer=OptimizerConfig(max_grad_norm=1e9),
         ),
@@ -79,7 +81,7 @@ def test_the_weights_scale_the_gradient(one: World, tmp_path: Path) -> None:
 def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     """Its old velocity is then the update's own too, so that the first ratio is 1."""
     rollout = replace(STEPS, autocast=True)
-    run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Guard(), correction=CorrectionConfig("truncate")), one)
+    run = Spied(tiny.config(tmp_path, sampling=rollout, method=Guard(), correction=CorrectionConfig("truncate")), one)
     run.rollout()
     recorded = run.trajectories[0].velocity
     assert recorded is not None
@@ -111,7 +113,7 @@ def test_the_kl_has_no_weight() -> None:
     assert torch.equal(corrected.log_prob_old, known)
     assert corrected.signal.tolist() == [1, 0, 1, 0, 1, 0]
     assert float(found["correction"].limited) == 0.5
-    loss, info = Clipped().loss(v, corrected, run.loss_settings)
+    loss, info = Grpo().loss(v, corrected, run.loss_settings)
     kl = gaussian.kl(transition, v, v_ref)
     torch.testing.assert_close(info.kl_ref, kl)
     torch.testing.assert_close(loss, 0.5 * kl - corrected.signal)

@@ -23,10 +23,11 @@ from fluvial.engines.export import formats
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import COMFY_WEIGHTS
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import PipelineConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.exports import check_exports, export_run
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import Handwriting
@@ -57,7 +58,7 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
         "micro_batch": 2,
         "rewards": ("jpeg",),
         "keep_checkpoints": 5,
-        "rollout": RolloutConfig(prompts=2, group=2, steps=3),
+        "sampling": SamplingConfig(prompts=2, group=2, steps=3),
         "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
     }
     with Trainer(TrainConfig(**{**values, **changes})) as trainer:
@@ -170,7 +171,7 @@ def test_the_card_says_what_was_measured(
     assert "base_model" not in front  # a folder is no id on the Hub
     assert "license" not in front
     assert "| `optimizer.lr` | `0.1` |" in card
-    assert "rollout.sampler" not in card
+    assert "sampling.sampler" not in card
     assert "| score, `jpeg` | 0.25 | 0.5 |" in card  # not that of update 3
     assert "exactly right" not in card
     assert "(reward.png)" in card
@@ -263,8 +264,8 @@ def test_base_weights_that_changed_since(ran: tuple[Path, dict[str, Tensor]], tm
 def test_two_experts_and_unets(tmp_path: Path, name: str) -> None:
     """A folder for each network; merged and from the original layout they compute the same."""
     sampler: Any = "ddim" if name == "sdxl" else "flow_sde"
-    rollout = RolloutConfig(prompts=1, group=2, steps=2, sampler=Stochastic(sampler))
-    expected = run_of(tmp_path, name, updates=1, rollout=rollout)["policy"]
+    rollout = SamplingConfig(prompts=1, group=2, steps=2, sampler=Stochastic(sampler))
+    expected = run_of(tmp_path, name, updates=1, sampling=rollout)["policy"]
     run = tmp_path / f"{name}-run" / "checkpoints" / "000001"
     model = tiny_pipelines.opened(name, tmp_path / name)
     full, lora = (exported(run, tmp_path / kind, "--as", kind) for kind in ("full", "lora"))

@@ -30,11 +30,12 @@ from fluvial.engines.errors import LostProcessError, RunError, UsageError
 from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.stop import stop_request
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 FLAGS = ["--updates", "7", "--optimizer.ema-decay", "0.9"]
@@ -300,7 +301,7 @@ def test_a_repeated_sigterm_is_one_request() -> None:
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of four updates of eight samples, with two checkpoints."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
+    rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     run = TrainConfig(
         out=out,
         updates=4,
@@ -310,7 +311,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
         final_samples=8,
         eval_samples=8,
         checkpoint_every=2,
-        rollout=rollout,
+        sampling=rollout,
     )
     return replace(run, **changes)
 

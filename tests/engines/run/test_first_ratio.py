@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import OptimizerConfig
 from fluvial.engines.run import train
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
@@ -58,7 +59,7 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
         micro_batch=1,
         final_samples=2,
         train="full",
-        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5)),
+        sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5)),
         optimizer=OptimizerConfig(lr=1e-3),
     )
     summary = train(config, job, console=Console(quiet=True))

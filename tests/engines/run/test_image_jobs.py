@@ -20,7 +20,7 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.models.pipelines.base import Pipeline
 
 FOXES = [f"{number} red foxes" for number in range(6)]
-ROLLOUT = "--rollout.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2"
+ROLLOUT = "--sampling.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def size(name: str) -> list[str]:
     """Return the flags that ask a pipeline for its images."""
     if name != "aura-flow":
-        return ["--pipeline.height", "16", "--pipeline.width", "16", "--rollout.steps", "3"]
+        return ["--pipeline.height", "16", "--pipeline.width", "16", "--sampling.steps", "3"]
     call = dict(tiny_replayed.ROWS[name].options)
     height, width, scale = (str(call.pop(option)) for option in ("height", "width", "guidance_scale"))
     more = [f"{option}={json.dumps(value)}" for option, value in call.items()]
@@ -51,9 +51,9 @@ def size(name: str) -> list[str]:
         height,
         "--pipeline.width",
         width,
-        "--rollout.guidance.scale",
+        "--sampling.guidance.scale",
         scale,
-        "--rollout.steps",
+        "--sampling.steps",
         "3",
     ]
     return [*sized, "--noising.levels", "schedule", "--noising.each", "2", "--pipeline.call", *more]
@@ -101,7 +101,7 @@ def test_supervised_on_captions(
 @pytest.mark.parametrize("name", ["sd3", "aura-flow"])
 def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The loss starts at log 2, with a weight of the rejected sample too."""
-    given = ["--objective.preferences", str(folder / "prefs"), "--objective.lose-weight", "0.5", "--noising.each", "2"]
+    given = ["--preferences", str(folder / "prefs"), "--lose-weight", "0.5", "--noising.each", "2"]
     assert run(folder, name, "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -177,7 +177,7 @@ def test_preferences_drawn_with_a_pipeline_train_it(
         )
         sign = -1 if FOXES.index(line["prompt"]) % 2 else 1
         assert sign * win >= sign * lose
-    given = ["--objective.preferences", str(pairs), "--noising.each", "2"]
+    given = ["--preferences", str(pairs), "--noising.each", "2"]
     assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     assert cli.run(["preferences", str(folder / "sd3"), *made]) == 2
     assert "needs prompts to train on: set --prompts" in launch.one_line(capfd.readouterr().err)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.config import AdvantageConfig, KLConfig, NoisingConfig, TrainConfig
+from fluvial.engines.run.config import AdvantageConfig, KLConfig, NoisingConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
 
 LEARNING = [
@@ -47,12 +47,12 @@ def failing(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     """Return the settings of a rollout of groups of four for an objective."""
     objective = OBJECTIVE_ROWS[name]
-    on_steps = objective.traits.trains_on == "steps"
-    changes: dict[str, Any] = {"rollout": replace(STEPS if on_steps else ODE, prompts=prompts)}
+    on_steps = traits.trains_on == "steps"
+    changes: dict[str, Any] = {"sampling": replace(STEPS if on_steps else ODE, prompts=prompts)}
     if name == "dgpo":
         changes["noising"] = NoisingConfig(draw="rollout")
     lora = "lora" if find_followers(objective.networks(KLConfig())) else "full"
-    return tiny.config(out, objective=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
+    return tiny.config(out, method=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
 
 
 def updated(
@@ -82,7 +82,7 @@ def test_an_invalid_group_is_as_if_it_had_not_been_drawn(one: World, tmp_path: P
 
 def test_a_history_of_rewards_takes_in_valid_ones_alone(one: World, tmp_path: Path) -> None:
     """Those of an invalid group are left out whole."""
-    config = replace(config_of("clipped", tmp_path, 4), advantage=AdvantageConfig(history=8, history_min=2))
+    config = with_values(config_of("clipped", tmp_path, 4), {"advantage": AdvantageConfig(history=8, history_min=2)})
     run = tiny.Run(config, one, tiny.job(rewards={"it": failing}))
     run.trainer.sampler.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="are left out"):

@@ -18,8 +18,9 @@ from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.run import train
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.exports import export_run
-from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
 from fluvial.models.lora import Dora, Lokr, LoraConfig
 from fluvial.models.quantised import find_quantised
 
@@ -78,7 +79,7 @@ def test_servers_have_no_quantised_base(tmp_path: Path) -> None:
     config = handwriting_jobs.config(tmp_path, train="lora")
     served = replace(config.rollout, source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"engine.base is 'int8', expected auto: servers make rollouts with weights"):
-        replace(config, rollout=served, engine=EngineConfig(base="int8"))
+        with_values(config, {"sampling": served, "engine": EngineConfig(base="int8")})
 
 
 @pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
@@ -86,8 +87,8 @@ def test_servers_take_merged_weights_of_forms_that_are_not_lora(tmp_path: Path, 
     config = handwriting_jobs.config(tmp_path, train="lora", lora=LoraConfig(form=form))
     served = replace(config.rollout, source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=rf"servers take no adapters of lora.form {form.kind}, and merged weights do"):
-        replace(config, rollout=served)
-    replace(config, rollout=replace(served, servers=ServersConfig(weights="disk")))
+        with_values(config, {"sampling": served})
+    with_values(config, {"sampling": served, "rollout": RolloutConfig(servers=ServersConfig(weights="disk"))})
 
 
 @pytest.mark.parametrize("form", [Dora(), long(Lokr())], ids=str)

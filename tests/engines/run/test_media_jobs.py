@@ -26,8 +26,8 @@ pytestmark = [  # diffusers' own use
 ]
 
 SHORT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 "
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1 "
     "--final-samples 2 --eval-every 0 --checkpoint-every 2 --pipeline.height 16 --pipeline.width 16"
 )
 
@@ -95,7 +95,7 @@ def called(name: str) -> list[str]:
     row = tiny_conditioned.ROWS[name]
     given = [f"{argument}={json.dumps(value)}" for argument, value in row.call.items()]
     sounds = ["--rewards", "tiny_sounds:even"] if {*SOUND.arguments} & {*row.media} else []
-    scale = ["--rollout.guidance.scale", str(row.scale)]
+    scale = ["--sampling.guidance.scale", str(row.scale)]
     size = ["--pipeline.height", str(row.size), "--pipeline.width", str(row.size), "--pipeline.frames", str(row.frames)]
     return [*size, *scale, *sounds, "--pipeline.call", *given]
 

@@ -20,21 +20,21 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
-from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import AlignProp, Dpo
 from fluvial.engines.run import build, recipes, train
-from fluvial.engines.run.config import NoisingConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import NoisingConfig, TrainConfig, with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, slots
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 
 CHOOSE = micro_batch.choose
-ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ROLLOUT = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -70,10 +70,10 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"rollout": ROLLOUT}, marks=pytest.mark.long),
-        {"rollout": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
+        pytest.param({"sampling": ROLLOUT}, marks=pytest.mark.long),
+        {"sampling": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
         pytest.param(
-            {"rollout": replace(ROLLOUT, sampler=Ode()), "objective": Dpo(), "train": "lora"}, marks=pytest.mark.long
+            {"sampling": replace(ROLLOUT, sampler=Ode()), "method": Dpo(), "train": "lora"}, marks=pytest.mark.long
         ),
     ],
     ids=["steps", "guided", "preferences"],
@@ -104,7 +104,7 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
         ({"update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
         ({"update_micro_batch": 999}, [16]),  # no more than there are
         ({"update_micro_batch": 2}, [2] * 8),
-        ({"update_micro_batch": 8, "objective": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
+        ({"update_micro_batch": 8, "method": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
     ],
     ids=["default", "all", "uneven", "more", "fewer", "preferences"],
 )
@@ -116,7 +116,7 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
         rollout = replace(ROLLOUT, sampler=Ode())
         changes = {**changes, "noising": NoisingConfig(each=2)}
     for each in (changes, {**changes, "update_micro_batch": "rollout"}):
-        config = tiny.config(tmp_path, micro_batch=4, minibatches=1, updates=1, rollout=rollout, **each)
+        config = tiny.config(tmp_path, micro_batch=4, updates=1, sampling=rollout, **each, **{"passes.minibatches": 1})
         with Trainer(config, tiny.job()) as run:
             passed.clear()
             run.engine.module.register_forward_pre_hook(
@@ -147,7 +147,7 @@ def test_chunks_of_an_evaluation_repeat_as_few_samples_as_their_number_allows(sa
 
 def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
     """Of a rollout, an update or an evaluation, whose passes may be larger than those of the rollout."""
-    config = tiny.config(tmp_path, micro_batch=64, rollout=replace(ROLLOUT, window=RandomWindow(2, high=3)))
+    config = tiny.config(tmp_path, micro_batch=64, sampling=replace(ROLLOUT, window=RandomWindow(2, high=3)))
     with Trainer(config, tiny.job()) as run:
         rows = list[int]()
         run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
@@ -164,8 +164,10 @@ def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
 def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
     """A reference policy predicts the pairs of an update in passes like the update's."""
     rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
-    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=999, minibatches=1, updates=1, rollout=rollout)
-    with Trainer(replace(config, train="lora", kl=KLConfig(coef=0.1)), tiny.job()) as run:
+    config = tiny.config(
+        tmp_path, micro_batch=4, update_micro_batch=999, updates=1, sampling=rollout, **{"passes.minibatches": 1}
+    )
+    with Trainer(with_values(config, {"train": "lora", "kl.coef": 0.1}), tiny.job()) as run:
         rows = list[int]()
         run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
         run.update()
@@ -193,7 +195,7 @@ def test_blocks_compile_for_the_passes_of_an_update(
 
 def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
     """12 samples: 1, 2, 4 or 12."""
-    config = tiny.config(tmp_path, micro_batch="auto", rollout=replace(ROLLOUT, prompts=3))
+    config = tiny.config(tmp_path, micro_batch="auto", sampling=replace(ROLLOUT, prompts=3))
     with Trainer(config, tiny.job()) as run:
         choice = run.choices["micro_batch"]
         assert choice.micro_batch == run.config.micro_batch
@@ -206,7 +208,7 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     """One line on the console, a record in the metrics, config.json and the checkpoint; a resumption takes it."""
     choosing(monkeypatch, 2)
     config = tiny.config(
-        tmp_path / "run", micro_batch="auto", rollout=ROLLOUT, updates=2, eval_every=0, final_samples=4, checkpoint_every=1
+        tmp_path / "run", micro_batch="auto", sampling=ROLLOUT, updates=2, eval_every=0, final_samples=4, checkpoint_every=1
     )
     console = Console(file=StringIO(), width=500)
     train(config, tiny.job(), console=console)
@@ -232,7 +234,7 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
 def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny.config(tmp_path, micro_batch="auto", rollout=ROLLOUT)
+    config = tiny.config(tmp_path, micro_batch="auto", sampling=ROLLOUT)
     with init_world() as world:
         choosing(monkeypatch, 2)
         with Trainer(config, tiny.job(), world) as run:
@@ -258,22 +260,22 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
         ({"micro_batch": "fast"}, "micro_batch is 'fast', expected 'auto' or an integer"),
         ({"micro_batch": 0}, r"micro_batch is 0, expected an integer in \[1, "),
         (
-            {"rollout": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
-            "micro_batch is 'auto', expected a number: rollout.window.draw call draws",
+            {"sampling": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
+            "micro_batch is 'auto', expected a number: sampling.window.draw call draws",
         ),
         (
-            {"objective": Dpo(), "rollout": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
+            {"method": Dpo(), "sampling": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
             "micro_batch is 'auto', expected a number: noising.draw call",
         ),
         (
-            {"objective": AlignProp(last=2)},
+            {"method": AlignProp(last=2)},
             "micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
         ),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**{"out": tmp_path, "micro_batch": "auto", "rollout": ROLLOUT, **changes})
+        TrainConfig(**{"out": tmp_path, "micro_batch": "auto", "sampling": ROLLOUT, **changes})
 
 
 def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
@@ -286,7 +288,10 @@ def test_recipes_choose_for_large_models_alone() -> None:
     for name, recipe in recipes.RECIPES.items():
         large = recipe("someone/a-model")
         assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
-        fixed = large.objective.traits.rewards == "gradients" or "call" in (large.rollout.window.draw, large.noising.draw)
+        fixed = large.objective.traits.rewards == "gradients" or "call" in (
+            large.method.sampling.window.draw,
+            large.noising.draw,
+        )
         assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
     config = recipes.grpo("someone/a-model")

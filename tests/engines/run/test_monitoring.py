@@ -15,10 +15,11 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.items import Diagnostics, Parts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.methods.table import Nft
-from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.metrics import EDGES, advantage_record, group_record, parts_record
 from fluvial.engines.run.monitoring.extremes import KeptImages
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -125,8 +126,8 @@ def test_parts_are_named_by_their_step_or_level() -> None:
 
 def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, one: World) -> None:
     """Numbers by step average to those of the whole, where every step has as many items."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=1))
-    run = tiny.Run(tiny.config(tmp_path, rollout=rollout, updates=2, epochs=2), one)
+    rollout = SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=1))
+    run = tiny.Run(tiny.config(tmp_path, sampling=rollout, updates=2, **{"passes.epochs": 2}), one)
     record = run.rollout()
     run.trainer.close()
     by_step = record["by_step"]
@@ -145,9 +146,9 @@ def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, o
 
 
 def test_noised_samples_are_split_by_level(tmp_path: Path, one: World) -> None:
-    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler=Ode())
-    config = tiny.config(tmp_path, rollout=rollout, objective=Nft(), train="lora")
-    run = tiny.Run(replace(config, noising=replace(config.noising, each=4)), one)
+    rollout = SamplingConfig(prompts=2, group=2, steps=4, sampler=Ode())
+    config = tiny.config(tmp_path, sampling=rollout, method=Nft(), train="lora")
+    run = tiny.Run(with_values(config, {"noising": replace(config.method.noising, each=4)}), one)
     record = run.rollout()
     run.trainer.close()
     assert "by_step" not in record

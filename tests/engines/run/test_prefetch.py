@@ -25,18 +25,18 @@ from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft, Sft
 from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig, with_values
 from fluvial.engines.run.prefetch import Ahead, PushOrder
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig
+from fluvial.engines.sampling.config import AsyncConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter
 
 ROLLOUTS = 5
 TIMED = ("seconds", "speed", "memory")
-STEPS = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-ODE = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
+STEPS = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def clipped(out: Path, ahead: int, **changes: Any) -> TrainConfig:
     """Return a run whose ratios are corrected."""
     values: dict[str, Any] = {
         "updates": ROLLOUTS,
-        "asynchronous": AsyncConfig(ahead),
-        "rollout": STEPS,
+        "rollout.ahead": ahead,
+        "sampling": STEPS,
         "optimizer": OptimizerConfig(lr=0.02),
         "correction": CorrectionConfig("truncate", threshold=2.0),
         "checkpoint_every": 2,
@@ -64,10 +64,10 @@ def nft(out: Path, ahead: int, **changes: Any) -> TrainConfig:
     """Return a run with adapters, one of which lags behind and makes the rollouts."""
     values: dict[str, Any] = {
         "updates": ROLLOUTS,
-        "asynchronous": AsyncConfig(ahead),
-        "rollout": ODE,
+        "rollout.ahead": ahead,
+        "sampling": ODE,
         "optimizer": OptimizerConfig(lr=0.02),
-        "objective": Nft(),
+        "method": Nft(),
         "train": "lora",
     }
     return tiny.config(out, **{**values, **changes})
@@ -96,7 +96,7 @@ def run(config: TrainConfig, world: World) -> tuple[list[dict[str, Any]], dict[s
 
 def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return the records and the last weights of a run that puts K updates older weights in for each rollout."""
-    with Trainer(replace(config, asynchronous=AsyncConfig()), tiny.job(), world) as trainer:
+    with Trainer(with_values(config, {"rollout.ahead": 0}), tiny.job(), world) as trainer:
         versions: list[dict[str, Tensor]] = []
         source: Any = trainer.sampler.source
 
@@ -139,7 +139,9 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize(
-    ("of", "changes"), [(clipped, {}), (clipped, {"updates": 10, "minibatches": 2}), (nft, {})], ids=["steps", "two", "lora"]
+    ("of", "changes"),
+    [(clipped, {}), (clipped, {"updates": 10, "passes.minibatches": 2}), (nft, {})],
+    ids=["steps", "two", "lora"],
 )
 def test_rollout_j_is_made_with_the_weights_of_version_j_minus_k(
     one: World, tmp_path: Path, of: Any, changes: dict[str, Any], ahead: int
@@ -308,15 +310,15 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with asynchronous.ahead 1"),
-        ({"engine": EngineConfig(offload="phases")}, "expected none or always: with asynchronous.ahead 1"),
+        ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with rollout.ahead 1"),
+        ({"engine": EngineConfig(offload="phases")}, "expected none or always: with rollout.ahead 1"),
         (
-            {"objective": Sft(), "rollout": replace(ODE, group=1), "correction": CorrectionConfig()},
-            "asynchronous.ahead has no effect with sft, which learns from data",
+            {"method": Sft(), "sampling": replace(ODE, group=1), "correction": CorrectionConfig()},
+            "rollout.ahead has no effect with sft, which learns from data",
         ),
         (
-            {"asynchronous": AsyncConfig(1), "rollout": replace(STEPS, source="replayed:x")},
-            "asynchronous.ahead has no effect with rollouts that are stored",
+            {"rollout.ahead": 1, "sampling": STEPS, "rollout": RolloutConfig(source="replayed:x")},
+            "rollout.ahead has no effect with rollouts that are stored",
         ),
     ],
 )
@@ -377,7 +379,7 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
     """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
-    flags = ["--updates", "5", "--async.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
+    flags = ["--updates", "5", "--rollout.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
     straight, out = tmp_path / "straight", tmp_path / "out"
     launch.train(straight, *flags)
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:

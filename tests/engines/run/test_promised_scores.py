@@ -17,7 +17,6 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.run.build import _rewards
-from fluvial.engines.run.config import AsyncConfig
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -74,8 +73,8 @@ def test_a_run_that_waits_for_scores_stops_when_it_is_asked_to(tmp_path: Path) -
 def test_rollouts_ahead_are_refused(tmp_path: Path) -> None:
     """A checkpoint would have to hold their votes."""
     votes = Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))
-    config = tiny.config(tmp_path, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
-    with init_world() as world, pytest.raises(UsageError, match=r"asynchronous.ahead is 1, expected 0: a checkpoint would"):
+    config = tiny.config(tmp_path, correction=CorrectionConfig("truncate"), **{"rollout.ahead": 1})
+    with init_world() as world, pytest.raises(UsageError, match=r"rollout.ahead is 1, expected 0: a checkpoint would"):
         Trainer(config, tiny.job(rewards={"votes": votes}), world)
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fluvial.engines.methods.table import OBJECTIVES
+from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.jobs.weights import configuration
 from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
@@ -82,10 +82,10 @@ def test_every_run_is_read_back(data: st.DataObject, recipe: str, model: str) ->
     assert json.loads(text) == record == as_record(read_record(record))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_field_of_an_objective_is_recorded(name: str) -> None:
     """Under the objective's name."""
-    objective = OBJECTIVES[name]()
+    objective = METHODS[name]()
     record = as_record(
         next(config for recipe in RECIPES.values() if type((config := recipe()).objective) is type(objective))
     )
@@ -105,7 +105,7 @@ LITERALS = [
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
     names = {".".join(path) for path, *_ in LITERALS}
-    assert {"train", "rollout.window.draw", "engine.comm", "objective.mode", "objective.weighting", "rollout.form"} <= names
+    assert {"train", "sampling.window.draw", "engine.comm", "mode", "weighting", "form"} <= names
     assert len(names) > 20
 
 
@@ -127,7 +127,7 @@ def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None
 
 
 # Settings of text that name no file, beside those of `record.TEXTS`.
-NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "rollout.guidance.negative"} | {
+NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "sampling.guidance.negative"} | {
     *(
         "rollout.servers.key_env",
         "rollout.servers.admin_env",
@@ -161,12 +161,14 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (home / file).parent.mkdir(exist_ok=True)
         (home / file).write_text("0427\n")
     monkeypatch.chdir(home)
-    asked = replace(
+    asked = with_values(
         TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights")),
-        prompts=("a/p.txt=2", "b/p.txt", "@codes"),
-        rewards=("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
-        pipeline=PipelineConfig(heldout=("held=out.txt",)),
-        rollout=replace(TrainConfig(Path("x")).rollout, source="replayed:stored"),
+        {
+            "prompts": ("a/p.txt=2", "b/p.txt", "@codes"),
+            "rewards": ("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
+            "pipeline": PipelineConfig(heldout=("held=out.txt",)),
+            "rollout.source": "replayed:stored",
+        },
     )
     (home / "runs" / "x").mkdir(parents=True)
     record = as_record(with_absolute_paths(asked))
@@ -177,7 +179,7 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     places, elsewhere = Finder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
     assert places.same("data", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
     assert not places.same("data", ["a/p.txt=2", "b/p.txt"], elsewhere)
-    assert places.same("objective.teacher", "weights", record["weights"])
+    assert places.same("teacher", "weights", record["weights"])
     assert not places.same("optimizer.lr", 0.1, 0.2)
     for text in (record, as_record(asked)):
         for place in (home, home / "other", tmp_path):

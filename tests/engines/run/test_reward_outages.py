@@ -16,7 +16,7 @@ from fluvial.engines.run import train
 
 def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     """What fails is counted and kept for the report, what is too much ends the run, and the checkpoint goes on."""
-    calls = {"rollout": 0}
+    calls = {"sampling": 0}
 
     def away(images: Tensor, prompts: Sequence[str]) -> Tensor:
         calls["rollout"] += 1
@@ -27,7 +27,7 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     broken: set[int] = {4}  # the first call is the trial; a rollout of two groups is two
     config = tiny.config(
         tmp_path / "run",
-        rollout=replace(STEPS, prompts=2),
+        sampling=replace(STEPS, prompts=2),
         micro_batch=4,
         updates=3,
         max_invalid=0.5,

@@ -22,14 +22,14 @@ from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, Branches, MovingWindow, RandomWindow, ScatteredSteps
 from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypa
         return real(*args, **options)
 
     monkeypatch.setattr(trainers, "evaluate", spy)
-    base = tiny.config(tmp_path, rollout=replace(STEPS, guidance=Guidance(scale=1.0)))
+    base = tiny.config(tmp_path, sampling=replace(STEPS, guidance=Guidance(scale=1.0)))
     own = EvaluationConfig(micro_batch=3, steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
     for evaluation in (EvaluationConfig(), own):
         with Trainer(replace(base, evaluation=evaluation), tiny.job(), one) as trainer:
@@ -85,7 +85,7 @@ def test_the_weights_themselves_can_be_evaluated(
         return real(job, module, **options)
 
     monkeypatch.setattr(trainers, "evaluate", spy)
-    config = tiny.config(tmp_path, rollout=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
+    config = tiny.config(tmp_path, sampling=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
     with Trainer(replace(config, evaluation=EvaluationConfig(average=average)), tiny.job(), one) as trainer:
         trainer.update()
         trainer.evaluate(4)
@@ -97,7 +97,7 @@ def test_the_weights_themselves_can_be_evaluated(
 def test_the_moving_average_takes_every_nth_update(one: World, tmp_path: Path) -> None:
     """With an interval of 2 it is what it was after the first update, and moves with the second."""
     optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_interval=2)
-    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer, updates=2), tiny.job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=STEPS, optimizer=optimizer, updates=2), tiny.job(), one) as trainer:
         first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
         trainer.update()
         assert all(torch.equal(tensor, first[name]) for name, tensor in trainer.engine.average.items())
@@ -116,7 +116,7 @@ def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -
 
     def run(seed: int, data_seed: int | None) -> tuple[list[str], torch.Tensor]:
         config = tiny.config(
-            tmp_path, rollout=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
+            tmp_path, sampling=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
         )
         with Trainer(config, tiny.job(prompts=("0", "1", "2", "3", "4")), one) as trainer:
             seen = noted(trainer)
@@ -144,7 +144,7 @@ def test_stochastic_steps_one_by_one() -> None:
 def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
     """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=ScatteredSteps(2))
-    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
@@ -156,7 +156,7 @@ def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) ->
 def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
     """Samples that are generated together share a window, or none do; the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=RandomWindow(1, draw=draw))
-    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
@@ -171,7 +171,7 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
     found = []
     for micro_batch in (2, 8):
         config = tiny.config(
-            tmp_path, rollout=replace(STEPS, window=RandomWindow(2, draw="sample")), micro_batch=micro_batch
+            tmp_path, sampling=replace(STEPS, window=RandomWindow(2, draw="sample")), micro_batch=micro_batch
         )
         with Trainer(config, tiny.job(), one) as trainer:
             samples = noted(trainer)
@@ -184,7 +184,7 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
 def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
     """It moves every second rollout, whatever the number of updates per rollout; a resumed run continues from there."""
     rollout = replace(STEPS, window=MovingWindow(2, every=2, stride=1))
-    config = tiny.config(tmp_path, rollout=rollout, updates=12, minibatches=2, checkpoint_every=4)
+    config = tiny.config(tmp_path, sampling=rollout, updates=12, checkpoint_every=4, **{"passes.minibatches": 2})
     with Trainer(config, tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
@@ -202,15 +202,18 @@ def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"window": RandomWindow(4, draw="call")}, r"rollout.window.draw has no effect with a window that covers its whole"),
-        ({"window": ScatteredSteps(4, draw="sample")}, r"rollout.window.draw has no effect with a window that covers"),
-        ({"window": MovingWindow(4)}, r"rollout.window is 'moving', expected all: it covers its whole range"),
+        (
+            {"window": RandomWindow(4, draw="call")},
+            r"sampling.window.draw has no effect with a window that covers its whole",
+        ),
+        ({"window": ScatteredSteps(4, draw="sample")}, r"sampling.window.draw has no effect with a window that covers"),
+        ({"window": MovingWindow(4)}, r"sampling.window is 'moving', expected all: it covers its whole range"),
         (
             {"window": Branches(1, 2), "group": 6},
-            r"rollout.group is 6, expected a multiple of 8: 2 samples at each of the 4",
+            r"sampling.group is 6, expected a multiple of 8: 2 samples at each of the 4",
         ),
-        ({"window": Branches(1, 2), "group": 8, "shared_noise": True}, r"rollout.shared_noise has no effect"),
-        ({"window": Branches(1, 2), "group": 8, "sampler": Ode()}, r"rollout.window is 'branches', expected all"),
+        ({"window": Branches(1, 2), "group": 8, "shared_noise": True}, r"sampling.shared_noise has no effect"),
+        ({"window": Branches(1, 2), "group": 8, "sampler": Ode()}, r"sampling.window is 'branches', expected all"),
     ],
 )
 def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: str) -> None:
@@ -221,15 +224,15 @@ def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: st
 
 def test_moves_that_would_do_nothing(tmp_path: Path) -> None:
     """A stride without a number of rollouts, a threshold without a decay, samples with different numbers of steps."""
-    with pytest.raises(ValueError, match=r"rollout.window.every is 0, expected"):
+    with pytest.raises(ValueError, match=r"sampling.window.every is 0, expected"):
         MovingWindow(2, every=0)
-    with pytest.raises(ValueError, match=r"rollout.window.decay_from has no effect with rollout.window.decay 0"):
+    with pytest.raises(ValueError, match=r"sampling.window.decay_from has no effect with sampling.window.decay 0"):
         MovingWindow(2, every=2, decay_from=1)
     with pytest.raises(
-        ValueError, match=r"rollout.window.high is None, expected at most 3: the last step of cps has no log-prob"
+        ValueError, match=r"sampling.window.high is None, expected at most 3: the last step of cps has no log-prob"
     ):
         tiny.config(
-            tmp_path, rollout=replace(STEPS, sampler=Stochastic("cps", eta=0.5), window=RandomWindow(2, draw="sample"))
+            tmp_path, sampling=replace(STEPS, sampler=Stochastic("cps", eta=0.5), window=RandomWindow(2, draw="sample"))
         )
 
 
@@ -237,8 +240,8 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
     """The samples of a micro-batch share their levels and not their noise; other micro-batches have others."""
     config = tiny.config(
         tmp_path,
-        objective=Awm(),
-        rollout=RolloutConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
+        method=Awm(),
+        sampling=SamplingConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
         noising=NoisingConfig(each=2, draw="call"),
         micro_batch=4,
     )
@@ -262,7 +265,7 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
 def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: bool, repeats: int) -> None:
     """Its decay is the same from the first update on (DanceGRPO's 8-GPU script); else it starts at 1 / 10."""
     optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_warmup=warmup, ema_repeats=repeats)
-    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
         first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
         trainer.update()
         now = dict(trainer.engine._local())
@@ -292,14 +295,14 @@ def test_advantages_of_several_rewards_are_summed() -> None:
 
 def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
     """Its noise is that of its eta, so that samples from the same noise differ; Euler's method has none."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=8, sampler=SaSolver(0.4), shared_noise=True)
-    with Trainer(tiny.config(tmp_path, objective=Awm(), rollout=rollout), tiny.job(), one) as trainer:
+    rollout = SamplingConfig(prompts=2, group=4, steps=8, sampler=SaSolver(0.4), shared_noise=True)
+    with Trainer(tiny.config(tmp_path, method=Awm(), sampling=rollout), tiny.job(), one) as trainer:
         samples = noted(trainer)
         trainer.update()
     final = samples[0].trajectory.final
     assert torch.isfinite(final).all()
     assert len(final.flatten(1).unique(dim=0)) == 8
-    with pytest.raises(ValueError, match=r"rollout.shared_noise is True, expected False: sa_solver takes no noise"):
+    with pytest.raises(ValueError, match=r"sampling.shared_noise is True, expected False: sa_solver takes no noise"):
         replace(rollout, sampler=SaSolver())
     assert "eta" not in {field.name for field in fields(Ode)}
 
@@ -309,7 +312,7 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
     counts = []
     for threshold in (0.0, 1e-12, 0.99):
         rollout = RolloutConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4), step_cache=threshold)
-        run = tiny.config(tmp_path, rollout=rollout, engine=EngineConfig(compile=False), micro_batch=4)
+        run = tiny.config(tmp_path, sampling=rollout, engine=EngineConfig(compile=False), micro_batch=4)
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             calls: list[bool] = []
             last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
@@ -329,7 +332,7 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
     split = EngineConfig(compile=False, context_parallel=2)
     for engine, message in ((EngineConfig(), "engine.compile is 'auto', expected False"), (split, "ranks that share")):
         with pytest.raises(ValueError, match=message):
-            tiny.config(tmp_path, rollout=rollout, engine=engine)
+            tiny.config(tmp_path, sampling=rollout, engine=engine)
 
 
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
@@ -337,7 +340,7 @@ def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: Wo
     found = []
     for reuse in (True, False):
         rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
-        run = tiny.config(tmp_path, rollout=rollout, train="lora")
+        run = tiny.config(tmp_path, sampling=rollout, train="lora")
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             assert trainer.sampler._reuse() == ("all" if reuse else "none")
             record = trainer.update()

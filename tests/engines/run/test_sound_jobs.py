@@ -19,12 +19,12 @@ from fluvial.models.tiny import pipelines as tiny
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
 SHORT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 "
-    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --rollout.guidance.scale 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1 "
+    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --sampling.guidance.scale 1"
 )
 VIDEO = (
-    "--rollout.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
+    "--sampling.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
     "--rewards tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
 )
 

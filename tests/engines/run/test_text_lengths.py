@@ -21,9 +21,9 @@ def test_the_first_ratio_is_one_with_prompts_of_any_length(
     (tmp_path / "heldout.txt").write_text("a cow\n")
     size = "--pipeline.height 16 --pipeline.width 16 --pipeline.text-tokens 128"
     rollout = (
-        "--rollout.prompts 4 --rollout.group 2 --rollout.steps 4 --micro-batch 2 --update-micro-batch rollout "
-        "--minibatches 1 "
-        "--rollout.trained random --rollout.trained.fraction 0.5"
+        "--sampling.prompts 4 --sampling.group 2 --sampling.steps 4 --micro-batch 2 --update-micro-batch rollout "
+        "--passes.minibatches 1 "
+        "--trained random --trained.fraction 0.5"
     )
     rest = "--updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2 --prompt-order epochs"
     words = ["train", "grpo", "--model", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "jpeg"]

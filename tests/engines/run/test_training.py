@@ -33,11 +33,11 @@ from fluvial.engines.extensions.report import charts as drawing
 from fluvial.engines.methods.table import Guard
 from fluvial.engines.run import train
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import AdvantageConfig, KLConfig, RolloutConfig
+from fluvial.engines.run.config import AdvantageConfig, KLConfig, with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.saving import run_fingerprint
-from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
@@ -48,7 +48,7 @@ from fluvial.engines.scoring.runner import RewardRunner
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with evaluations, a moving average, a KL term and charts."""
     out = tmp_path_factory.mktemp("run") / "run"
-    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl": KLConfig(coef=0.1)}
+    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl.coef": 0.1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "curves", short_runs.curves)
         train(config(out, **changes), job())
@@ -157,8 +157,8 @@ def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
 )
 def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
     """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
-    (record,) = updates(config(tmp_path, rollout=rollout, train=kind))
+    rollout = SamplingConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
+    (record,) = updates(config(tmp_path, sampling=rollout, train=kind))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["skipped_steps"] == 0
     assert record["grad_norm"] > 0
@@ -170,8 +170,8 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
 def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
     """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
-    (record,) = updates(config(tmp_path, rollout=rollout, objective=Guard()))
+    rollout = SamplingConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
+    (record,) = updates(config(tmp_path, sampling=rollout, method=Guard()))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["objective"]["ratio"] == 1.0
     assert record["grad_norm"] > 0
@@ -187,10 +187,10 @@ def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
             seen.append(images)
             return alternating(images, prompts)
 
-        rollout = RolloutConfig(
+        rollout = SamplingConfig(
             prompts=1, group=4, steps=2, sampler=Stochastic(eta=1e-4), window=RandomWindow(1), shared_noise=shared
         )
-        updates(config(tmp_path, rollout=rollout), job(watching))
+        updates(config(tmp_path, sampling=rollout), job(watching))
         spreads.append(float(seen[-1].std(0).mean()))  # after the blank images of the start
     assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
 
@@ -199,7 +199,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
     from fluvial.models.handwriting import BASE
 
-    train(config(tmp_path / "run", train="lora", kl=KLConfig(coef=0.1)), job())
+    train(config(tmp_path / "run", train="lora", **{"kl.coef": 0.1}), job())
     saved = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
     assert saved
     assert all("lora_" in name for name in saved)
@@ -216,7 +216,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
-    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
+    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl.coef": 0.1}
     first, second = updates(config(tmp_path, train=kind, **changes), count=2)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
     assert first["objective"]["kl_ref"] == 0.0
@@ -233,8 +233,8 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
             train=kind,
             eval_every=1,
             optimizer=OptimizerConfig(ema_decay=0.5),
-            kl=KLConfig(coef=0.1),
             engine=EngineConfig(offload=offload),
+            **{"kl.coef": 0.1},
         )
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
@@ -255,7 +255,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     }
     for name, guidance in cases.items():
         rollout = replace(config(tmp_path).rollout, guidance=guidance)
-        (record,) = updates(config(tmp_path, train=kind, rollout=rollout))
+        (record,) = updates(config(tmp_path, train=kind, sampling=rollout))
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         norms[name] = record["grad_norm"]
     assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
@@ -267,7 +267,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
 def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
     """To the bit, with the reference's, as with every rank reading all of them."""
     for init in ("sharded", "whole"):
-        run = config(tmp_path / init, train=kind, init=init, kl=KLConfig(coef=0.1))
+        run = config(tmp_path / init, train=kind, init=init, **{"kl.coef": 0.1})
         train(run, job())
     assert launch.weights(tmp_path / "sharded") == launch.weights(tmp_path / "whole")
 
@@ -344,8 +344,8 @@ def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, 
 def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
     """When the run is built, not in the middle of it."""
     rollout = replace(config(tmp_path).rollout, guidance=Guidance(2.0, negative="abc"))
-    with pytest.raises(UsageError, match=r"rollout.guidance.negative: .*abc.* is not a code of 4 digits"):
-        train(config(tmp_path / "run", rollout=rollout), job())
+    with pytest.raises(UsageError, match=r"sampling.guidance.negative: .*abc.* is not a code of 4 digits"):
+        train(config(tmp_path / "run", sampling=rollout), job())
 
 
 @pytest.mark.long
@@ -550,7 +550,7 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
 def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
     """Whatever is being done; one line says so."""
     out = tmp_path / "run"
-    large = ["--rollout.prompts", "32", "--rollout.group", "16", "--rollout.steps", "10", "--micro-batch", "64"]
+    large = ["--sampling.prompts", "32", "--sampling.group", "16", "--sampling.steps", "10", "--micro-batch", "64"]
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *large) as process:
         wait_for_update(out, 0, process)  # an update of this size takes seconds from here
         for _ in range(2):
@@ -583,8 +583,8 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     for flags, says in (
         (["--seed", "5"], "is of another run: --seed 0 there, 5 here"),
         (
-            ["--rollout.sampler.eta", "0.5"],
-            "is of another run: --rollout.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
+            ["--sampling.sampler.eta", "0.5"],
+            "is of another run: --sampling.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
         ),
     ):
         done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
@@ -597,8 +597,8 @@ def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None
     one = config(tmp_path)
     asked = replace(one.rollout, source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)
     expected = run_fingerprint(one, (), "")
-    assert run_fingerprint(replace(one, rollout=asked), (), "") == expected
-    assert run_fingerprint(replace(one, rollout=replace(asked, sampler=Stochastic(eta=0.1))), (), "") != expected
+    assert run_fingerprint(with_values(one, {"sampling": asked}), (), "") == expected
+    assert run_fingerprint(with_values(one, {"sampling": replace(asked, sampler=Stochastic(eta=0.1))}), (), "") != expected
 
 
 @pytest.mark.long

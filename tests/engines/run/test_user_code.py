@@ -118,7 +118,7 @@ def objective(name: str, wrap: Wrap) -> Any:
 
     def learn(self: Any, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         record = wrap(lambda grades: run.record_steps(batch, key, grades.advantage, keep=grades.keep))
-        for part in run.minibatches(record(run.grade(batch)), key):
+        for part in run.method.passes.minibatches(record(run.grade(batch)), key):
             yield run.update(part, self.loss)
 
     space = {name: method(name) for name in ("loss", "implicit_reward", "centre") if hasattr(row, name)}
@@ -145,13 +145,13 @@ CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # object
 KINDS: dict[str, Callable[[Wrap], tuple[dict[str, Any], dict[str, Any]]]] = {
     "reward": lambda wrap: ({}, {"rewards": {"first": wrap(scored), "bright": bright}}),
     "reward of groups": lambda wrap: ({}, {"rewards": {"first": wrap(grouped), "bright": bright}}),
-    "reward with a gradient": lambda wrap: ({"objective": OBJECTIVE_ROWS["alignprop"]}, {"rewards": wrap(bright)}),
+    "reward with a gradient": lambda wrap: ({"method": OBJECTIVE_ROWS["alignprop"]}, {"rewards": wrap(bright)}),
     "evaluator": lambda wrap: ({}, {"evaluators": {"first": wrap(scored), "heldout": bright}}),
-    "decoding": lambda wrap: ({"objective": OBJECTIVE_ROWS["nft, none"]}, {"model": model(wrap)}),
-    "data": lambda wrap: ({"objective": OBJECTIVE_ROWS["sft"]}, {"data": wrap(tiny.drawn)}),
-    "sampler": lambda wrap: ({"rollout": sampler(wrap, rule=False)}, {}),
-    "rule of a sampler": lambda wrap: ({"rollout": sampler(wrap, rule=True)}, {}),
-    **{name: lambda wrap, name=name: ({"objective": objective(name, wrap)}, {}) for name in CUSTOM},  # type: ignore[misc]
+    "decoding": lambda wrap: ({"method": OBJECTIVE_ROWS["nft, none"]}, {"model": model(wrap)}),
+    "data": lambda wrap: ({"method": OBJECTIVE_ROWS["sft"]}, {"data": wrap(tiny.drawn)}),
+    "sampler": lambda wrap: ({"sampling": sampler(wrap, rule=False)}, {}),
+    "rule of a sampler": lambda wrap: ({"sampling": sampler(wrap, rule=True)}, {}),
+    **{name: lambda wrap, name=name: ({"method": objective(name, wrap)}, {}) for name in CUSTOM},  # type: ignore[misc]
 }
 
 
@@ -162,8 +162,8 @@ def digest(kind: str, wrap: Wrap, world: World) -> str:
     """Return all numbers and weights of a rollout's updates and an evaluation."""
     changes, of_job = KINDS[kind](wrap)
     traits = changes.get("objective", OBJECTIVE_ROWS["clipped"]).traits
-    changes = {"rollout": STEPS if traits.trains_on == "steps" else ODE, **changes}
-    passes = {} if traits.rewards == "gradients" else {"minibatches": 2}
+    changes = {"sampling": STEPS if traits.trains_on == "steps" else ODE, **changes}
+    passes = {} if traits.rewards == "gradients" else {"passes.minibatches": 2}
     job = tiny.job(**{"prompts": PROMPTS, "heldout": PROMPTS[:2], **of_job})
     config = tiny.config(
         Path("out"), updates=passes.get("minibatches", 1), micro_batch=4, **{"train": "lora", **passes, **changes}

@@ -26,8 +26,8 @@ from fluvial.models.lora_files import read_lora
 from fluvial.models.pipelines.open import open_model
 
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
-SMALL = "--rollout.prompts 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 --final-samples 2 --eval-every 0"
-GRPO = ["--rollout.group", "2", "--kl.coef", "0.1"]
+SMALL = "--sampling.prompts 2 --sampling.steps 3 --micro-batch 2 --updates 2 --passes.minibatches 1 --final-samples 2 --eval-every 0"
+GRPO = ["--sampling.group", "2", "--kl.coef", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_reinforcement_goes_on_from_the_adapter_of_a_supervised_run(
 
 def test_a_run_is_a_model(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`--model runs/x` is that run's model with the weights that it exported; its record says so."""
-    given = ["--prompts", str(folder / "prompts.txt"), "--rollout.group", "2"]
+    given = ["--prompts", str(folder / "prompts.txt"), "--sampling.group", "2"]
     assert train(folder, "grpo", "sft", tmp_path / "run", *given) == 0, capfd.readouterr().err
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["model"] == str(folder / "sd3")
@@ -106,7 +106,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It names the folder, the keys, or the setting; nothing is trained."""
-    prompts = ["--prompts", str(folder / "prompts.txt"), "--rollout.group", "2"]
+    prompts = ["--prompts", str(folder / "prompts.txt"), "--sampling.group", "2"]
     adapter = folder / "sft" / "lora"
     tensors = load_file(adapter / LORA)
     save_file({f"text_encoder.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "text.safetensors")
@@ -186,15 +186,24 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
     height, width, *frames = row.sizes[0]
     size = ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.frames", str((*frames, 1)[0])]
     asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *launch.rewarded(*size)]
-    words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *SMALL.split(), "--updates", "1", "--rollout.steps", "2"]
-    words += [
-        "--rollout.group",
-        "2",
-        "--rollout.window",
-        "random",
-        "--rollout.window.size",
+    words = [
+        "train",
+        "ddpo" if name == "sdxl" else "grpo",
+        *asked,
+        *SMALL.split(),
+        "--updates",
         "1",
-        "--rollout.window.high",
+        "--sampling.steps",
+        "2",
+    ]
+    words += [
+        "--sampling.group",
+        "2",
+        "--sampling.window",
+        "random",
+        "--sampling.window.size",
+        "1",
+        "--sampling.window.high",
         "1",
     ]
     started = [*words, "--lora", str(tmp_path / "lora"), "--out", str(tmp_path / "run")]

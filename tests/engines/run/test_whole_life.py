@@ -25,10 +25,10 @@ SHORT = (WITHOUT_ADAPTER,)  # in every run of the tests; the others in `make tes
 CAPTIONS = ("a red fox", "two cats", "an owl")
 TINY = (
     "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+    "--updates 2 --passes.minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
 )
 OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
-GRPO = "--rollout.prompts 2 --rollout.group 2 --rollout.window random --rollout.window.size 1 --rollout.window.high 1"
+GRPO = "--sampling.prompts 2 --sampling.group 2 --sampling.window random --sampling.window.size 1 --sampling.window.high 1"
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ def size(name: str) -> list[str]:
 
 def steps(name: str) -> list[str]:
     """Return the flags of the schedule; guidance of a pipeline without an adapter is part of its call."""
-    guided = ["--rollout.guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
-    return ["--rollout.steps", "2", *guided]
+    guided = ["--sampling.guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
+    return ["--sampling.steps", "2", *guided]
 
 
 def levels(name: str) -> list[str]:
@@ -135,7 +135,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     drawn = ["--out", str(tmp_path / "pairs"), "--group", "2", "--steps", "2", "--micro-batch", "2", *size(name)]
     guided = ["--guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
     fluvial("preferences", str(model), *prompts, "--rewards", "life_reward:bright", *drawn, *guided, *start("rl/lora"))
-    learnt = ["--objective.preferences", str(tmp_path / "pairs"), "--rollout.prompts", "2"]
+    learnt = ["--preferences", str(tmp_path / "pairs"), "--sampling.prompts", "2"]
     train("dpo", "dpo", *learnt, "--noising.each", "2", *levels(name), *start("rl/lora"))
 
     # It is evaluated with guidance that it was not trained with.

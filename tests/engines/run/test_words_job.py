@@ -22,7 +22,7 @@ from fluvial.models.words import BASE, Words, recognisers, words
 from fluvial.models.words.data import draw
 
 TINY = (
-    "--updates 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window all --rollout.window.high 1 "
+    "--updates 1 --sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --sampling.window all --sampling.window.high 1 "
     "--micro-batch 4 --evaluation.seeds None --final-samples 2 --eval-every 0 --tracker none"
 )
 

@@ -17,6 +17,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import AlignProp
 from fluvial.engines.run.config import RolloutConfig, TrainConfig
 from fluvial.engines.sampling.backprop import number_of_steps
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.handwriting import digits, likeness
@@ -37,7 +38,7 @@ def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
     """Return a run on 4 steps."""
     rollout = RolloutConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
-    return tiny.config(out, objective=objective, rollout=rollout, train="lora", micro_batch=2)
+    return tiny.config(out, method=objective, sampling=rollout, train="lora", micro_batch=2)
 
 
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -80,12 +81,12 @@ def test_the_reward_rises(one: World, tmp_path: Path) -> None:
     for target in (None, 0.45):
         config = TrainConfig(
             tmp_path,
-            objective=AlignProp(last=2, target=target),
+            method=AlignProp(last=2, target=target),
             train="lora",
             updates=10,
             micro_batch=4,
             update_micro_batch="rollout",
-            rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
+            sampling=SamplingConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
             optimizer=OptimizerConfig(lr=0.01),
         )
         run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
@@ -112,9 +113,9 @@ def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_pat
 @pytest.mark.parametrize(
     ("objective", "changes", "words"),
     [
-        (AlignProp(last=5), {}, "objective.last is 5, expected at most the 4 steps"),
-        (AlignProp(), {"window": RandomWindow(2)}, "rollout.window is 'random', expected all steps"),
-        (AlignProp(), {"trained": RandomRecorded(0.5)}, "rollout.trained has no effect with alignprop"),
+        (AlignProp(last=5), {}, "last is 5, expected at most the 4 steps"),
+        (AlignProp(), {"window": RandomWindow(2)}, "sampling.window is 'random', expected all steps"),
+        (AlignProp(), {"trained": RandomRecorded(0.5)}, "trained has no effect with alignprop"),
     ],
 )
 def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:

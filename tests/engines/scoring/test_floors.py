@@ -64,7 +64,7 @@ def one() -> Iterator[World]:
 def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:
     """Return a run of two groups of four by both rewards of the tiny job."""
     rollout, settings = replace(STEPS, prompts=2), AdvantageConfig(**advantage)
-    return tiny.config(out, rewards=rewards, rollout=rollout, advantage=settings, optimizer=FAST, updates=4, micro_batch=4)
+    return tiny.config(out, rewards=rewards, sampling=rollout, advantage=settings, optimizer=FAST, updates=4, micro_batch=4)
 
 
 @pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])

@@ -207,8 +207,8 @@ def typed_for(name: str, folder: Path) -> list[str]:
     """Save the pipeline of a row and its prompts, and return the command line that trains it, without a folder."""
     typed = (
         f"train ddpo --model {save(ROWS[name], folder / 'model')} --prompts {records(name, folder)} --rewards jpeg "
-        "--updates 1 --minibatches 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window all "
-        "--rollout.guidance.scale 3 --micro-batch 2 --update-micro-batch rollout "
+        "--updates 1 --passes.minibatches 1 --sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --sampling.window all "
+        "--sampling.guidance.scale 3 --micro-batch 2 --update-micro-batch rollout "
         "--final-samples 2 --eval-every 0 --tracker none --train lora "
         f"--pipeline.text-cache {folder / 'texts'}"
     )

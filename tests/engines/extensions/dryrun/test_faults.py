@@ -52,7 +52,7 @@ def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch)
     report = dry_run(RECIPES["grpo"]())
     reads = [wait for wait in report.phase("rollout").waits if wait.kind == "read"]
     assert "test_faults.py" in reads[0].line
-    assert reads[0].times >= RECIPES["grpo"]().rollout.steps
+    assert reads[0].times >= RECIPES["grpo"]().method.sampling.steps
     with pytest.raises(AssertionError, match="reads of the update"):
         check(report)
 

@@ -22,10 +22,10 @@ from fluvial.engines.extensions.dryrun.run import _complete, dry_run
 from fluvial.engines.extensions.simulate.collectives import describe_call
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
-from fluvial.engines.run.config import AsyncConfig, PipelineConfig, TrainConfig
+from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.window import AllSteps
@@ -87,9 +87,9 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     prompts = (str(tmp_path / "prompts.txt"),)
     config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=prompts, rewards=("jpeg",))
     call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
-    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
-    changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "rollout": rollout}
-    passes: dict[str, Any] = {"micro_batch": 2, "update_micro_batch": "rollout", "updates": 1, "minibatches": 1}
+    rollout = SamplingConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
+    changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "sampling": rollout}
+    passes: dict[str, Any] = {"micro_batch": 2, "update_micro_batch": "rollout", "updates": 1, "passes.minibatches": 1}
     report = dry_run(replace(config, train="lora", **passes, **changes), ranks=ranks)
     check(report)
     assert report.phase("rollout").flops > 0
@@ -180,7 +180,7 @@ def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
 
 def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
     """Their thread is simulated too, and their peak is added to the update's."""
-    config = replace(RECIPES["nft"](), asynchronous=AsyncConfig(ahead=1))
+    config = with_values(RECIPES["nft"](), {"rollout.ahead": 1})
     alone, ahead = dry_run(RECIPES["nft"](), ranks=2), dry_run(config, ranks=2)
     assert ahead.error is None
     assert ahead.concurrent > 0
@@ -211,7 +211,7 @@ def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monk
 
     monkeypatch.setattr(SimulatedMode, "_collective", noted)
     config = adapter("wan-experts", tmp_path)
-    config = replace(config, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
+    config = with_values(config, {"rollout.ahead": 1, "correction": CorrectionConfig("truncate")})
     report = dry_run(config, ranks=8)
     assert report.error is None
     assert report.phase("rollout").flops > 0
@@ -264,9 +264,9 @@ COMPARING: dict[str, tuple[str, dict[str, Any]]] = {
 def comparing(name: str) -> TrainConfig:
     """Return a run that compares policies, sharded by FSDP2, with one update per rollout."""
     base, kl = COMPARING[name]
-    config = replace(RECIPES[base](), epochs=1, minibatches=1)
+    config = with_values(RECIPES[base](), {"passes.epochs": 1, "passes.minibatches": 1})
     engine = replace(config.engine, replicas=1, compute="bfloat16")
-    return replace(config, kl=replace(config.kl, **kl), engine=engine)
+    return with_values(config, {**{f"kl.{k}": v for k, v in kl.items()}, "engine": engine})
 
 
 @pytest.mark.parametrize("name", COMPARING)
@@ -319,8 +319,10 @@ def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: 
 def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     """A run of ten times as many samples holds ten times as many trajectories."""
     config = RECIPES["grpo"]()
-    few = replace(config, micro_batch=4, update_micro_batch="rollout", rollout=replace(config.rollout, prompts=2, group=4))
-    many = replace(few, rollout=replace(few.rollout, prompts=20))
+    few = with_values(
+        config, {"micro_batch": 4, "update_micro_batch": "rollout", "sampling.prompts": 2, "sampling.group": 4}
+    )
+    many = with_values(few, {"sampling.prompts": 20})
     reports = [dry_run(each) for each in (few, many)]
     stored = [report.phase("update").stored for report in reports]
     assert stored[0] == 0

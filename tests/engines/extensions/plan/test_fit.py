@@ -19,7 +19,7 @@ from fluvial.engines.extensions.plan import fit
 from fluvial.engines.extensions.plan.fit import fit_config, plan_of
 from fluvial.engines.extensions.plan.plan import GIB, PlanConfig
 from fluvial.engines.extensions.plan.plan import plan as planned
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.trainer import Trainer
@@ -84,7 +84,7 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: p
 def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> None:
     """FLUX's take 9.3 GiB in bfloat16, beside a network in int8, which the plan chooses for 24 GiB and takes 12.8."""
     config = replace(RECIPES["grpo"]("black-forest-labs/FLUX.1-dev"), out=tmp_path, train="lora", prompts=("x.txt",))
-    config = replace(config, rollout=replace(config.rollout, prompts=1))
+    config = with_values(config, {"sampling.prompts": 1})
     device = torch.device("cuda")
     fits = partial(fit_config, ranks=1, device=device)
     for memory, base in (("24GiB", "int8"), ("48GiB", "auto")):

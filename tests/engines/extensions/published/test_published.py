@@ -105,7 +105,7 @@ def test_what_is_published_is_ours_or_a_deviation(name: str) -> None:
     assert set(run.published) | set(run.deviations) <= set(rows)
     if run.needs:
         return
-    tables = {path.rpartition(".")[0] for path in flat_record(name)} | {"rollout.sampler", "noising"}
+    tables = {path.rpartition(".")[0] for path in flat_record(name)} | {"sampling.sampler", "noising"}
     for path, value in run.published.items():
         if path not in flat_record(name) and path not in tables and path not in run.deviations:
             assert published.always()[path] == value, path
@@ -135,22 +135,22 @@ def test_no_setting_is_unsaid(name: str) -> None:
 # Settings that were wrong, or were read in another source than that of the run.
 READ_AGAIN: dict[tuple[str, str], Any] = {
     **{
-        (name, "rollout.guidance.negative"): " "
+        (name, "sampling.guidance.negative"): " "
         for name, run in RUNS.items()
-        if run.settings["model"].value.startswith("Qwen/") and run.settings.get("rollout.guidance.scale", (1.0,))[0] == 4.0
+        if run.settings["model"].value.startswith("Qwen/") and run.settings.get("sampling.guidance.scale", (1.0,))[0] == 4.0
     },
-    ("verl_omni/sd3.5-medium/dpo-offline-lora", "rollout.guidance.negative"): " ",
-    ("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo", "rollout.guidance.negative"): " ",
-    ("flow_grpo/sd3.5-medium/ocr", "rollout.guidance.negative"): "",
-    ("flow_grpo/wan2.1-t2v-1.3b/ocr", "rollout.guidance.negative"): "",
+    ("verl_omni/sd3.5-medium/dpo-offline-lora", "sampling.guidance.negative"): " ",
+    ("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo", "sampling.guidance.negative"): " ",
+    ("flow_grpo/sd3.5-medium/ocr", "sampling.guidance.negative"): "",
+    ("flow_grpo/wan2.1-t2v-1.3b/ocr", "sampling.guidance.negative"): "",
     ("flow_grpo/sd3.5-medium/pickscore-fast", "advantage.drop_zero"): False,
     ("flow_grpo/sd3.5-medium/pickscore-fast", "optimizer.ema_repeats"): 2,
     ("flow_grpo/flux.1-dev/geneval-fast", "optimizer.ema_repeats"): 6,
     ("flow_grpo/flux.1-dev/pickscore-fast", "optimizer.ema_repeats"): 6,
     ("flow_cps/flux.1-dev/pickscore", "optimizer.ema_repeats"): 6,
-    ("flow_grpo/bagel-7b/pickscore-full", "rollout.window.draw"): "call",
-    ("flow_cps/qwen-image/pickscore", "rollout.window.low"): 3,
-    ("flow_cps/qwen-image/pickscore", "rollout.window.high"): 5,
+    ("flow_grpo/bagel-7b/pickscore-full", "sampling.window.draw"): "call",
+    ("flow_cps/qwen-image/pickscore", "sampling.window.low"): 3,
+    ("flow_cps/qwen-image/pickscore", "sampling.window.high"): 5,
     ("miles_diffusion/qwen-image/ocr", "advantage.clip"): 5.0,
     ("miles_diffusion/qwen-image/ocr", "advantage.eps"): 1e-4,
     ("miles_diffusion/qwen-image/ocr", "optimizer.eps"): 1e-8,
@@ -160,8 +160,8 @@ READ_AGAIN: dict[tuple[str, str], Any] = {
     ("flow_factory/flux.1-dev/awm", "optimizer.ema_decay"): 0.3,
     ("flow_factory/sd3.5-medium/nft", "optimizer.ema_decay"): 0.5,
     ("flow_factory/sd3.5-medium/crd-ocr", "optimizer.ema_decay"): 0.995,
-    ("dancegrpo/sd1.4/hpsv2", "rollout.window.high"): None,  # the last step takes noise, too, and is not trained
-    ("dancegrpo/sd1.4/hpsv2", "rollout.trained.fraction"): 0.98,
+    ("dancegrpo/sd1.4/hpsv2", "sampling.window.high"): None,  # the last step takes noise, too, and is not trained
+    ("dancegrpo/sd1.4/hpsv2", "trained.fraction"): 0.98,
 }
 
 
@@ -171,11 +171,11 @@ def test_what_the_sources_of_these_settings_state() -> None:
     for (name, path), value in READ_AGAIN.items():
         assert flat_record(name)[path] == value, (name, path)
         assert value is None or rows_of(name)[path].why != ASSUMED, (name, path)
-    assert rows_of("flow_grpo/qwen-image/pickscore")["rollout.guidance.negative"][1:3] == ('" "', '" "')
+    assert rows_of("flow_grpo/qwen-image/pickscore")["sampling.guidance.negative"][1:3] == ('" "', '" "')
     source = rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["advantage.drop_zero"].source
     assert source is not None
     assert source.repo == "IamCreateAI/FlowCPS"
-    assert rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["rollout.shared_noise"].published.startswith("true: 2 x 9")
+    assert rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["sampling.shared_noise"].published.startswith("true: 2 x 9")
 
 
 def test_an_assumed_setting_is_said_to_be() -> None:
@@ -234,8 +234,12 @@ def test_diffusion_dpo_draws_timesteps_of_the_whole_schedule() -> None:
     for name in ("diffusion_dpo/sd1.5/pickapic", "diffusion_dpo/sdxl/pickapic"):
         run = find(name)
         config, deviations = resolve(run), run.deviations
-        assert (config.rollout.steps, config.noising.each, config.noising.levels.kind) == (999, 1, "schedule")
-        assert deviations["rollout.steps"].published == "t uniform over timesteps 0 to 999"
+        assert (config.method.sampling.steps, config.method.noising.each, config.method.noising.levels.kind) == (
+            999,
+            1,
+            "schedule",
+        )
+        assert deviations["sampling.steps"].published == "t uniform over timesteps 0 to 999"
         assert config.pipeline.latents == "sample"
 
 
@@ -246,15 +250,15 @@ def test_the_pairs_of_verl_omni_are_noised_at_logit_normal_levels() -> None:
     found: Any = (sd3.noising.levels, qwen.noising.levels)
     assert [levels.kind for levels in found] == ["logit_normal"] * 2
     assert [levels.mean for levels in found] == pytest.approx([math.log(3), 0])
-    assert sd3.rollout.guidance.scale == 4.0
-    assert (sd3.updates, sd3.minibatches, sd3.rollout.prompts) == (4000, 4, 16)
-    assert (qwen.updates, qwen.minibatches, qwen.rollout.prompts) == (600, 2, 32)
+    assert sd3.method.sampling.guidance.scale == 4.0
+    assert (sd3.updates, sd3.minibatches, sd3.method.sampling.prompts) == (4000, 4, 16)
+    assert (qwen.updates, qwen.minibatches, qwen.method.sampling.prompts) == (600, 2, 32)
 
 
 def clip_of(name: str) -> tuple[float, float]:
     """Return the clip range of a run."""
     objective: Any = config_of(name).objective
-    return objective.clip_low, objective.clip_high
+    return clip_low, clip_high
 
 
 def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
@@ -274,14 +278,14 @@ def test_d3po_compares_20_pairs_per_epoch() -> None:
     """Two batches of 10 prompts with two images each; the published updates of single pairs are a deviation."""
     run = find("d3po/sd1.5/compressibility")
     config, deviations = resolve(run), run.deviations
-    assert (config.rollout.prompts, config.rollout.group, config.updates) == (20, 2, 400)
+    assert (config.method.sampling.prompts, config.method.sampling.group, config.updates) == (20, 2, 400)
     assert deviations["minibatches"].published == "20 updates of 1 pair"
 
 
 def test_an_older_flow_grpo_fast_has_64_prompts() -> None:
     """32 GPUs make 4 batches of one prompt each, and two calls share a prompt: 64 groups of 18."""
     config = config_of("flow_grpo/sd3.5-medium/pickscore-fast")
-    assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (64, 18, 2)
+    assert (config.method.sampling.prompts, config.method.sampling.group, config.method.passes.minibatches) == (64, 18, 2)
 
 
 @pytest.mark.parametrize("name", ["unirl/qwen-image/nft", "miles_diffusion/qwen-image/ocr"])
@@ -334,7 +338,7 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
 def test_dgpos_beta_and_reference() -> None:
     """beta_dpo is 100 at the cited commit, and the reference of the preference is the base model (use_ema_ref false)."""
     objective: Any = config_of("dgpo/sd3.5-medium/geneval").objective
-    assert (objective.beta, objective.reference) == (100.0, "base")
+    assert (objective.beta, reference) == (100.0, "base")
     assert not any("101" in line for line in find("dgpo/sd3.5-medium/geneval").unusual)
 
 
@@ -342,7 +346,7 @@ def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
     """12 targets, and 8 of the first 9 steps drawn at random."""
     run = find("unirl/hunyuanvideo-1.5/dancegrpo")
     config, deviations = resolve(run), run.deviations
-    window: Any = config.rollout.window
+    window: Any = config.method.sampling.window
     assert config.model == "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     assert len(config.lora.targets or ()) == 12
     assert (window.kind, window.size, window.low, window.high) == ("scattered", 8, 0, 9)
@@ -373,16 +377,16 @@ def test_flow_grpo_leaves_the_last_step_out() -> None:
     """9 of the 10 stochastic steps are trained on, the noisiest; samples without advantage are dropped."""
     config = config_of("flow_grpo/sd3.5-medium/ocr")
     rollout = config.rollout
-    assert (rollout.steps, rollout.window.kind, rollout.trained.kind, rollout.trained.count(10)) == (10, "all", "first", 9)
-    assert config.advantage.drop_zero
-    assert config.kl.weight_of(rollout.sampler.rule) == "rate"
+    assert (sampling.steps, sampling.window.kind, trained.kind, trained.count(10)) == (10, "all", "first", 9)
+    assert config.method.advantage.drop_zero
+    assert config.method.kl.weight_of(sampling.sampler.rule) == "rate"
 
 
 def test_dance_decodes_the_clean_estimate() -> None:
     """The last step takes no noise, and 60 % of the others are trained on."""
     rollout = config_of("dancegrpo/flux.1-dev/hpsv2-16gpu").rollout
-    assert rollout.window.range(rollout.steps) == (0, 15)
-    assert (rollout.trained.count(15), rollout.trained.kind) == (9, "random")
+    assert sampling.window.range(sampling.steps) == (0, 15)
+    assert (trained.count(15), trained.kind) == (9, "random")
 
 
 def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
@@ -451,7 +455,7 @@ def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
 
 def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `config` prints is what `--config` reads, and flags go on top of it."""
-    typed = ["grpo", "--rollout.group", "4", "--out", str(tmp_path / "run")]
+    typed = ["grpo", "--sampling.group", "4", "--out", str(tmp_path / "run")]
     assert cli.run(["config", *typed, "--json"]) == 0
     first = capsys.readouterr().out
     path = tmp_path / "run.json"
@@ -470,7 +474,7 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
     toml.write_text(
         f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\n'
-        '[rollout.window]\nkind = "random"\nsize = 2\n[rollout.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
+        '[sampling.window]\nkind = "random"\nsize = 2\n[sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
         '[kl]\ncoef = 0.1\nweight = "mse"\n'
     )
     assert cli.run(["config", str(toml), "--json"]) == 0
@@ -504,8 +508,12 @@ def test_ddpos_statistics_and_last_step() -> None:
     """256 prompts of one sample with the last 16 rewards of each; Stable Diffusion's schedule ends with a noisy step."""
     run = find("ddpo/sd1.4/compressibility")
     config, deviations = resolve(run), run.deviations
-    assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (256, 1, 4)
-    assert (config.advantage.history, config.advantage.history_min, config.advantage.eps) == (16, 16, 1e-6)
+    assert (config.method.sampling.prompts, config.method.sampling.group, config.method.passes.minibatches) == (256, 1, 4)
+    assert (config.method.advantage.history, config.method.advantage.history_min, config.method.advantage.eps) == (
+        16,
+        16,
+        1e-6,
+    )
     assert not any(name.startswith("rollout") for name in deviations)
     scheduler = DDIMScheduler(1000, 0.00085, 0.012, beta_schedule="scaled_linear", set_alpha_to_one=False, steps_offset=1)
     scheduler.set_timesteps(50)
@@ -530,7 +538,7 @@ def test_windows_of_published_runs() -> None:
     """Per call (Flow-GRPO-Fast), per sample (verl-omni), moving (MixGRPO, UniRL), one by one (UniRL)."""
 
     def window(name: str) -> Any:
-        return config_of(name).rollout.window
+        return config_of(name).method.sampling.window
 
     assert window("flow_grpo/sd3.5-medium/geneval-fast-nocfg").draw == "call"
     assert window("verl_omni/qwen-image/ocr-flowdppo").draw == "sample"
@@ -544,10 +552,10 @@ def test_a_trunk_of_branches() -> None:
     """TempFlow-GRPO branches 6 times at each of the 9 trained steps; 4 initial noises share a prompt."""
     for task in ("flux.1-dev/hpsv3", "sd3.5-medium/geneval"):
         rollout = config_of(f"tempflow_grpo/{task}").rollout
-        window: Any = rollout.window
-        assert (window.samples, window.size, window.range(rollout.steps)) == (6, 1, (0, 9))
-        assert window.trunk(rollout.steps, rollout.group) == 54
-        assert (rollout.prompts, rollout.group) == (48, 4 * 54)
+        window: Any = sampling.window
+        assert (window.samples, window.size, window.range(sampling.steps)) == (6, 1, (0, 9))
+        assert window.trunk(sampling.steps, sampling.group) == 54
+        assert (sampling.prompts, sampling.group) == (48, 4 * 54)
 
 
 def test_levels_of_published_runs() -> None:
@@ -575,9 +583,9 @@ def test_models_that_cannot_be_trained_as_published() -> None:
 def test_an_offline_run_takes_its_pairs_from_a_folder() -> None:
     """Diffusion-DPO's have no rollout; the online ones make as many updates as their pairs give."""
     offline = config_of("diffusion_dpo/sd1.5/pickapic")
-    assert (offline.makes_samples, offline.rollout.prompts, offline.minibatches) == (False, 2048, 1)
+    assert (offline.makes_samples, offline.method.sampling.prompts, offline.minibatches) == (False, 2048, 1)
     online = config_of("verl_omni/qwen-image/ocr-online-dpo")
-    assert (online.makes_samples, online.minibatches, online.rollout.prompts) == (True, 2, 32)
+    assert (online.makes_samples, online.minibatches, online.method.sampling.prompts) == (True, 2, 32)
 
 
 # How blocks are put together.
@@ -603,14 +611,20 @@ def test_a_run_extends_blocks() -> None:
     """Later blocks come before earlier ones; each setting keeps the source of its block; what is stated is not assumed."""
     run = composed(extends=["near"], settings={"kl": {"coef": 0.1}}, unusual=["second"], gpus=4)
     values = {path: setting.value for path, setting in run.settings.items()}
-    assert values == {"seed": 1, "kl.coef": 0.1, "micro_batch": 4, "rollout.window.kind": "random", "rollout.window.size": 2}
+    assert values == {
+        "seed": 1,
+        "kl.coef": 0.1,
+        "micro_batch": 4,
+        "sampling.window.kind": "random",
+        "sampling.window.size": 2,
+    }
     paths = {path: setting.source and setting.source.path for path, setting in run.settings.items()}
     assert paths == {
         "seed": "x",
         "kl.coef": "y",
         "micro_batch": None,
-        "rollout.window.kind": "y",
-        "rollout.window.size": "y",
+        "sampling.window.kind": "y",
+        "sampling.window.size": "y",
     }
     assert (run.unusual, run.gpus) == (("first", "second"), 4)
     assert run.overlay()["rollout"] == {"window": {"kind": "random", "size": 2}}
@@ -631,6 +645,6 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
             source=BLOCKS["far"]["source"], settings={"model": "m", "train": "lora", "objective": {"name": objective}}
         )
         rows = {row.setting: row for row in side_by_side(run)}
-        assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "objective.name"}
+        assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "name"}
         assert rows.keys() == published.flat(as_record(resolve(run))).keys()
         assert {row.published for row in rows.values() if row.why == ASSUMED} == {"not stated"}

@@ -155,8 +155,8 @@ LOCAL: dict[str, Row] = {
 }
 # No run with servers has them.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Sampling.solver": ({"sampler": Ode("unipc")}, r"rollout.sampler.solver is 'unipc', expected euler: servers"),
-    "Sampling.eta": ({"sampler": SaSolver(0.5)}, r"rollout.sampler.solver is 'sa_solver', expected euler: servers"),
+    "Sampling.solver": ({"sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
+    "Sampling.eta": ({"sampler": SaSolver(0.5)}, r"sampling.sampler.solver is 'sa_solver', expected euler: servers"),
     "Sampling.step_cache": (
         {"step_cache": 0.1, "window": RandomWindow(2)},
         r"rollout.step_cache is 0\.1, expected 0: .*servers",
@@ -204,7 +204,7 @@ def asked_for(row: Row) -> tuple[Requests, Sampling, RolloutConfig]:
     stochastic = None
     if row.stochastic is not None:
         window = range(len(schedule.timesteps))
-        sampler = bind(rollout.sampler.kind, rollout.sampler.eta, schedule.levels)
+        sampler = bind(sampling.sampler.kind, sampling.sampler.eta, schedule.levels)
         stochastic = StochasticSteps(**{"transition": sampler, "window": window, **row.stochastic})
     sampling = {"shape": tiny.SHAPE, "schedule": schedule, "guidance": Guidance(**row.guidance), "stochastic": stochastic}
     requests = {"prompts": PROMPTS, "ids": IDS, "key": key(3), **row.requests}
@@ -310,7 +310,7 @@ def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
     [
         ({}, False),
         ({"rollout": {"store": Path("stored")}}, True),
-        ({"objective": Nft(), "train": "lora", "rollout": {"sampler": Ode()}}, True),
+        ({"method": Nft(), "train": "lora", "rollout": {"sampler": Ode()}}, True),
         ({"rewards": ("latent",)}, True),
         ({"rollout": {"source": "", "servers": ServersConfig()}}, True),
     ],
@@ -332,7 +332,7 @@ def test_final_latents_are_asked_for_where_they_are_needed(
     monkeypatch.setattr(client, "_direct", lambda url: asgi.Transport(server.app))
     asked = {"steps": tiny.STEPS, "prompts": 2, "group": 2, "source": URL, "servers": ServersConfig(patience=1)}
     rollout = RolloutConfig(**{**asked, **changes.get("rollout", {})})
-    config = tiny.config(tmp_path / "run", **{**changes, "rollout": rollout})
+    config = tiny.config(tmp_path / "run", **{**changes, "sampling": rollout})
     job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
     with Trainer(config, job, one) as trainer:
         root = key(1)
@@ -385,7 +385,7 @@ def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> 
     job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
     shown = f"{tmp_path}, a folder of frames, in video"
     with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which no server is sent: "):
-        Trainer(tiny.config(tmp_path / "run", rollout=rollout), job, one)
+        Trainer(tiny.config(tmp_path / "run", sampling=rollout), job, one)
     with pytest.raises(AssertionError, match="the network is built"):
         Trainer(tiny.config(tmp_path / "run"), job, one)
 
@@ -416,7 +416,7 @@ def test_a_server_with_another_schedule_is_found_out(
 @pytest.mark.parametrize("name", [*REFUSED, "StochasticSteps.transition"])
 def test_what_no_server_can_do_is_refused_when_the_run_is_configured(name: str) -> None:
     """In one line that names the field; without servers it is taken."""
-    custom = {"sampler": Stochastic(own_sampler, eta=ETA)}, r"rollout.sampler is '.*own_sampler', expected one of flow_sde"
+    custom = {"sampler": Stochastic(own_sampler, eta=ETA)}, r"sampling.sampler is '.*own_sampler', expected one of flow_sde"
     changes, says = REFUSED.get(name, custom)
     RolloutConfig(**changes)
     with pytest.raises(UsageError, match=says) as caught:
@@ -432,12 +432,14 @@ def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["nft", "--rollout.sampler", "ode", "--rollout.sampler.solver", "unipc"], "--rollout.sampler.solver is 'unipc'"),
-        long(["nft", "--rollout.sampler", "sa_solver"], "'sa_solver', expected euler: servers return Euler's latents alone"),
+        (["nft", "--sampling.sampler", "ode", "--sampling.sampler.solver", "unipc"], "--sampling.sampler.solver is 'unipc'"),
         long(
-            ["grpo", "--rollout.window", "random", "--rollout.step-cache", "0.1"], "--rollout.step-cache is 0.1, expected 0"
+            ["nft", "--sampling.sampler", "sa_solver"], "'sa_solver', expected euler: servers return Euler's latents alone"
         ),
-        long(["grpo", "--rollout.sampler", "test_conditions:own_sampler"], "expected one of flow_sde"),
+        long(
+            ["grpo", "--sampling.window", "random", "--rollout.step-cache", "0.1"], "--rollout.step-cache is 0.1, expected 0"
+        ),
+        long(["grpo", "--sampling.sampler", "test_conditions:own_sampler"], "expected one of flow_sde"),
     ],
 )
 def test_the_command_line_refuses_it_before_anything_is_loaded(

@@ -19,13 +19,13 @@ from fluvial.engines.engine.export import weights
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
-from fluvial.engines.run.config import CorrectionConfig, TrainConfig
+from fluvial.engines.run.config import CorrectionConfig, TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import Holder
 
-ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ROLLOUT = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 UPDATES = 4
 
 
@@ -39,13 +39,13 @@ def one() -> Iterator[World]:
 def config(ahead: int) -> TrainConfig:
     """Return a run with a correction, which would train on the samples of any policy."""
     return tiny.config(
-        None,  # type: ignore[arg-type]
+        None,
         updates=UPDATES,
         micro_batch=4,
-        rollout=ROLLOUT,
-        asynchronous=AsyncConfig(ahead),
+        sampling=ROLLOUT,
         correction=CorrectionConfig("truncate", threshold=2.0),
         optimizer=OptimizerConfig(lr=0.02),
+        **{"rollout.ahead": ahead},
     )
 
 
@@ -95,7 +95,7 @@ def opened(
     fakes = [FakeRollouts(tiny.Tiny().build()) for _ in range(2)]
     with loopback(fakes[0]) as first, loopback(fakes[1]) as second:
         served = replace(ROLLOUT, source=f"{first},{second}", servers=ServersConfig(timeout=5, patience=1))
-        with Trainer(replace(config(ahead), rollout=served), tiny.job(), world) as trainer:
+        with Trainer(with_values(config(ahead), {"sampling": served}), tiny.job(), world) as trainer:
             source: Any = trainer.sampler.source
             source.sync.close()
             source.sync = sync = Sync(fakes, bad or {})

@@ -30,9 +30,9 @@ from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
-from fluvial.engines.run.config import CorrectionConfig
+from fluvial.engines.run.config import CorrectionConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -41,7 +41,7 @@ from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import Branches, RandomWindow
 from fluvial.models.pipelines.base import check_still
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 QUICK = ServersConfig(timeout=5, patience=1)
 
 
@@ -117,7 +117,7 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
     config, rollout = replace(QUICK, in_flight=2), replace(STEPS, group=8)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with served(fake, world=one, rollout=rollout, config=config):
+        with served(fake, world=one, sampling=rollout, config=config):
             pass
     expected = f"at most 16 at a time: it computes {filled / 16:.3g} times as many; serve with --micro-batch 16 or less"
     assert [expected in str(warning.message) for warning in said] == [True] * says
@@ -125,7 +125,7 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
 
 def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
-    config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
+    config = tiny.config(cast(Any, None), sampling=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
         return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
@@ -153,7 +153,7 @@ VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window": Branches(1, 2, high=2)}, {}),
     ({"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))}, {}),
     ({"guidance": Guidance(2.0, "3")}, {}),
-    ({}, {"objective": Dppo(), "train": "lora"}),
+    ({}, {"method": Dppo(), "train": "lora"}),
 ]
 
 
@@ -164,7 +164,7 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
     plan = planned(one, asked, **changes)
     inside = InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module))
     inside.push(cast(Engine, None), 3)
-    with served(*fakes, world=one, rollout=asked) as source:
+    with served(*fakes, world=one, sampling=asked) as source:
         found, expected = chunks(source, plan), chunks(inside, plan)
     for own, other in zip(found, expected, strict=True):
         assert [*own.prompts] == [*other.prompts]
@@ -179,8 +179,8 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
 def test_deterministic_samples_are_their_last_latents_alone(one: World) -> None:
     """Objectives that train on clean samples record no steps."""
     rollout, fake = replace(STEPS, sampler=Ode()), FakeRollouts(net())
-    plan = planned(one, rollout, objective=Nft(), train="lora")
-    with served(fake, world=one, rollout=rollout) as source:
+    plan = planned(one, rollout, method=Nft(), train="lora")
+    with served(fake, world=one, sampling=rollout) as source:
         found = chunks(source, plan)
     expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fake.module)), plan)
     assert all(torch.equal(own.trajectory.final, other.trajectory.final) for own, other in zip(found, expected, strict=True))
@@ -191,7 +191,7 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
     """One per prompt, with a seed each; the trajectory is taken from the reply, and is scored alike here."""
     rollout, fake = replace(STEPS, window=RandomWindow(2)), FakeRollouts(net(), "sglang")
     plan = planned(one, rollout)
-    with served(fake, world=one, rollout=rollout) as source:
+    with served(fake, world=one, sampling=rollout) as source:
         made = chunks(source, plan)
         handshake = source.compare_with_servers(
             plan.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), plan.sampling
@@ -214,7 +214,7 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
     """For some windows they are as many as the four steps, and not the timesteps of these."""
     rollout = replace(STEPS, window=RandomWindow(size, low=low, high=low + size))
     fake, plan = FakeRollouts(net(), "sglang"), planned(one, rollout)
-    with served(fake, world=one, rollout=rollout) as source:
+    with served(fake, world=one, sampling=rollout) as source:
         assert len(chunks(source, plan)) == 2
         fake.faults = [of_trajectory(timesteps=lambda value: value + torch.eye(len(value))[-1])] * 9
         with pytest.raises(RunError, match="has timestep 1, expected 0"):
@@ -239,7 +239,7 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
 def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -> None:
     """When the run is built, in one line that names the field."""
     with pytest.raises(UsageError, match=r"rollout\..*sglang|rollout\.(sampler|form)") as caught:
-        served(FakeRollouts(net(), "sglang"), world=one, rollout=replace(STEPS, **rollout)).__enter__()
+        served(FakeRollouts(net(), "sglang"), world=one, sampling=replace(STEPS, **rollout)).__enter__()
     assert "\n" not in str(caught.value)
 
 
@@ -426,10 +426,10 @@ def test_images_have_the_size_of_the_samples(
 @contextmanager
 def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
     """Yield a trainer that corrects for differences of the servers that make its samples."""
-    config = tiny.config(cast(Any, None), rollout=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
+    config = tiny.config(cast(Any, None), sampling=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = replace(
-            config, rollout=source.rollout
+        trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = with_values(
+            config, {"sampling": source.rollout}
         )
         trainer.sampler.source = source
         yield trainer, source

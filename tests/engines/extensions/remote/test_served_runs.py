@@ -14,14 +14,14 @@ from marks import long
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import handwriting
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 ROLLOUT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1"
 )
 REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --update-micro-batch rollout"
 
@@ -32,7 +32,10 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The adapter is pushed after each update; the handshake finds no difference, and neither does a rollout."""
-    model, size = ["handwriting"], ["--rollout.window", "random", "--rollout.window.size", "1", "--rollout.window.high", "2"]
+    model, size = (
+        ["handwriting"],
+        ["--sampling.window", "random", "--sampling.window.size", "1", "--sampling.window.high", "2"],
+    )
     if name != "handwriting":
         row = tiny_pipelines.ROWS[name]
         model = [str(tiny_pipelines.save(row, tmp_path / name))]
@@ -76,9 +79,9 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
     call = [f"{name}={json.dumps(value)}" for name, value in row.call.items()]
     opened = ["--pipeline.height", "16", "--pipeline.width", "16", "--pipeline.call", *call]
     prompted = ["--prompts", str(prompts)]
-    scale, guidance = str(row.scale), ["--rollout.window", "random", "--rollout.window.size", "1"]
+    scale, guidance = str(row.scale), ["--sampling.window", "random", "--sampling.window.size", "1"]
     run = ["train", "grpo", "--model", *model, *launch.rewarded(*prompted), *opened, *ROLLOUT.split(), *REST.split()]
-    run += [*guidance, "--rollout.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
+    run += [*guidance, "--sampling.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
     assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
     options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights), "--steps", "3"]
     options += ["--guidance.scale", scale, *opened]
@@ -113,10 +116,10 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
             servers.pop(0).kill()
         return 1 - images.flatten(1).mean(1)
 
-    small = RolloutConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
+    small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
     config = TrainConfig(
         tmp_path / "inside",
-        rollout=small,
+        sampling=small,
         micro_batch=2,
         update_micro_batch="rollout",
         updates=3,
@@ -133,7 +136,7 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
         urls = ",".join(map(launch.Process.address, (first, second)))
         asked = replace(small, source=urls, servers=ServersConfig(weights_folder=weights))
         servers.append(first)
-        train(replace(config, out=tmp_path / "served", rollout=asked), job)
+        train(with_values(config, {"out": tmp_path / "served", "sampling": asked}), job)
         assert first.poll() is not None
         assert second.poll() is None
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")

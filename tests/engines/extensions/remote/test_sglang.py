@@ -41,7 +41,7 @@ from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
 from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -169,7 +169,7 @@ def source_of(server: Sglang, rollout: RolloutConfig, world: World) -> Iterator[
 
 def planned(world: World, rollout: RolloutConfig, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
-    config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
+    config = tiny.config(cast(Any, None), sampling=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
         return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
@@ -182,7 +182,7 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cps": ({"sampler": Stochastic("cps", eta=0.5)}, {}),
     "guidance": ({"guidance": Guidance(2.0, "3")}, {}),
     "residuals": ({"form": "unscaled"}, {}),
-    "velocities": ({}, {"objective": Dppo(), "train": "lora"}),
+    "velocities": ({}, {"method": Dppo(), "train": "lora"}),
 }
 
 
@@ -192,7 +192,7 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
     """Its log-probs are the trainer's, its steps lead from latents to latents, and its images come from the last ones."""
     monkeypatch.setattr(replies, "find_layout", lambda model: layout)
     changes, others = ROLLOUTS[name]
-    asked = replace(RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
+    asked = replace(SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
     plan = planned(one, asked, **others)
     server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
     with source_of(server, asked, one) as source:
@@ -226,7 +226,7 @@ def test_sglang_edits_images(one: World, monkeypatch: pytest.MonkeyPatch, tmp_pa
     shape = model.latent_shape(16, 16)
     files = [tiny_conditioned.draw_image(tmp_path / f"{number}.png", number) for number in range(3)]
     prompts = [Prompt("a red fox", media={"image": (files[row], files[row + 1])}) for row in (0, 0, 1, 1)]
-    rollout = RolloutConfig(prompts=2, group=2, steps=3, sampler=Stochastic(eta=0.5))
+    rollout = SamplingConfig(prompts=2, group=2, steps=3, sampler=Stochastic(eta=0.5))
     schedule = model.schedule(3, shape)
     steps = StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1))
     sampling = Sampling(shape, schedule, Guidance(2.0, "dull"), stochastic=steps)
@@ -251,7 +251,7 @@ def test_sglang_takes_the_image_alone(one: World) -> None:
         Conditioned.takes = takes  # type: ignore[attr-defined]
         with (
             pytest.raises(UsageError, match=r"takes no images with a prompt, .* have .*image.*: use fluvial serve"),
-            source_of(Sglang(PLAIN, None, model=model), RolloutConfig(prompts=2, group=2), one),
+            source_of(Sglang(PLAIN, None, model=model), SamplingConfig(prompts=2, group=2), one),
         ):
             pass
 

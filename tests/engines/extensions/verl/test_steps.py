@@ -21,7 +21,7 @@ from fluvial.engines.methods import LossConfig
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.nft import Nft
-from fluvial.engines.methods.table import Clipped
+from fluvial.engines.methods.table import Grpo
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora
 from fluvial.models.guidance import guided_velocity
@@ -69,7 +69,7 @@ class Own:
         self.before = self.weights()
 
         def loss(part: Any) -> Any:
-            return objective.loss(self.predict(part.x, part, cond), part, config)
+            return loss(self.predict(part.x, part, cond), part, config)
 
         size = len(items.level)
         return self.engine.update(items, loss, items.weight, count=size, micro_batch=micro_batch, pad_to=size).loss
@@ -143,7 +143,7 @@ def test_a_step_of_flow_grpo(folders: dict[str, Path], world: World, name: str) 
     config = LossConfig(kl_coef=verl_runs.KL, kl_weight="rate")
     for i, rows in enumerate((torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7]))):
         part = optree.tree_map(lambda tensor, rows=rows: tensor[rows], flat)
-        found = own.update(part, made.cond, Clipped(verl_runs.CLIP, verl_runs.CLIP), config)
+        found = own.update(part, made.cond, Grpo(verl_runs.CLIP, verl_runs.CLIP), config)
         assert metrics[i]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
     assert [step["lr"] for step in metrics] == [None, 1e-3]
@@ -252,7 +252,7 @@ def test_a_step_of_distillation(folders: dict[str, Path], world: World, name: st
         made.trajectory,
         made.schedule,
         made.sampler(made.schedule.levels[:-1], made.schedule.levels[1:]),
-        made.advantage,
+        made.method.advantage,
         torch.ones(4),
     )
     other = Own(made, world)
@@ -282,6 +282,6 @@ def test_a_step_of_dance_grpo_on_videos(folders: dict[str, Path], world: World) 
     data["old_log_probs"] = actor.infer(data)["log_probs"] + 0.05
     own = Own(made, world)
     flat = verl_runs.items(made)._replace(log_prob_old=data["old_log_probs"].T.flatten())
-    found = own.update(flat, made.cond, Clipped(verl_runs.CLIP, verl_runs.CLIP), LossConfig())
+    found = own.update(flat, made.cond, Grpo(verl_runs.CLIP, verl_runs.CLIP), LossConfig())
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)

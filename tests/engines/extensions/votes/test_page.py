@@ -32,7 +32,7 @@ BRIGHTNESS = """['left-image', 'right-image'].map(name => {
 })"""
 RUN = (
     *("train", "ddpo", "--updates", "1", "--micro-batch", "4", "--eval-samples", "8", "--final-samples", "8"),
-    *("--eval-every", "0", "--rollout.prompts", "2", "--rollout.group", "4"),
+    *("--eval-every", "0", "--sampling.prompts", "2", "--sampling.group", "4"),
 )
 
 
@@ -179,8 +179,8 @@ def test_a_run_learns_from_votes_and_resumes_where_it_was_stopped(tmp_path: Path
         assert record["reward"]["std"] > 0
         assert tab.complaints() == []
     model = json.loads((tmp_path / "a" / "config.json").read_text())["model"]
-    given = ("--objective.preferences", str(tmp_path / "votes"), "--model", model, "--out", str(tmp_path / "dpo"))
+    given = ("--preferences", str(tmp_path / "votes"), "--model", model, "--out", str(tmp_path / "dpo"))
     done = launch.fluvial(
-        "train", "dpo", *given, "--updates", "1", "--eval-samples", "8", "--final-samples", "8", "--rollout.prompts", "2"
+        "train", "dpo", *given, "--updates", "1", "--eval-samples", "8", "--final-samples", "8", "--sampling.prompts", "2"
     )
     assert done.returncode == 0, done.stderr

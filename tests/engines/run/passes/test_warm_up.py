@@ -19,11 +19,11 @@ from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.micro_batch import Passes, once
 from fluvial.engines.run.passes.warm_up import warm_up
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
@@ -107,7 +107,7 @@ def test_blocks_that_cannot_be_compiled_run_as_written(
 def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, backend: list[Exception]) -> None:
     """No update, rollout or evaluation makes a program."""
     config = tiny.config(
-        tmp_path, updates=2, engine=EngineConfig(compile=True), rollout=RolloutConfig(prompts=2, group=2, steps=tiny.STEPS)
+        tmp_path, updates=2, engine=EngineConfig(compile=True), sampling=SamplingConfig(prompts=2, group=2, steps=tiny.STEPS)
     )
     shown = Console(force_terminal=True, file=StringIO())
     with Trainer(config, tiny.job(), one) as trainer, RunProgress(shown, total=2) as progress:

@@ -76,7 +76,7 @@ def test_scripts_are_read_by_bash(tmp_path: Path) -> None:
 def test_flags_in_scripts_are_fluvials() -> None:
     """Those after `fluvial serve` and `fluvial.engines train grpo`, up to the end of the command."""
     flags = {"serve": field_names(ServeConfig()), "train": field_names(recipes.grpo("handwriting"))}
-    known = {name: {f"--{each.replace('_', '-')}" for each in names} | {"--async.ahead"} for name, names in flags.items()}
+    known = {name: {f"--{each.replace('_', '-')}" for each in names} | {"--rollout.ahead"} for name, names in flags.items()}
     counted = 0
     for script in scripts():
         text = script.replace("\\\n", " ")

@@ -54,7 +54,7 @@ def test_a_served_run_has_the_bits_of_one_in_process(
 ) -> None:
     """Every rollout is made by the weights of its update. The second run finds the base that the first one pushed."""
     monkeypatch.setenv("ADMIN", "secret")
-    common = ("--updates", "2", "--train", train, "--rollout.sampler.eta", "0.7")
+    common = ("--updates", "2", "--train", train, "--sampling.sampler.eta", "0.7")
     launch.train(tmp_path / "alone", *common)
     servers = ("--rollout.servers.weights-folder", str(folder), "--rollout.servers.admin-env", "ADMIN")
     launch.train(tmp_path / "served", *common, "--rollout.source", url, *servers)
