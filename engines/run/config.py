@@ -366,7 +366,7 @@ def explain_fixed_micro_batch(method: Method) -> str | None:
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return a run with other values of fields, by their dotted names, e.g. {"sampling.group": 8, "optimizer.lr": 1e-4}.
 
-    A field of the method may be named without `method.` before it. All values are set before any is checked.
+    A field of the method may be named without `method.` before it; those of a new method are of that one.
 
     Raises:
         UsageError: there is no such field, or a value is not accepted.
@@ -384,5 +384,6 @@ def _with_values(config: Any, values: Mapping[str, Any], owner: str) -> Any:
         if first not in known:
             raise UsageError(f"there is no field {owner}{first}{did_you_mean(first, known)}")
         inner = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == first}
-        changes[first] = inner[""] if "" in inner else _with_values(getattr(config, first), inner, f"{owner}{first}.")
+        value = inner.pop("", getattr(config, first))
+        changes[first] = _with_values(value, inner, f"{owner}{first}.") if inner else value
     return replace(config, **changes)

@@ -14,14 +14,16 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import key
-from fluvial.engines import EngineConfig, Job, KLConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from fluvial.engines import EngineConfig, Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.methods import table as o
-from fluvial.engines.run.declared import LinearOld, NoOld
+from fluvial.engines.run.config import with_values
+from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.method import Method
 from fluvial.engines.run.pipeline import PipelineConfig
-from fluvial.engines.sampling.config import AsyncConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import (
@@ -124,37 +126,40 @@ def prepare(folder: Path, models: Collection[str]) -> None:
 
 SDE = SamplingConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
 ODE = SamplingConfig(prompts=3, group=4, steps=4, sampler=Ode())
-SINGLE = replace(ODE, prompts=12, group=1)  # for objectives without groups
+SINGLE = replace(ODE, prompts=12, group=1)  # for methods without groups
+READ = ReadingConfig(prompts=12, steps=4)
 NOISED = NoisingConfig(each=3)
 FULL: dict[str, Any] = {"train": "full", "optimizer": OptimizerConfig(lr=1e-4, ema_decay=0.9)}
-KL = KLConfig(coef=0.1)
+KL = {"kl.coef": 0.1}
 LAGGING = o.Nft(beta=1.0, old=LinearOld(rise=0.1))
 TRUNCATED = CorrectionConfig("truncate")
 
 
-def run(objective: Any, rollout: RolloutConfig, *, rollouts: int = 2, **changes: Any) -> TrainConfig:
-    """Return a run of a few rollouts."""
+def run(method: Method, sampling: ReadingConfig, /, **changes: Any) -> TrainConfig:
+    """Return a run of a few rollouts, `rollouts` of them."""
+    rollouts = changes.pop("rollouts", 2)
     values: dict[str, Any] = {
-        "out": Path("out"),
+        "method": method,
+        "sampling": sampling,
         "seed": 3,
-        "updates": rollouts * changes.get("epochs", 1) * changes.get("minibatches", 1),
+        "updates": rollouts * changes.get("passes.epochs", 1) * changes.get("passes.minibatches", 1),
         "micro_batch": 4,
         "update_micro_batch": "rollout",
         "train": "lora",
         "optimizer": OptimizerConfig(lr=1e-3, ema_decay=0.9),
         "rewards": ("bold", "neat=0.5"),
     }
-    return TrainConfig(method=objective, sampling=rollout, **{**values, **changes})
+    return with_values(TrainConfig(Path("out"), method), {**values, **changes})
 
 
-def grpo(rollout: RolloutConfig = SDE, **changes: Any) -> TrainConfig:
+def grpo(sampling: SamplingConfig = SDE, /, **changes: Any) -> TrainConfig:
     """Return a run of GRPO of two updates per rollout."""
-    return run(o.Grpo(), rollout, **{"passes.minibatches": 2, **changes})
+    return run(o.Grpo(), sampling, **{"passes.minibatches": 2, **changes})
 
 
-def nft(rollout: RolloutConfig = ODE, **changes: Any) -> TrainConfig:
+def nft(sampling: SamplingConfig = ODE, /, **changes: Any) -> TrainConfig:
     """Return a run of DiffusionNFT whose old policy lags behind."""
-    return run(LAGGING, rollout, **{"noising": NOISED, "passes.minibatches": 2, **changes})
+    return run(LAGGING, sampling, **{"noising": NOISED, "passes.minibatches": 2, **changes})
 
 
 def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **asked: Any) -> Case:
@@ -164,51 +169,57 @@ def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **as
     settings = PipelineConfig(**{**size, "text_cache": cache, "heldout": held, **asked})
     rewards = ("digest_cases:bold",) if base.rewards else ()
     prompts = () if base.data else (str(folder / "prompts.txt"),)
-    rollout = replace(base.rollout, steps=3, prompts=2, group=2)
-    changes: dict[str, Any] = {"sampling": rollout, "micro_batch": 2, "rewards": rewards, "prompts": prompts}
-    return Case(replace(base, model=str(folder / name), pipeline=settings, **changes), lambda: None)
+    changes: dict[str, Any] = {
+        "sampling.steps": 3,
+        "sampling.prompts": 2,
+        "sampling.group": 2,
+        "micro_batch": 2,
+        "rewards": rewards,
+        "prompts": prompts,
+    }
+    return Case(with_values(base, {"model": str(folder / name), "pipeline": settings, **changes}), lambda: None)
 
 
 def clipped_cases() -> dict[str, TrainConfig]:
-    """Return runs of objectives with ratios of recorded steps: what they sample, weight and correct."""
+    """Return runs of methods with ratios of recorded steps: what they sample, weight and correct."""
     wide = CorrectionConfig("mask", "trajectory", threshold=1.0005)
-    half = replace(SDE, autocast=True)
+    half = {"rollout.autocast": True}
     return {
         "grpo": grpo(),
         "grpo-epochs": run(
-            o.Grpo(1e-4, 1e-4),
+            o.Grpo(clip_low=1e-4, clip_high=1e-4),
             SDE,
             advantage=AdvantageConfig(drop_zero=True, clip=1.5),
             **{"passes.minibatches": 2, "passes.epochs": 2},
         ),
-        "grpo-kl-full": grpo(kl=KL, **FULL),
+        "grpo-kl-full": grpo(**KL, **FULL),
         "grpo-kl-ema": grpo(**{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}),
         "grpo-kl-mse": grpo(**{"kl.coef": 0.1, "kl.weight": "mse"}),
         "grpo-guided": grpo(replace(SDE, guidance=Guidance(3.0)), **{"kl.coef": 0.1, "kl.guidance": 1.5}),
         "grpo-guided-half": grpo(replace(SDE, guidance=Guidance(3.0, gradient="conditional"))),
         "grpo-correct": grpo(correction=TRUNCATED),
-        "grpo-reject": grpo(half, correction=CorrectionConfig("reject", threshold=1.001), max_log_ratio=1e3),
-        "grpo-trained": grpo(replace(SDE, window=AllSteps(high=3), trained=RandomRecorded(0.7), shared_noise=True)),
-        "grpo-first": grpo(replace(SDE, window=AllSteps(high=3), trained=FirstRecorded(0.7))),
+        "grpo-reject": grpo(**half, correction=CorrectionConfig("reject", threshold=1.001), max_log_ratio=1e3),
+        "grpo-trained": grpo(replace(SDE, window=AllSteps(high=3), shared_noise=True), trained=RandomRecorded(0.7)),
+        "grpo-first": grpo(replace(SDE, window=AllSteps(high=3)), trained=FirstRecorded(0.7)),
         "grpo-history": grpo(advantage=AdvantageConfig(history=20, history_min=3)),
         "grpo-history-3": grpo(rollouts=3, advantage=AdvantageConfig(history=20, history_min=6)),
         "grpo-gdpo": grpo(advantage=AdvantageConfig(combine="gdpo", scale="batch", ddof=0)),
         "grpo-floors": grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)),
         "grpo-extremes": grpo(advantage=AdvantageConfig(extremes=1)),
-        "grpo-autocast": grpo(half, correction=CorrectionConfig("truncate", threshold=1.001), max_log_ratio=1e3),
+        "grpo-autocast": grpo(**half, correction=CorrectionConfig("truncate", threshold=1.001), max_log_ratio=1e3),
         "grpo-uneven": grpo(
             replace(SDE, prompts=4), micro_batch=2, advantage=AdvantageConfig(extremes=1), **{"passes.epochs": 2}
         ),
         "grpo-pairs": grpo(update_micro_batch=6),
         "grpo-orders": grpo(data_seed=5, prompt_order="draws", seed=4),
         "guard": run(o.Guard(), SDE, **{"passes.minibatches": 2}),
-        "dppo": run(o.Dppo(), SDE, kl=KL, **{"passes.minibatches": 2}),
-        "dppo-autocast": run(o.Dppo(), half, correction=wide, max_log_ratio=1e3, **{"passes.minibatches": 2}),
+        "dppo": run(o.Dppo(), SDE, **KL, **{"passes.minibatches": 2}),
+        "dppo-autocast": run(o.Dppo(), SDE, **half, correction=wide, max_log_ratio=1e3, **{"passes.minibatches": 2}),
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), micro_batch=2),
-        "distill": run(o.Distill(BASE), replace(SDE, prompts=12, group=1), **FULL),
-        "distill-mse": run(o.Distill(BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), kl=KL),
+        "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
+        "distill-mse": run(o.Distill(teacher=BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
     }
 
 
@@ -217,14 +228,15 @@ def sampling_cases() -> dict[str, TrainConfig]:
     flash = RandomWindow(1, low=1, high=2, tail=Tail("dpmpp_2m", fraction=0.6))
     samples = {
         "window-prefix": replace(SDE, window=RandomWindow(1, low=1, high=3, share_prefix=True)),
-        "window-sample": replace(SDE, window=RandomWindow(2, high=3, draw="sample"), form="no_const"),
+        "window-sample": replace(SDE, window=RandomWindow(2, high=3, draw="sample")),
         "window-tail": replace(SDE, steps=6, window=flash),
         "window-scattered": replace(SDE, window=ScatteredSteps(2, high=3, draw="call")),
         "window-moving": replace(SDE, window=MovingWindow(1, high=3)),
         "window-branches": replace(SDE, group=8, window=Branches(size=1, samples=4, high=2)),
-        "sampler-cps": replace(SDE, sampler=Stochastic("cps", 0.7), reduction="sum"),
+        "sampler-cps": replace(SDE, sampler=Stochastic("cps", 0.7)),
         "sampler-dance": replace(SDE, sampler=Stochastic("dance_sde", 0.3)),
     }
+    more: dict[str, Any] = {"window-sample": {"form": "no_const"}, "sampler-cps": {"reduction": "sum"}}
     levels: dict[str, Any] = {
         "stratified": StratifiedLevels(),
         "continuous": ContinuousLevels(),
@@ -232,8 +244,8 @@ def sampling_cases() -> dict[str, TrainConfig]:
         "auto": AutoLevels(),
     }
     return {
-        **{name: grpo(rollout) for name, rollout in samples.items()},
-        "step-cache": grpo(replace(SDE, step_cache=0.1), engine=EngineConfig(compile=False)),
+        **{name: grpo(sampling, **more.get(name, {})) for name, sampling in samples.items()},
+        "step-cache": grpo(**{"rollout.step_cache": 0.1}, engine=EngineConfig(compile=False)),
         **{f"levels-{name}": nft(noising=replace(NOISED, levels=each)) for name, each in levels.items()},
         "solver-dpmpp": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
         "solver-unipc": nft(replace(ODE, sampler=Ode("unipc"))),
@@ -242,24 +254,24 @@ def sampling_cases() -> dict[str, TrainConfig]:
 
 
 def noised_cases(folder: Path) -> dict[str, TrainConfig]:
-    """Return runs of objectives that train on clean samples with noise, on pairs, or through the reward."""
+    """Return runs of methods that train on clean samples with noise, on pairs, or through the reward."""
     coupled = replace(ODE, guidance=Guidance(3.0, update="conditional"))
-    averaged = KLConfig(coef=0.1, ema_coef=1.0, ema_rise=0.1)
+    averaged = {"kl.coef": 0.1, "kl.ema_coef": 1.0, "kl.ema_rise": 0.1}
     return {
         "nft": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
-        "nft-kl": nft(kl=KL, **{"passes.minibatches": 1}),
+        "nft-kl": nft(**KL, **{"passes.minibatches": 1}),
         "nft-delayed": run(o.Nft(old=LinearOld(rise=0.2, delay=1, unit="updates")), ODE, noising=NOISED, rollouts=3),
         "nft-noold": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED, **{"passes.minibatches": 2}),
         "nft-noold-1": run(o.Nft(beta=1.0, old=NoOld()), ODE, noising=NOISED),
-        "awm": run(o.Awm(), ODE, noising=NOISED, kl=averaged, **{"passes.minibatches": 2, "passes.epochs": 2}),
+        "awm": run(o.Awm(), ODE, noising=NOISED, **averaged, **{"passes.minibatches": 2, "passes.epochs": 2}),
         "awm-call": run(o.Awm(), ODE, noising=replace(NOISED, draw="call")),
-        "crd": run(o.Crd(sampling_delay=0), ODE, noising=NOISED, kl=KL, **{"passes.minibatches": 2}),
+        "crd": run(o.Crd(rollout_policy=Ramp(rise=0.0075)), ODE, noising=NOISED, **KL, **{"passes.minibatches": 2}),
         "crd-uneven": run(
-            o.Crd(sampling_delay=0),
+            o.Crd(rollout_policy=Ramp(rise=0.0075)),
             replace(ODE, prompts=2),
             noising=NOISED,
             micro_batch=8,
-            kl=KL,
+            **KL,
             **{"passes.minibatches": 2},
         ),
         "dgpo": run(
@@ -270,9 +282,9 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
         "dpo-file": run(o.Dpo(beta=100.0, preferences=folder / "pairs"), ODE, noising=NOISED, rewards=(), rollouts=3),
         "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, **{"kl.coef": 1.0, "passes.minibatches": 2}),
         "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),
-        "sft": run(o.Sft(), SINGLE, noising=NOISED, rewards=()),
+        "sft": run(o.Sft(), READ, noising=NOISED, rewards=()),
         "alignprop": run(o.AlignProp(last=2), SINGLE, rewards=("neat",)),
-        "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",), **{"kl.coef": 0.0}),
+        "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",)),
     }
 
 
@@ -302,15 +314,15 @@ def machine_cases() -> dict[str, TrainConfig]:
         "optimizer-average": {"ema_decay": 0.9, "ema_interval": 2, "ema_repeats": 2, "ema_warmup": False},
     }
     return {
-        **{name: grpo(kl=KL, engine=EngineConfig(**asked), **FULL) for name, asked in engines.items()},
-        **{name: grpo(kl=KL, lora=LoraConfig(rank=4, form=form)) for name, form in forms.items()},
+        **{name: grpo(**KL, engine=EngineConfig(**asked), **FULL) for name, asked in engines.items()},
+        **{name: grpo(**KL, lora=LoraConfig(rank=4, form=form)) for name, form in forms.items()},
         **{name: grpo(train="full", optimizer=OptimizerConfig(lr=1e-3, **asked)) for name, asked in optimizers.items()},
-        **{f"base-{name}": grpo(kl=KL, engine=EngineConfig(base=name)) for name in ("bfloat16", "int8", "int4", "nf4")},
+        **{f"base-{name}": grpo(**KL, engine=EngineConfig(base=name)) for name in ("bfloat16", "int8", "int4", "nf4")},
         "lora-sharded": nft(engine=EngineConfig(replicas=1, comm="reshard")),
-        "lora-offload": nft(engine=EngineConfig(offload="phases"), kl=KL),
+        "lora-offload": nft(engine=EngineConfig(offload="phases"), **KL),
         "sft-step": run(
             o.Sft(),
-            SINGLE,
+            READ,
             noising=replace(NOISED, each=1),
             rewards=(),
             micro_batch=12,
@@ -352,9 +364,10 @@ ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "sft-step-copies",
 
 def cases(folder: Path) -> dict[str, Case]:
     """Return all runs; they read what `prepare` wrote to the folder."""
-    ahead: dict[str, Any] = {"rollouts": 4, "asynchronous": AsyncConfig(1)}
-    late: dict[str, Any] = {"rollouts": 4, "asynchronous": AsyncConfig(2), "correction": TRUNCATED, "max_log_ratio": 1e9}
+    ahead: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 1}
+    late: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 2, "correction": TRUNCATED, "max_log_ratio": 1e9}
     there = ServersConfig(weights_folder=folder / "served", patience=20)
+    later = {"rollout.servers": there, "rollout.source": "http://later"}
     evaluated = EvaluationConfig(average=True)
     small: dict[str, Any] = {"eval_samples": 4, "final_samples": 4, "checkpoint_every": 2, "eval_every": 2}
     guided = replace(SDE, guidance=Guidance(3.0), window=RandomWindow(1, high=2))
@@ -367,24 +380,25 @@ def cases(folder: Path) -> dict[str, Case]:
         "sft-step-copies": Case(replace(step, engine=replace(step.engine, replicas=2))),
         "raft-caption": Case(run(o.Raft(best=0.5, compare="caption"), ODE, noising=NOISED), captioned_job),
         "unet-grpo": Case(
-            run(o.Grpo(), replace(SDE, sampler=Stochastic("ddim", 1.0)), kl=KL, **{"passes.minibatches": 2}),
+            run(o.Grpo(), replace(SDE, sampler=Stochastic("ddim", 1.0)), **KL, **{"passes.minibatches": 2}),
             partial(job, unet=True),
         ),
-        "unet-sft": Case(run(o.Sft(), SINGLE, noising=NOISED, rewards=()), partial(job, unet=True)),
+        "unet-sft": Case(run(o.Sft(), READ, noising=NOISED, rewards=()), partial(job, unet=True)),
         "nft-ahead": Case(nft(**ahead)),
         "grpo-ahead": Case(grpo(**late)),
         "resumed-grpo": Case(grpo(advantage=AdvantageConfig(history=20, history_min=3)), way="resumed"),
-        "resumed-grpo-full": Case(grpo(kl=KL, **FULL), way="resumed"),
+        "resumed-grpo-full": Case(grpo(**KL, **FULL), way="resumed"),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"
         ),
         "resumed-ahead": Case(grpo(**late), way="resumed"),
-        "served-grpo": Case(grpo(replace(SDE, servers=there, source="http://later"), correction=TRUNCATED), way="served"),
+        "served-grpo": Case(grpo(**later, correction=TRUNCATED), way="served"),
         "served-nft-full-ahead": Case(
             run(
                 o.Nft(beta=1.0, old=NoOld()),
-                replace(ODE, servers=there, source="http://later"),
+                ODE,
+                **later,
                 noising=NOISED,
                 **{**ahead, **FULL},
                 **{"passes.minibatches": 2},
@@ -395,10 +409,10 @@ def cases(folder: Path) -> dict[str, Case]:
         "replayed-nft": Case(nft(), way="replayed"),
         "loop-grpo": Case(grpo(evaluation=evaluated, **small), way="loop"),
         "context-parallel": Case(
-            grpo(split, kl=KL, rewards=(), micro_batch=2, engine=EngineConfig(context_parallel=2, comm="reshard")),
+            grpo(split, **KL, rewards=(), micro_batch=2, engine=EngineConfig(context_parallel=2, comm="reshard")),
             tiny_token_job.job,
         ),
-        "sd3-grpo": pipeline(folder, "sd3", grpo(guided, kl=KL)),
+        "sd3-grpo": pipeline(folder, "sd3", grpo(guided, **KL)),
         "sd3-nft": pipeline(folder, "sd3", nft(replace(ODE, guidance=Guidance(3.0)), noising=NoisingConfig(each=2))),
         "sd3-full-bfloat16": pipeline(
             folder, "sd3", grpo(guided, engine=EngineConfig(compute="bfloat16", masters="bfloat16"), **FULL), kind="half"
@@ -407,7 +421,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "sd3-sft-images": pipeline(
             folder,
             "sd3",
-            run(o.Sft(), SINGLE, rewards=(), noising=NoisingConfig(each=2), data=(str(folder / "foxes"),)),
+            run(o.Sft(), READ, rewards=(), noising=NoisingConfig(each=2), data=(str(folder / "foxes"),)),
             kind="foxes",
         ),
         "sd3-sizes": pipeline(folder, "sd3", grpo(guided, rollouts=3), **sizes),

@@ -14,7 +14,8 @@ from fluvial.core.sigmas import shifted
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -147,17 +148,16 @@ def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
     return replace(made, **changes)
 
 
-def config(out: Path, **changes: Any) -> TrainConfig:
+def config(out: Path, /, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of one rollout of two groups of two."""
     values: dict[str, Any] = {
-        "out": out,
         "micro_batch": 2,
         "update_micro_batch": "rollout",
         "updates": 1,
         "lora": LoraConfig(rank=4),
         "sampling": SamplingConfig(prompts=2, group=2, steps=STEPS, sampler=Stochastic(eta=0.5)),
     }
-    return TrainConfig(**{**values, **changes})
+    return with_values(TrainConfig(out, Grpo()), {**values, **changes})
 
 
 class Run:
