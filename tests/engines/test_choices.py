@@ -15,6 +15,7 @@ from fluvial.core.transitions import dance_sde
 from fluvial.engines.choices import kinds, settings, variant_of, variants
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import CONVERTER, as_record, read_record
 from fluvial.engines.sampling.config import RolloutConfig
@@ -142,7 +143,7 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
     with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
         parse_config(Chosen(), "run", [f"--{name}", f"{kind}x"])
     place = PLACES[name].split(".")
-    record = as_record(TrainConfig(Path("x")))
+    record = as_record(TrainConfig(Path("x"), method=Grpo()))
     record[place[0]][place[1]] = {"kind": f"{kind}x"}
     with pytest.raises(UsageError, match=rf"did you mean '{kind}'\? @ run\.{PLACES[name]}") as read:
         read_record(record)
@@ -151,7 +152,7 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
 
 def test_a_kind_alone_has_its_defaults() -> None:
     """In a file; a kind with a field that has no default needs an object."""
-    record = as_record(TrainConfig(Path("x")))
+    record = as_record(TrainConfig(Path("x"), method=Grpo()))
     record["rollout"] |= {"window": "all", "sampler": "dance_sde"}
     assert read_record(record).method.sampling.sampler == Stochastic("dance_sde")
     record["rollout"]["window"] = "random"
@@ -164,7 +165,7 @@ def test_a_kind_alone_has_its_defaults() -> None:
 
 def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
     """No old setting is read as something else, or passed over."""
-    record = as_record(TrainConfig(Path("x")))
+    record = as_record(TrainConfig(Path("x"), method=Grpo()))
     old = {
         "window": 5,
         "window_low": 0,
@@ -178,7 +179,7 @@ def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
     with pytest.raises(UsageError, match="unknown fields eta, fraction, moves, solver, window_high, window_low") as refused:
         read_record(record)
     assert "\n" not in str(refused.value)
-    record["rollout"] = {**as_record(TrainConfig(Path("x")))["rollout"], "window": 5}
+    record["rollout"] = {**as_record(TrainConfig(Path("x"), method=Grpo()))["rollout"], "window": 5}
     with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.rollout\.window"):
         read_record(record)
 

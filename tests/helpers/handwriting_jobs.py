@@ -10,6 +10,7 @@ import stored
 import torch
 from torch import Tensor
 
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig
@@ -24,7 +25,14 @@ def config(out: Path, **changes: Any) -> TrainConfig:
     rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     passes: dict[str, Any] = {"micro_batch": 4, "update_micro_batch": "rollout"}
     run = TrainConfig(
-        out=out, updates=2, **passes, eval_every=0, final_samples=8, eval_samples=8, checkpoint_every=2, sampling=rollout
+        out=out,
+        updates=2,
+        eval_every=0,
+        final_samples=8,
+        eval_samples=8,
+        checkpoint_every=2,
+        method=Grpo(sampling=rollout),
+        **passes,
     )
     return replace(run, **changes)
 

@@ -70,19 +70,20 @@ def recipe(model: str = "handwriting") -> TrainConfig:
     return TrainConfig(
         Path("runs/pull"),
         model=model,
-        method=Pull(),
         rewards=("toy_doors:bold",),
         updates=2,
         micro_batch=8,
         update_micro_batch="rollout",
-        sampling=SamplingConfig(
-            prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
-        ),
         optimizer=OptimizerConfig(lr=0.02),
         eval_every=0,
         eval_samples=8,
         final_samples=8,
         checkpoint_every=1,
+        method=Pull(
+            sampling=SamplingConfig(
+                prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
+            )
+        ),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig
@@ -57,7 +58,12 @@ def bad_reward(folder: str, kind: str) -> None:
     def command(args: list[str]) -> int:
         rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
         config = TrainConfig(
-            out=Path(folder), updates=1, micro_batch=4, update_micro_batch="rollout", final_samples=8, sampling=rollout
+            out=Path(folder),
+            updates=1,
+            micro_batch=4,
+            update_micro_batch="rollout",
+            final_samples=8,
+            method=Grpo(sampling=rollout),
         )
         train(config, replace(jobs.handwriting(), rewards={"it": reward}))
         return 0

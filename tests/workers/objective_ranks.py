@@ -10,9 +10,9 @@ import torch
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
-from fluvial.engines.run.config import CorrectionConfig, NoisingConfig, RolloutConfig
-from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.noising import ContinuousLevels
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded
 

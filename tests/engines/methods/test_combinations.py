@@ -18,21 +18,18 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import (
     METHODS,
     Dpo,
     name_of,
 )
-from fluvial.engines.run.config import (
-    CorrectionConfig,
-    KLConfig,
-    NoisingConfig,
-    RolloutConfig,
-    TrainConfig,
-    with_values,
-)
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
 from fluvial.engines.run.validate import check_model
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
 from fluvial.models import Prediction

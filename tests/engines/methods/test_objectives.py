@@ -28,19 +28,16 @@ from fluvial.engines.methods.table import (
     Raft,
     Sft,
 )
-from fluvial.engines.run.config import (
-    AdvantageConfig,
-    CorrectionConfig,
-    NoisingConfig,
-    RolloutConfig,
-)
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Objective
+from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
-from fluvial.engines.sampling.noising import ContinuousLevels
+from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import Prediction
 
 

@@ -121,14 +121,16 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     """Named by their module they are in config.json, from which the run goes on."""
     config = TrainConfig(
         tmp_path / "run",
-        method=method_type("own_objects:Weighted")(temperature=0.5),
-        sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
         train="lora",
         updates=1,
         eval_samples=2,
         final_samples=2,
         micro_batch=4,
         update_micro_batch="rollout",
+        method=method_type("own_objects:Weighted")(
+            temperature=0.5,
+            sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
+        ),
     )
     summary = train(config)
     assert summary["updates"] == 1

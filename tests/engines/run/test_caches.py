@@ -12,6 +12,7 @@ from PIL import Image
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
@@ -72,7 +73,7 @@ def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_pat
         lambda images: 2 * images,
     ]
     asked = job(folder, tmp_path)
-    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path)) for encode in functions]
+    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path, method=Grpo())) for encode in functions]
     assert len({each["encoder"] for each in settings}) == 3
 
 
@@ -84,11 +85,10 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
         TrainConfig(
             cache / "run",
             model=str(folder / name),
-            method=Sft(),
             data=(str(folder / "foxes"),),
             data_cache=cache,
             pipeline=pipeline,
-            sampling=SamplingConfig(prompts=2, group=1, sampler=Ode()),
+            method=Sft(sampling=SamplingConfig(prompts=2, group=1, sampler=Ode())),
         )
     )
 

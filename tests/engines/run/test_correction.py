@@ -19,8 +19,8 @@ from fluvial.engines.methods.grpo import correct
 from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
-from fluvial.engines.run.config import CorrectionConfig
 from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps
 
 

@@ -22,6 +22,7 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.export import formats
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import COMFY_WEIGHTS
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.exports import check_exports, export_run
@@ -61,7 +62,7 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
         "sampling": SamplingConfig(prompts=2, group=2, steps=3),
         "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
     }
-    with Trainer(TrainConfig(**{**values, **changes})) as trainer:
+    with Trainer(TrainConfig(method=Grpo(), **{**values, **changes})) as trainer:
         for _ in trainer:
             trainer.save()
         found = {}
@@ -321,9 +322,9 @@ def test_exports_during_training_are_checked_before_it(tmp_path: Path) -> None:
     ):
         asked: dict[str, Any] = changes
         with pytest.raises(ValueError, match=says):
-            check_exports(TrainConfig(tmp_path, export_every=1, **asked), Handwriting())
-        check_exports(TrainConfig(tmp_path, **asked), Handwriting())  # none are asked for
-    check_exports(TrainConfig(tmp_path, export_every=1), Handwriting())
+            check_exports(TrainConfig(tmp_path, export_every=1, method=Grpo(), **asked), Handwriting())
+        check_exports(TrainConfig(tmp_path, method=Grpo(), **asked), Handwriting())  # none are asked for
+    check_exports(TrainConfig(tmp_path, export_every=1, method=Grpo()), Handwriting())
 
 
 def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, init_world, leave
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
@@ -311,7 +312,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
         final_samples=8,
         eval_samples=8,
         checkpoint_every=2,
-        sampling=rollout,
+        method=Grpo(sampling=rollout),
     )
     return replace(run, **changes)
 

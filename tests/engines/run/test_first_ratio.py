@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import OptimizerConfig
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.sampling.config import SamplingConfig
@@ -59,8 +60,8 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
         micro_batch=1,
         final_samples=2,
         train="full",
-        sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5)),
         optimizer=OptimizerConfig(lr=1e-3),
+        method=Grpo(sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5))),
     )
     summary = train(config, job, console=Console(quiet=True))
     assert summary["first_pass_max_abs_log_ratio"] == 0.0

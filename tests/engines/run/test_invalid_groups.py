@@ -16,8 +16,11 @@ from torch import Tensor
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.config import AdvantageConfig, KLConfig, NoisingConfig, TrainConfig, with_values
+from fluvial.engines.methods.losses import KLConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.scoring.advantages import AdvantageConfig
 
 LEARNING = [
     name for name, row in OBJECTIVE_ROWS.items() if row.traits.rewards != "nothing" and row.traits.preferences is None

@@ -21,13 +21,11 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Grpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
-from fluvial.engines.run.config import (
-    AdvantageConfig,
-)
 from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.gather import Scoring
 
 

@@ -22,7 +22,7 @@ from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
 from fluvial.engines.methods.table import AlignProp, Dpo
 from fluvial.engines.run import build, recipes, train
-from fluvial.engines.run.config import NoisingConfig, TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.warm_up import WarmUp
@@ -30,6 +30,7 @@ from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, slots
+from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 

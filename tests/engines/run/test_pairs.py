@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
@@ -175,7 +176,7 @@ def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) ->
     if model != "handwriting":
         rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
     lora = LoraConfig(rank=4, form=LowRank(product="merged"))
-    config = TrainConfig(tmp_path, model=model, updates=2, micro_batch=16, train="lora", lora=lora, sampling=rollout, optimizer=OptimizerConfig(lr=1e-2))  # fmt: skip
+    config = TrainConfig(tmp_path, model=model, updates=2, micro_batch=16, train="lora", lora=lora, optimizer=OptimizerConfig(lr=1e-2), method=Grpo(sampling=rollout))  # fmt: skip
     job = handwriting_jobs.job() if model == "handwriting" else jobs.handwriting_unet()
     with Trainer(config, replace(job, rewards={"reward": handwriting_jobs.alternating})) as run:
         rows = rows_of(run)

@@ -17,6 +17,7 @@ from tiny_replayed import WITHOUT_ADAPTER
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import to_train
 from fluvial.engines.run.jobs.evaluated import with_size_of
@@ -228,7 +229,12 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
     if name == "sd3":
         rollout = SamplingConfig(prompts=2, group=2, steps=3)
         config = TrainConfig(
-            tmp_path / "run", model=str(folder / name), updates=1, micro_batch=2, sampling=rollout, rewards=("jpeg",)
+            tmp_path / "run",
+            model=str(folder / name),
+            updates=1,
+            micro_batch=2,
+            rewards=("jpeg",),
+            method=Grpo(sampling=rollout),
         )
         with Trainer(config, job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width

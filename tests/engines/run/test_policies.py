@@ -13,12 +13,10 @@ from spied_runs import FAST, ODE, STEPS, Spied
 from fluvial.core.dpo import best_and_worst
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import Awm, Distill, Dpo, Nft, Raft
-from fluvial.engines.run.config import (
-    KLConfig,
-    NoisingConfig,
-)
 from fluvial.engines.run.declared import LinearOld, NoOld
+from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.lora import adapter_parameters, use_adapter
 

@@ -25,10 +25,11 @@ from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft, Sft
 from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.prefetch import Ahead, PushOrder
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig, SamplingConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter

@@ -17,24 +17,18 @@ from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import METHODS, Distill, Dpo, Nft, name_of
-from fluvial.engines.run.config import (
-    AdvantageConfig,
-    CorrectionConfig,
-    NoisingConfig,
-    PipelineConfig,
-    RolloutConfig,
-    TrainConfig,
-    with_values,
-)
+from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.validate import check_model
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels
+from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, Branches, FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig, Prediction
 
 OTHER = "someone/a-model"
@@ -274,9 +268,12 @@ RUNS: list[TrainConfig] = [
     TrainConfig(
         Path("out"),
         train="lora",
-        method=Nft(old=LinearOld(delay=7), mode="binary"),
-        sampling=SamplingConfig(sampler=Ode("dpmpp_2m")),
-        noising=NoisingConfig(3, LogitNormalLevels()),
+        method=Nft(
+            old=LinearOld(delay=7),
+            mode="binary",
+            sampling=SamplingConfig(sampler=Ode("dpmpp_2m")),
+            noising=NoisingConfig(3, LogitNormalLevels()),
+        ),
     ),
     TrainConfig(Path("out"), method=Distill(teacher=Path("runs/teacher"))),
     TrainConfig(
@@ -285,7 +282,7 @@ RUNS: list[TrainConfig] = [
         prompts=("prompts.txt",),
         pipeline=PipelineConfig(heldout=("heldout.txt",), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
     ),
-    TrainConfig(Path("out"), method=Dpo(preferences=Path("pairs")), sampling=SamplingConfig(sampler=Ode())),
+    TrainConfig(Path("out"), method=Dpo(preferences=Path("pairs"), sampling=SamplingConfig(sampler=Ode()))),
 ]
 
 

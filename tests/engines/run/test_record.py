@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -162,7 +163,7 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (home / file).write_text("0427\n")
     monkeypatch.chdir(home)
     asked = with_values(
-        TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights")),
+        TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights"), method=Grpo()),
         {
             "prompts": ("a/p.txt=2", "b/p.txt", "@codes"),
             "rewards": ("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),

@@ -11,9 +11,10 @@ import torch
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
-from fluvial.engines.run.config import CorrectionConfig, TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 
 
 @pytest.fixture(scope="module")

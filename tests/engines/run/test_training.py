@@ -30,10 +30,11 @@ from fluvial.engines.engine.engine import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.report import charts as drawing
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import Guard
 from fluvial.engines.run import train
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import AdvantageConfig, KLConfig, with_values
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.saving import run_fingerprint
@@ -41,6 +42,7 @@ from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.runner import RewardRunner
 
 

@@ -17,6 +17,7 @@ from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.weights import base_model, from_run
@@ -84,6 +85,7 @@ def test_a_run_is_a_model(folder: Path, tmp_path: Path, capfd: pytest.CaptureFix
         prompts=(str(folder / "prompts.txt"),),
         rewards=("jpeg",),
         pipeline=PipelineConfig(16, 16),
+        method=Grpo(),
     )
     assert base_model(again.model) == str(folder / "sd3")
     job = jobs.of_run(again)
@@ -96,7 +98,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     file = next((folder / "sft" / "weights").glob("*.safetensors"))
     weights, prompts = f"--transformer={folder / 'sft' / 'weights'}", str(folder / "prompts.txt")
     asked = launch.rewarded(*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts)
-    config = parse_config(TrainConfig(tmp_path), "x", asked)
+    config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)
     built = jobs.of_run(config).model.build().state_dict()
     base = open_model(folder / "sd3", device="cpu").build().state_dict()
     given = load_file(file)
@@ -216,7 +218,7 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
 
     def built(*typed: str) -> dict[str, torch.Tensor]:
         """Return the weights that a run with these flags starts from."""
-        config = parse_config(TrainConfig(tmp_path), "x", [*asked, *typed])
+        config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", [*asked, *typed])
         return jobs.of_run(config).model.build().state_dict()
 
     base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))

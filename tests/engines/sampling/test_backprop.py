@@ -15,9 +15,9 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import AlignProp
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.sampling.backprop import number_of_steps
-from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.handwriting import digits, likeness
@@ -81,13 +81,14 @@ def test_the_reward_rises(one: World, tmp_path: Path) -> None:
     for target in (None, 0.45):
         config = TrainConfig(
             tmp_path,
-            method=AlignProp(last=2, target=target),
             train="lora",
             updates=10,
             micro_batch=4,
             update_micro_batch="rollout",
-            sampling=SamplingConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
             optimizer=OptimizerConfig(lr=0.01),
+            method=AlignProp(
+                last=2, target=target, sampling=SamplingConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode())
+            ),
         )
         run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
         rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]

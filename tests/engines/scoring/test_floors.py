@@ -12,8 +12,9 @@ from spied_runs import FAST, STEPS
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import AdvantageConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_floors, update_multipliers
 
 

@@ -19,9 +19,10 @@ from fluvial.engines.engine.export import weights
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
-from fluvial.engines.run.config import CorrectionConfig, TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import Holder
 

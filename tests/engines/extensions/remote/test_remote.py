@@ -30,9 +30,10 @@ from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
-from fluvial.engines.run.config import CorrectionConfig, with_values
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, Stochastic

@@ -13,6 +13,7 @@ import torch
 from marks import long
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import handwriting
@@ -119,13 +120,13 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
     small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
     config = TrainConfig(
         tmp_path / "inside",
-        sampling=small,
         micro_batch=2,
         update_micro_batch="rollout",
         updates=3,
         final_samples=2,
         eval_every=0,
         tracker="none",
+        method=Grpo(sampling=small),
     )
     job = replace(handwriting(), rewards={"dark": dark})
     train(config, job)
