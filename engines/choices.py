@@ -15,7 +15,6 @@ from typing import Any, Union, get_args, get_origin
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 
-
 # Metadata of a field whose own fields are flags without its name before them: --sampling.group, not --method.sampling.group.
 BARE = {"bare": True}
 

@@ -12,7 +12,7 @@ from fluvial.core.policy import PolicyInfo, clipped_surrogate
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Networks
-from fluvial.engines.run.method import Method, Needs, NoisedRows, PassesConfig
+from fluvial.engines.run.method import Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
@@ -54,11 +54,6 @@ class Awm(Method, name="awm"):
     clip_high: float = 1e-3
     delta: float = 1e-5
     power: float = 0.25
-
-    @property
-    def rows(self) -> NoisedRows:
-        """Train on clean samples with noise."""
-        return NoisedRows(self.noising)
 
     def networks(self) -> Networks:
         """Keep the policy before the updates, and the references of the KL terms."""

@@ -14,7 +14,7 @@ from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Follower, Networks, Ramp
-from fluvial.engines.run.method import Method, Needs, NoisedRows, PassesConfig
+from fluvial.engines.run.method import Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
@@ -76,11 +76,6 @@ class Crd(Method, name="crd"):
         yield from super().problems()
         if self.advantage.drop_zero:
             yield UsageError("advantage.drop_zero", True, "False", "crd centres the rewards of all samples")
-
-    @property
-    def rows(self) -> NoisedRows:
-        """Train on clean samples with noise."""
-        return NoisedRows(self.noising)
 
     def networks(self) -> Networks:
         """Keep an old policy, one that makes the rollouts, and the references of the KL terms."""

@@ -12,7 +12,7 @@ from fluvial.core.dpo import D3poInfo, best_and_worst, clip_log_ratio, d3po_loss
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.declared import Networks, Start
-from fluvial.engines.run.method import EpochsConfig, Method, RecordedRows
+from fluvial.engines.run.method import EpochsConfig, Method
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.window import AllRecorded, FirstRecorded
@@ -54,11 +54,6 @@ class D3po(Method, name="d3po"):
             expected = "ddim or flow_sde, whose steps have the log-probability that d3po needs"
             yield UsageError("sampling.sampler", self.sampling.sampler.kind, expected)
         yield from super().problems()
-
-    @property
-    def rows(self) -> RecordedRows:
-        """Train on recorded steps."""
-        return RecordedRows(trained=self.trained)
 
     def networks(self) -> Networks:
         """Keep the policy that training starts from: ratios are relative to it."""

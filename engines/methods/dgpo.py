@@ -15,7 +15,7 @@ from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Follower, Networks, Start, ramp
-from fluvial.engines.run.method import EpochsConfig, Method, Needs, NoisedRows
+from fluvial.engines.run.method import EpochsConfig, Method, Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
@@ -78,11 +78,6 @@ class Dgpo(Method, name="dgpo"):
             yield UsageError("noising.draw", self.noising.draw, "rollout", "dgpo compares samples at the same levels")
         if self.advantage.drop_zero:
             yield UsageError("advantage.drop_zero", True, "False", "dgpo weighs whole groups")
-
-    @property
-    def rows(self) -> NoisedRows:
-        """Train on clean samples with noise."""
-        return NoisedRows(self.noising)
 
     def networks(self) -> Networks:
         """Keep an old policy that follows the policy fast, and the policy that training starts from."""

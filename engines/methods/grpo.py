@@ -11,7 +11,6 @@ from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import StepKLConfig, correct
-from fluvial.engines.run.declared import Networks
 from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -55,10 +54,6 @@ class PolicyGradient(Method):
     def rows(self) -> RecordedRows:
         """Train on recorded steps."""
         return RecordedRows(self.form, self.reduction, self.records_velocity, self.trained)
-
-    def networks(self) -> Networks:
-        """Keep the references of the KL terms."""
-        return self.kl.networks()
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Climb the surrogate of every recorded step, weighted by the advantage of its sample."""

@@ -12,7 +12,7 @@ from fluvial.core.random import Key
 from fluvial.engines.choices import check_variant
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
-from fluvial.engines.run.method import Method, Needs, NoisedRows, PassesConfig
+from fluvial.engines.run.method import Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
@@ -67,11 +67,6 @@ class Nft(Method, name="nft"):
     def __post_init__(self) -> None:
         check_variant(self.old, OldPolicy, "old")
         super().__post_init__()
-
-    @property
-    def rows(self) -> NoisedRows:
-        """Train on clean samples with noise."""
-        return NoisedRows(self.noising)
 
     def networks(self) -> Networks:
         """Keep the old policy, which makes the samples, and the references of the KL terms."""

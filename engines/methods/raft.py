@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
-from fluvial.engines.run.declared import Networks
-from fluvial.engines.run.method import Images, Method, NoisedRows, PassesConfig
+from fluvial.engines.run.method import Images, Method, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
@@ -44,18 +43,9 @@ class Raft(Method, name="raft"):
     compare: Literal["rollout", "caption", "data"] = "rollout"
 
     @property
-    def rows(self) -> NoisedRows:
-        """Train on clean samples with noise."""
-        return NoisedRows(self.noising)
-
-    @property
     def source(self) -> Images | None:
         """Read images where given ones are compared."""
         return None if self.compare == "rollout" else Images(self.compare)
-
-    def networks(self) -> Networks:
-        """Keep the references of the KL terms."""
-        return self.kl.networks()
 
     def collect(self, run: "Run", key: Key) -> "Batch":
         """Sample groups of images, or read images that are compared with others of their caption, or with any."""

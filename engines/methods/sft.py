@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
-from fluvial.engines.run.declared import Networks
-from fluvial.engines.run.method import Images, Method, Needs, NoisedRows, PassesConfig
+from fluvial.engines.run.method import Images, Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import ReadingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
@@ -39,18 +38,9 @@ class Sft(Method, name="sft"):
     kl: KLConfig = KLConfig()
 
     @property
-    def rows(self) -> NoisedRows:
-        """Train on clean samples with noise."""
-        return NoisedRows(self.noising)
-
-    @property
     def source(self) -> Images:
         """Read images."""
         return Images()
-
-    def networks(self) -> Networks:
-        """Keep the references of the KL terms."""
-        return self.kl.networks()
 
     def collect(self, run: "Run", key: Key) -> "Batch":
         """Read the next images and captions."""

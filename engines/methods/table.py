@@ -1,6 +1,5 @@
 """Methods by name, and the checks of custom ones: of their class, of every loss, and of what they raise."""
 
-import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,17 +24,11 @@ from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.run.declared import Loss
-from fluvial.engines.run.method import Method
+from fluvial.engines.run.method import Method, explain_no_method
 
 METHODS: dict[str, type[Method]] = {
     kind.method_name: kind
     for kind in (Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, AlignProp, Raft, Sft, Distill)
-}
-CALLS = {
-    "networks": (),
-    "collect": ("run", "key"),
-    "learn": ("run", "batch", "key"),
-    "loss": ("v", "rows"),
 }
 
 
@@ -45,38 +38,7 @@ def method_type(name: str) -> type[Method]:
     Raises:
         UsageError: there is no such class, or it is not a method.
     """
-    return plugins.load(name, "methods", _problem, table=METHODS)
-
-
-def check_method(method: Any) -> None:
-    """Raise UsageError unless an object is a method."""
-    kind = type(method)
-    if kind in METHODS.values():
-        return
-    if isinstance(method, type):
-        raise UsageError(f"method is the class {method.__name__}, expected an instance: {method.__name__}()")
-    if (problem := _problem(kind)) is not None:
-        raise UsageError(f"method {plugins.spec_of(kind)} {problem}")
-
-
-def _problem(kind: Any) -> str | None:
-    """Return what keeps a class from being a method."""
-    if not isinstance(kind, type):
-        return f"is of type {type(kind).__name__}, expected a class"
-    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return "is not a frozen dataclass: decorate it with @dataclass(frozen=True)"
-    if not issubclass(kind, Method):
-        return "is not a method: let it inherit from `fluvial.engines.methods.Method`"
-    for name, parameters in CALLS.items():
-        method = getattr(kind, name)
-        expected = f"{name}(self, {', '.join(parameters)})"
-        if method is Method.learn:
-            return f"has no method {expected}"
-        try:
-            inspect.signature(method).bind("self", *parameters)
-        except TypeError as error:
-            return f"has {name}{inspect.signature(method)}, expected {expected}: {error}"
-    return None
+    return plugins.load(name, "methods", explain_no_method, table=METHODS)
 
 
 def with_checked_loss(method: Method) -> Callable[[Loss], Loss]:

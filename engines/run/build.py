@@ -18,7 +18,7 @@ from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.table import check_method, with_checked_loss
+from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
@@ -98,7 +98,6 @@ def build_parts(
         RunError: a reward cannot score blank images.
     """
     with world.agreed():
-        check_method(config.method)
         # What is wrong with the job is found before anything is computed.
         rewards, job = _rewards(config, job, world)
         job.check_prompts()

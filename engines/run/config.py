@@ -13,7 +13,7 @@ from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.declared import Follower, Networks, Start, Teacher, find_followers
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.method import Method, NoisedRows, Preferences
+from fluvial.engines.run.method import Method, NoisedRows, Preferences, check_method
 from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -159,9 +159,7 @@ class TrainConfig:
             max_log_ratio=(0, 1e30),
             collective_timeout=(1, 1e6),
         )
-        if not isinstance(self.method, Method):
-            got = self.method.__name__ if isinstance(self.method, type) else type(self.method).__name__
-            raise UsageError(f"method is {got}, expected an instance of a method, such as Grpo()")
+        check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         for problem in self._problems():
             raise problem

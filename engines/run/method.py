@@ -1,5 +1,7 @@
 """A method: a frozen dataclass of hyper-parameters that declares what it needs, collects a batch and learns from it."""
 
+import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.plugins import spec_of
 from fluvial.engines.run.declared import Networks, Start
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -210,8 +213,10 @@ class Method:
 
     @property
     def rows(self) -> RecordedRows | NoisedRows:
-        """What the loss is a function of: recorded steps, or clean samples with noise."""
-        return RecordedRows()
+        """What the loss is a function of: clean samples with noise if the method has `noising`, else recorded steps."""
+        if hasattr(self, "noising"):
+            return NoisedRows(self.noising)
+        return RecordedRows(trained=getattr(self, "trained", AllRecorded()))
 
     @property
     def source(self) -> Images | Preferences | None:
@@ -234,8 +239,8 @@ class Method:
         return self.rows if isinstance(self.rows, RecordedRows) else None
 
     def networks(self) -> Networks:
-        """Return the networks beside the policy that are read, by name: here none."""
-        return {}
+        """Return the networks beside the policy that are read, by name: here those of the KL terms, if the method has any."""
+        return self.kl.networks() if hasattr(self, "kl") else {}
 
     def collect(self, run: Any, key: Key) -> Any:
         """Return the next batch: here samples of the policy."""
@@ -253,3 +258,46 @@ class Method:
             rows: P rows, of the kind that `rows` declares.
         """
         raise NotImplementedError
+
+
+# Functions of a method, and their arguments.
+CALLS = {
+    "networks": (),
+    "collect": ("run", "key"),
+    "learn": ("run", "batch", "key"),
+    "loss": ("v", "rows"),
+}
+KINDS: dict[str, Any] = {"needs": Needs, "sampling": ReadingConfig, "passes": EpochsConfig, "rows": (RecordedRows, NoisedRows)}
+
+
+def explain_no_method(kind: Any) -> str | None:
+    """Return what keeps a class from being a method; None for a method."""
+    if not isinstance(kind, type):
+        return f"is of type {type(kind).__name__}, expected a class"
+    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return "is not a frozen dataclass: decorate it with @dataclass(frozen=True)"
+    if not issubclass(kind, Method):
+        return "is not a method: let it inherit from `fluvial.engines.methods.Method`"
+    for name, parameters in CALLS.items():
+        method = getattr(kind, name)
+        expected = f"{name}(self, {', '.join(parameters)})"
+        if method is Method.learn:
+            return f"has no method {expected}"
+        try:
+            inspect.signature(method).bind("self", *parameters)
+        except TypeError as error:
+            return f"has {name}{inspect.signature(method)}, expected {expected}: {error}"
+    return None
+
+
+def check_method(method: Any) -> None:
+    """Raise UsageError unless an object is a method."""
+    kind = type(method)
+    if isinstance(method, type):
+        raise UsageError(f"method is the class {method.__name__}, expected an instance: {method.__name__}()")
+    if (problem := explain_no_method(kind)) is not None:
+        raise UsageError(f"method {spec_of(kind)} {problem}")
+    for name, expected in KINDS.items():
+        if not isinstance(value := getattr(method, name), expected):
+            names = " or ".join(each.__name__ for each in (expected if isinstance(expected, tuple) else (expected,)))
+            raise UsageError(f"method {spec_of(kind)} has {name} of type {type(value).__name__}, expected {names}")

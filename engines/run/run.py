@@ -24,7 +24,7 @@ from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
 from fluvial.engines.sampling.noising import NoisingConfig, knows_its_schedule_only
-from fluvial.engines.sampling.window import Trained
+from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Scoring, gather_rewards
@@ -38,7 +38,7 @@ from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
 
-ADVANTAGE = AdvantageConfig()
+ADVANTAGE, ALL_RECORDED = AdvantageConfig(), AllRecorded()
 
 
 class Memory(Protocol):
@@ -191,7 +191,7 @@ class Run:
         key: Key,
         signal: Tensor | None = None,
         *,
-        trained: Trained,
+        trained: Trained = ALL_RECORDED,
         keep: Tensor,
         skip_zero: bool = False,
     ) -> Items:

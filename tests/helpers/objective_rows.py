@@ -19,10 +19,10 @@ from fluvial.engines.methods.table import (
     TempFlow,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
-from fluvial.engines.run.method import Objective
+from fluvial.engines.run.method import Method
 
 TEACHER, GIVEN = Path("teacher"), Path("given")
-OBJECTIVE_ROWS: dict[str, Objective] = {
+OBJECTIVE_ROWS: dict[str, Method] = {
     "clipped": Grpo(),
     "guard": Guard(),
     "dppo": Dppo(),

@@ -12,10 +12,8 @@ from fluvial.core.random import Key
 from fluvial.core.transitions import Transition, dance_sde
 from fluvial.engines import OptimizerConfig, TrainConfig
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.methods.losses import LossConfig
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.declared import Record
-from fluvial.engines.run.method import Method, ObjectiveTraits
+from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
@@ -35,24 +33,26 @@ class Pull(Method):
     """REINFORCE on recorded steps, without a clip.
 
     Args:
+        sampling: How samples are made.
+        passes: How often a batch is learnt from.
         scale: Factor of the loss.
     """
 
+    sampling: SamplingConfig = SamplingConfig()
+    passes: PassesConfig = PassesConfig()
     scale: float = 1.0
-    traits = ObjectiveTraits(trains_on="steps", rewards="advantages")
-    record = Record()
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Climb the log-probability of every recorded step, weighted by the advantage of its sample."""
         grades = run.grade(batch)
         steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep)
-        for part in run.method.passes.minibatches(steps, key):
+        for part in run.minibatches(steps, key, self.passes):
             yield run.update(part, self.loss)
 
-    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PullInfo]:
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PullInfo]:
         """Return -A log p."""
-        new = log_prob(items.transition, items.x, v, items.x_next)
-        return -self.scale * items.signal * new, PullInfo(new.detach())
+        new = log_prob(rows.transition, rows.x, v, rows.x_next)
+        return -self.scale * rows.signal * new, PullInfo(new.detach())
 
 
 def walk(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.methods import LossConfig
-from fluvial.engines.methods.table import Grpo
+from fluvial.engines.methods import Grpo, StepKLConfig
 from fluvial.engines.sampling.items import RecordedSteps, recorded_steps
 from fluvial.models import Schedule
 from fluvial.models.guidance import Guided, guided_velocity
@@ -138,7 +137,7 @@ def batch(name: str, made: Made, **more: Any) -> Any:
     from tensordict import TensorDict
     from tensordict.tensorclass import NonTensorData
 
-    trajectory, count = made.trajectory, len(made.method.advantage)
+    trajectory, count = made.trajectory, len(made.advantage)
     latents = torch.cat([trajectory.x, trajectory.x_next[:, -1:]], dim=1)
     if name == "qwen-image":
         latents = torch.stack([tiny_pipelines.packed(latents[:, i]) for i in range(latents.shape[1])], dim=1)
@@ -146,7 +145,7 @@ def batch(name: str, made: Made, **more: Any) -> Any:
         "all_latents": latents,
         "all_timesteps": made.schedule.timesteps[trajectory.steps],
         "old_log_probs": made.log_prob_old,
-        "advantages": made.method.advantage[:, None].expand(-1, RECORDED).clone(),
+        "advantages": made.advantage[:, None].expand(-1, RECORDED).clone(),
         **conditioning(name, made.cond),
         **{key: value for key, value in more.items() if isinstance(value, Tensor)},
     }
@@ -216,12 +215,12 @@ def own_update(
     """Return the loss and the gradients of fluvial's own update with the same items, objective and KL."""
     flat = items(made)
     flat = flat if v_ref is None else flat._replace(predictions={"ref": v_ref})
-    config = LossConfig(kl_coef=kl, kl_weight="rate")
+    method = Grpo(clip_low=CLIP, clip_high=CLIP, kl=StepKLConfig(kl, weight="rate" if kl else "auto"))
 
     def loss(part: RecordedSteps) -> Any:
         own = optree.tree_map(lambda table: table[part.sample], made.cond)
         v = guided_velocity(made.model, engine.module, part.x, part.level, own, timestep=part.timestep, forwards="two")
-        return Grpo(CLIP, CLIP).loss(v, part, config)
+        return method.loss(v, part)
 
     info = engine.update(flat, loss, flat.weight, count=len(flat.level), micro_batch=4, pad_to=len(flat.level))
     moments = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
@@ -236,8 +235,8 @@ def items(made: Made) -> RecordedSteps:
         trajectory,
         made.schedule,
         made.sampler(levels[:-1], levels[1:]),
-        made.method.advantage,
-        torch.ones(len(made.method.advantage)),
+        made.advantage,
+        torch.ones(len(made.advantage)),
     )
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.runs import PublishedRun, Source, always, find
+from fluvial.engines.extensions.published.runs import PublishedRun, Source, always, as_flag, find
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.record import as_record, read_record
@@ -48,7 +48,7 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
 
     A setting that no source states is assumed, whatever its value.
     """
-    ours = {} if run.needs else flat(as_record(resolve(run)))
+    ours = {} if run.needs else {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
     stated = {name for name, found in run.settings.items() if found.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
@@ -58,7 +58,7 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
-            yield Row(name.removeprefix("method."), "not stated", value, ASSUMED, None)
+            yield Row(name, "not stated", value, ASSUMED, None)
 
 
 def format_value(value: Any) -> str:
@@ -73,7 +73,6 @@ def _format_setting(run: PublishedRun, name: str, ours: str) -> Row:
     found, deviation = run.settings.get(name), run.deviations.get(name)
     source = None if found is None else found.source
     published = run.published.get(name, "not stated" if source is None or found is None else found.value)
-    name = name.removeprefix("method.")
     if deviation is None:
         return Row(name, format_value(published), ours, "", source)
     published = published if deviation.published is None else deviation.published

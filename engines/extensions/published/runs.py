@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
@@ -11,12 +11,14 @@ from typing import Any, Literal, NamedTuple
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import method_type
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
 COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
 
+OF_RUN = {each.name for each in fields(TrainConfig)}
 # What a method does that has no such settings.
 WITHOUT = {"advantage": AdvantageConfig(), "kl": KLConfig()}
 
@@ -83,10 +85,10 @@ class PublishedRun:
         kind, found = method_type(self.settings["method.name"].value), dict[str, Any]()
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
-            if parents[:1] != ["method"] or last == "name" or has_field(kind, name.split(".")[1:]):
+            if (parents or [last])[0] in OF_RUN or has_field(kind, name.split(".")):
                 continue
             owner: Any = kind
-            for parent in parents[1:]:
+            for parent in parents:
                 owner = getattr(owner, parent, None) or WITHOUT.get(parent)
             if getattr(owner, last, None) == setting.value:
                 found[name] = setting.value
@@ -96,10 +98,11 @@ class PublishedRun:
         """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
         record: dict[str, Any] = {}
         for name, setting in self.settings.items():
-            *parents, last = name.split(".")
             if name in self.fixed:
                 continue
-            table = record
+            *parents, last = name.split(".")
+            of_run = (parents or [last])[0] in OF_RUN
+            table = record if of_run else record.setdefault("method", {})
             for parent in parents:
                 table = table.setdefault(parent, {})
             table[last] = setting.value
@@ -154,15 +157,20 @@ def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Publi
         yield _rename(run)
 
 
+def as_flag(name: str) -> str:
+    """Return the dotted name of a setting as its flag has it: those of the method without `method.`."""
+    return name if name == "method.name" else name.removeprefix("method.")
+
+
 def _rename(run: PublishedRun) -> PublishedRun:
     """Return a run with the present names of its settings: the files have those under which runs were first recorded."""
     stated = run.settings.get("objective.name")
     method = "" if stated is None else OBJECTIVES.get(stated.value, stated.value)
-    settings = {rename(name, method): found for name, found in run.settings.items()}
+    settings = {as_flag(rename(name, method)): found for name, found in run.settings.items()}
     if stated is not None:
         settings["method.name"] = Setting(method, stated.source)
     published, deviations = (
-        {rename(name, method): found for name, found in table.items()} for table in (run.published, run.deviations)
+        {as_flag(rename(name, method)): found for name, found in table.items()} for table in (run.published, run.deviations)
     )
     return replace(run, settings=settings, published=published, deviations=deviations)
 

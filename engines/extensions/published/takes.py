@@ -18,7 +18,7 @@ def to_bring(run: PublishedRun) -> list[str]:
     if run.needs:
         return ["a method that fluvial lacks"]
     settings = {name: found.value for name, found in run.settings.items()}
-    offline = any(name.startswith("method.preferences") for name in settings) or settings.get("method.name") == "dpo"
+    offline = any(name.startswith("preferences") for name in settings) or settings.get("method.name") == "dpo"
     prompts, rewards = settings.get("prompts", ()), settings.get("rewards", ())
     found = ["--preferences"] if offline and not rewards and not prompts else []
     if not found:

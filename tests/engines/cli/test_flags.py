@@ -8,7 +8,6 @@ import pytest
 from fluvial.core.checks import FieldError
 from fluvial.engines.cli.parse import HelpPrintedError, field_names, find_values, flags_in_errors, parse_config
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
-from fluvial.engines.run.config import with_values
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ TABLE = [
         UsageError("rollout.eta", 0.0, "at most `max_log_ratio`", "set `rollout.eta`."),
         "--rollout.eta is 0, expected at most --max-log-ratio: set --rollout.eta.",
     ),
-    (UsageError("use `rollout.window_low` 2 or `rollout.eta`=1"), "use --sampling.window-low 2 or --rollout.eta=1"),
+    (UsageError("use `rollout.window_low` 2 or `rollout.eta`=1"), "use --rollout.window-low 2 or --rollout.eta=1"),
     (UsageError("(`rollout.eta`)"), "(--rollout.eta)"),
     (RunError("train: `updates` is 0, and `rewards` 'mine:x' too"), "train: --updates is 0, and --rewards 'mine:x' too"),
     # A word of English, a field of something else, and a dataclass, which has no flag of its own.
@@ -125,18 +124,18 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     """A field of any type takes its flags from the dataclass that it holds."""
     default = Run(Path("runs"), rewards=("ink",))
     assert parse_config(default, "run", []) == default
-    words = ["--clip", "0.5", "--sampling.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
+    words = ["--clip", "0.5", "--rollout.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
     found = parse_config(default, "run", words)
     assert type(found) is Run
-    assert found == with_values(
-        default, {"out": Path("o"), "method": Loss(0.5), "sampling": Walk(eta=1.0, window_low=3), "rewards": ("a", "b=2")}
+    assert found == replace(
+        default, out=Path("o"), objective=Loss(0.5), rollout=Walk(eta=1.0, window_low=3), rewards=("a", "b=2")
     )
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--rollout.eta", "-1"], "--rollout.eta is -1, expected at least 0: set --sampling.window-low too (run --help)"),
+        (["--rollout.eta", "-1"], "--rollout.eta is -1, expected at least 0: set --rollout.window-low too (run --help)"),
         (["--updtes", "3"], "unknown flag --updtes; did you mean '--updates'? (run --help)"),
         (["--updates", "3", "4"], "unknown flag 4 (run --help)"),
         (["--updates", "three"], "--updates is 'three', expected a whole number (run --help)"),

@@ -17,12 +17,12 @@ from fluvial.core.transitions import Transition
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import FluvialError, UsageError
-from fluvial.engines.methods import ErrorInfo, LossConfig, Method, ObjectiveTraits
-from fluvial.engines.methods.table import check_loss, check_method, method_type, name_of
+from fluvial.engines.methods import ErrorInfo, Method, Needs, NoisingConfig
+from fluvial.engines.methods.table import check_loss, method_type
 from fluvial.engines.run import train
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.declared import Record
+from fluvial.engines.run.method import check_method
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import SamplingConfig
@@ -36,7 +36,7 @@ SOURCE = '''
 from dataclasses import dataclass
 import torch
 from fluvial.core.transitions import Transition
-from fluvial.engines.methods import ErrorInfo, Method, ObjectiveTraits
+from fluvial.engines.methods import ErrorInfo, Method, NoisingConfig, PassesConfig, SamplingConfig
 from fluvial.kernels import velocity_error
 
 @dataclass(frozen=True)
@@ -44,19 +44,25 @@ class Weighted(Method):
     """Fit samples by their advantage's sigmoid.
 
     Args:
+        sampling: How samples are made.
+        noising: Noise levels.
+        passes: How often a batch is learnt from.
         temperature: Advantage that counts as large.
     """
 
+    sampling: SamplingConfig = SamplingConfig()
+    noising: NoisingConfig = NoisingConfig()
+    passes: PassesConfig = PassesConfig()
     temperature: float = 1.0
-    traits = ObjectiveTraits(trains_on="noised")
 
     def learn(self, run, batch, key):
         grades = run.grade(batch)
-        items = run.noise_samples(batch, key, torch.sigmoid(grades.advantage / self.temperature), keep=grades.keep)
-        for part in run.method.passes.minibatches(items, key):
+        good = torch.sigmoid(grades.advantage / self.temperature)
+        items = run.noise_samples(batch, self.noising, key, good, keep=grades.keep)
+        for part in run.minibatches(items, key, self.passes):
             yield run.update(part, self.loss)
 
-    def loss(self, v, rows, config):
+    def loss(self, v, rows):
         error = velocity_error(v, rows.target)
         return rows.signal * error, ErrorInfo(error.detach(), torch.zeros_like(error))
 
@@ -92,18 +98,18 @@ class RewardInfo(NamedTuple):
 class Reinforce(Method):
     """The plain policy gradient on recorded steps, with a log-probability written out here."""
 
+    needs = Needs(ratio=True)
+    sampling: SamplingConfig = SamplingConfig()
     scale: float = 1.0
-    traits = ObjectiveTraits(trains_on="steps", has_ratio=True)
-    record = Record()
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Weigh every step by the advantage of its sample, scaled."""
         grades = run.grade(batch)
         steps = run.record_steps(batch, key, self.scale * grades.advantage, keep=grades.keep, skip_zero=True)
-        for part in run.method.passes.minibatches(steps, key):
+        for part in run.minibatches(steps, key, self.passes):
             yield run.update(part, self.loss)
 
-    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, RewardInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps) -> tuple[Tensor, RewardInfo]:
         """-A log p; the ratio's constant takes no part in the gradient."""
         a, b, std = (part[:, None, None, None] for part in items.transition)
         log_prob = (-((items.x_next - a * items.x - b * v) ** 2) / (2 * std**2)).mean((1, 2, 3))
@@ -127,7 +133,7 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
         final_samples=2,
         micro_batch=4,
         update_micro_batch="rollout",
-        method=method_type("own_objects:Weighted")(
+        method=method_type("own_objects:Weighted")(  # type: ignore[call-arg]
             temperature=0.5,
             sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
         ),
@@ -135,8 +141,9 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     summary = train(config)
     assert summary["updates"] == 1
     record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["objective"] == {"name": "own_objects:Weighted", "temperature": 0.5}
-    assert record["rollout"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
+    assert record["method"]["name"] == "own_objects:Weighted"
+    assert record["method"]["temperature"] == 0.5
+    assert record["method"]["sampling"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
     del sys.modules["own_objects"]  # another process loads it again
     again = read_record(record)
     assert type(again.method) is method_type("own_objects:Weighted")
@@ -163,11 +170,11 @@ def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
 def test_their_records() -> None:
     """An object without a name outside of this file is recorded, too; only reading it back says that it is not found."""
     config = tiny.config(
-        Path("out"), sampling=SamplingConfig(prompts=2, group=4, sampler=Stochastic(drift)), method=Reinforce(2.0)
+        Path("out"), sampling=SamplingConfig(prompts=2, group=4, sampler=Stochastic(drift)), method=Reinforce(scale=2.0)
     )
     record = json.loads(json.dumps(as_record(config)))
-    assert record["objective"]["name"] == name_of(config.method) == f"{__name__}:Reinforce"
-    assert record["rollout"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
+    assert record["method"]["name"] == config.method.method_name == f"{__name__}:Reinforce"
+    assert record["method"]["sampling"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
 
     def local(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
         return drift(level, level_next, eta=eta)
@@ -194,22 +201,13 @@ class Thawed:
 
 
 @dataclass(frozen=True)
-class NoTraits(Method):
-    """Without traits."""
-
-
-@dataclass(frozen=True)
 class NoMethod:
-    """Traits alone."""
-
-    traits = ObjectiveTraits(trains_on="noised")
+    """Of another class."""
 
 
 @dataclass(frozen=True)
 class NoLearn(Method):
     """Without a way to learn."""
-
-    traits = ObjectiveTraits(trains_on="noised")
 
 
 @dataclass(frozen=True)
@@ -221,12 +219,12 @@ class FewArguments(NoLearn):
 
 
 @dataclass(frozen=True)
-class Traits(NoLearn):
+class WrongRows(NoLearn):
     """A property of a wrong type."""
 
     @property
-    def traits(self) -> Any:  # type: ignore[override]
-        """No traits."""
+    def rows(self) -> Any:
+        """No rows."""
         return "steps"
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Any:
@@ -238,12 +236,11 @@ class Traits(NoLearn):
     [
         (object(), "object is not a frozen dataclass: decorate it"),
         (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
-        (NoTraits(), "NoTraits has no traits: add `traits = ObjectiveTraits"),
         (NoMethod(), "NoMethod is not a method: let it inherit from fluvial.engines.methods.Method"),
         (NoLearn(), r"NoLearn has no method learn\(self, run, batch, key\)"),
         (FewArguments(), r"FewArguments has learn\(self, run: .*, expected learn\(self, run, batch, key\): too many"),
-        (Traits(), "Traits has traits of type str, expected ObjectiveTraits"),
-        (Reinforce, r"objective is the class Reinforce, expected an instance: Reinforce\(\)"),
+        (WrongRows(), "WrongRows has rows of type str, expected RecordedRows or NoisedRows"),
+        (Reinforce, r"method is the class Reinforce, expected an instance: Reinforce\(\)"),
         ("clipped", "str is not a frozen dataclass"),
     ],
 )
@@ -294,8 +291,9 @@ def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words:
 class Returns(Method):
     """A method that does what it is told to."""
 
+    sampling: SamplingConfig = SamplingConfig()
+    noising: NoisingConfig = NoisingConfig()
     what: str = "mean"
-    traits = ObjectiveTraits(trains_on="noised")
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Learn from one number, or one per sample, as the field says; with a failure, or without an update."""
@@ -303,12 +301,12 @@ class Returns(Method):
         if self.what == "raises":
             raise KeyError("no such\nthing")
         chosen = {"nan": signal / 0 * 0, "signal": signal.sum()}.get(self.what, signal)
-        for part in run.method.passes.minibatches(run.noise_samples(batch, key, chosen), key):
+        for part in run.minibatches(run.noise_samples(batch, self.noising, key, chosen), key, self.passes):
             info = run.update(part, self.loss)
             if self.what != "silent":
                 yield info
 
-    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> Any:
+    def loss(self, v: Tensor, items: NoisedSamples) -> Any:
         """Return a mean, numbers with a dimension too many, wrong diagnostics, or none."""
         error = velocity_error(v, items.target)
         info = ErrorInfo(error.detach(), torch.zeros_like(error))
@@ -339,7 +337,7 @@ class Returns(Method):
 )
 def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words: str) -> None:
     """It is checked on the first batch: a wrong shape would broadcast."""
-    run = tiny.Run(tiny.config(tmp_path, sampling=ODE, method=Returns(what)), one)
+    run = tiny.Run(tiny.config(tmp_path, sampling=ODE, method=Returns(what=what)), one)
     with pytest.raises(FluvialError, match=words) as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
@@ -356,18 +354,11 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kl.coef": 0.1}, "kl.coef has no effect with .*:Returns, whose loss adds no KL"),
-        ({"implementation": "triton"}, "implementation has no effect with .*:Returns and these settings"),
+        ({"kl.coef": 0.1}, "there is no field method.kl"),
         ({"max_log_ratio": 0.5}, "max_log_ratio has no effect with .*:Returns, which has no ratio"),
     ],
 )
 def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:
-    """Its traits say that it takes none of them."""
+    """It has no such field, or declares that it needs none."""
     with pytest.raises(ValueError, match=words):
         tiny.config(Path("out"), sampling=ODE, method=Returns(), **changes)
-
-
-def test_traits_are_checked() -> None:
-    """A misspelt trait has the nearest match in its message."""
-    with pytest.raises(ValueError, match=r"traits.trains_on is 'step', expected .*did you mean 'steps'"):
-        ObjectiveTraits(trains_on="step")  # type: ignore[arg-type]

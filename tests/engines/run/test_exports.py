@@ -341,7 +341,7 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
         parts=("transformer", "transformer_2"),
         video=True,
         folder=tmp_path / "base",
-        objective="mine:Loss",
+        method="mine:Loss",
         settings=settings,
         defaults={"optimizer": {"lr": 0.2, "eps": 1e-8}},
         update=40,

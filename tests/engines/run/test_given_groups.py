@@ -64,7 +64,7 @@ def test_the_best_of_each_group_are_fitted(tmp_path: Path, one: World, compare: 
     best = {image for group in (images[:4], images[4:]) for image in sorted(group, key=int)[2:]}
     update = spied.updates[0]
     assert {images[int(i)] for i in update.items.sample[update.weight != 0]} == best
-    assert record["pairs"] == 4 * spied.trainer.config.method.noising.each
+    assert record["pairs"] == 4 * spied.trainer.config.method.rows.noising.each
     assert len(set(images)) == 8  # an epoch has each image once
 
 

@@ -16,15 +16,11 @@ from torch import Tensor
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
-from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.scoring.advantages import AdvantageConfig
 
-LEARNING = [
-    name for name, row in OBJECTIVE_ROWS.items() if row.traits.rewards != "nothing" and row.traits.preferences is None
-]
+LEARNING = [name for name, row in OBJECTIVE_ROWS.items() if row.needs.rewards is not None and row.is_scored]
 BAD = "3"  # the prompt whose samples have no valid score
 
 
@@ -49,13 +45,10 @@ def failing(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     """Return the settings of a rollout of groups of four for an objective."""
-    objective = OBJECTIVE_ROWS[name]
-    on_steps = traits.trains_on == "steps"
-    changes: dict[str, Any] = {"sampling": replace(STEPS if on_steps else ODE, prompts=prompts)}
-    if name == "dgpo":
-        changes["noising"] = NoisingConfig(draw="rollout")
-    lora = "lora" if find_followers(objective.networks(KLConfig())) else "full"
-    return tiny.config(out, method=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
+    method = OBJECTIVE_ROWS[name]
+    sampling = replace(ODE if method.recorded is None else STEPS, prompts=prompts)
+    lora = "lora" if find_followers(method.networks()) else "full"
+    return tiny.config(out, method=method, train=lora, optimizer=FAST, micro_batch=4, sampling=sampling)
 
 
 def updated(

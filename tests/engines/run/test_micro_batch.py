@@ -22,8 +22,9 @@ from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
 from fluvial.engines.methods.table import AlignProp, Dpo
 from fluvial.engines.run import build, recipes, train
-from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
+from fluvial.engines.run.method import NoisedRows
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.record import as_record, read_record
@@ -276,7 +277,7 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**{"out": tmp_path, "micro_batch": "auto", "sampling": ROLLOUT, **changes})
+        tiny.config(tmp_path, **{"micro_batch": "auto", "sampling": ROLLOUT, **changes})
 
 
 def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
@@ -289,10 +290,9 @@ def test_recipes_choose_for_large_models_alone() -> None:
     for name, recipe in recipes.RECIPES.items():
         large = recipe("someone/a-model")
         assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
-        fixed = large.objective.traits.rewards == "gradients" or "call" in (
-            large.method.sampling.window.draw,
-            large.noising.draw,
-        )
+        method = large.method
+        noising = method.rows.noising.draw if isinstance(method.rows, NoisedRows) else ""
+        fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
         assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
     config = recipes.grpo("someone/a-model")

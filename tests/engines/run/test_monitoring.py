@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,7 +147,7 @@ def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, o
 def test_noised_samples_are_split_by_level(tmp_path: Path, one: World) -> None:
     rollout = SamplingConfig(prompts=2, group=2, steps=4, sampler=Ode())
     config = tiny.config(tmp_path, sampling=rollout, method=Nft(), train="lora")
-    run = tiny.Run(with_values(config, {"noising": replace(config.method.noising, each=4)}), one)
+    run = tiny.Run(with_values(config, {"noising.each": 4}), one)
     record = run.rollout()
     run.trainer.close()
     assert "by_step" not in record

@@ -314,11 +314,11 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
         ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with rollout.ahead 1"),
         ({"engine": EngineConfig(offload="phases")}, "expected none or always: with rollout.ahead 1"),
         (
-            {"method": Sft(), "sampling": replace(ODE, group=1), "correction": CorrectionConfig()},
+            {"method": Sft(), "sampling": ReadingConfig(prompts=2)},
             "rollout.ahead has no effect with sft, which learns from data",
         ),
         (
-            {"rollout.ahead": 1, "sampling": STEPS, "rollout": RolloutConfig(source="replayed:x")},
+            {"sampling": STEPS, "rollout": RolloutConfig(ahead=1, source="replayed:x")},
             "rollout.ahead has no effect with rollouts that are stored",
         ),
     ],
@@ -331,8 +331,8 @@ def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path, changes: dict[str,
 
 def test_how_far_ahead_is_bounded() -> None:
     """As any number of a configuration."""
-    with pytest.raises(ValueError, match=r"asynchronous\.ahead is -1, expected"):
-        AsyncConfig(-1)
+    with pytest.raises(ValueError, match=r"rollout\.ahead is -1, expected"):
+        RolloutConfig(ahead=-1)
 
 
 def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from fluvial.engines.extensions.published.runs import PublishedRun, find, load_p
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.method import PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.window import Branches
@@ -123,7 +124,7 @@ def tolerance_of(run: PublishedRun, *, on_policy: bool) -> float:
 
 def trained(spied: Spied, run: PublishedRun) -> int:
     """Return the number of items per sample that the run states."""
-    pair = 2 if spied.trainer.config.method.traits.trains_on == "preferences" else 1  # the winner and the loser
+    pair = 2 if spied.trainer.config.method.is_paired else 1  # the winner and the loser
     if project_of(run) == "alignprop":
         return 1  # a path of several steps
     if project_of(run) == "tempflow_grpo":
@@ -159,17 +160,18 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
     AdamW without momentum keeps the gradient itself as its first moment.
     """
     config = resolve(run)
-    epochs = 1 if config.method.traits.rewards == "gradients" else 2  # a reward's gradient is that of the policy as it is
+    epochs = 1 if config.method.needs.rewards == "gradients" else 2  # a reward's gradient is that of the policy as it is
     # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
-    lr = 1e-5 if config.method.traits.trains_on == "preferences" else 1e-2
+    lr = 1e-5 if config.method.is_paired else 1e-2
     if isinstance(config.method, Dpo):  # with pairs of its rollout in place of a folder of pairs
         ode = SamplingConfig(steps=config.method.sampling.steps, sampler=Ode())
         config = with_values(config, {"method": replace(config.method, preferences=None), "sampling": ode})
-    rollout = replace(config.rollout, steps=MOST_STEPS.get(project_of(run), config.method.sampling.steps))
+    sampling = config.method.sampling
     negative = sampling.guidance.negative.strip()  # prompts are digits here
-    rollout = replace(rollout, guidance=replace(sampling.guidance, negative=negative))
+    smaller: dict[str, Any] = {"prompts": GROUPS, "group": SIZE, "guidance": replace(sampling.guidance, negative=negative)}
     if sampling.window.kind == "branches":  # 2 branches of each of 2 steps
-        rollout = replace(rollout, window=Branches(1, 2, high=2), group=SIZE)
+        smaller["window"] = Branches(1, 2, high=2)
+    steps = MOST_STEPS.get(project_of(run), sampling.steps)
     return with_values(
         config,
         {
@@ -177,12 +179,12 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
             "model": "handwriting",
             "train": "lora",
             "updates": epochs,
-            "passes.epochs": epochs,
-            "passes.minibatches": 1,
+            **({"passes.epochs": epochs} if epochs > 1 else {}),
+            **({"passes.minibatches": 1} if isinstance(config.method.passes, PassesConfig) else {}),
             "micro_batch": 8,
             "update_micro_batch": "rollout",
             "rewards": (),
-            "sampling": replace(rollout, prompts=GROUPS, group=SIZE),
+            "sampling": replace(sampling, steps=steps, **smaller),
             "optimizer": OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
             "lora": LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, form=config.lora.form),
             "engine": EngineConfig(),

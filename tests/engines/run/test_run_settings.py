@@ -9,20 +9,23 @@ import handwriting_jobs
 import pytest
 import tiny_jobs as tiny
 import torch
+from spied_runs import ODE
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.declared import LinearOld
+from fluvial.engines.run.config import with_values
+from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
@@ -311,8 +314,9 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
     """Counted in the built-in model's last block; the update is exactly on policy."""
     counts = []
     for threshold in (0.0, 1e-12, 0.99):
-        rollout = RolloutConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4), step_cache=threshold)
-        run = tiny.config(tmp_path, sampling=rollout, engine=EngineConfig(compile=False), micro_batch=4)
+        rollout = SamplingConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4))
+        cached = {"sampling": rollout, "rollout.step_cache": threshold}
+        run = tiny.config(tmp_path, engine=EngineConfig(compile=False), micro_batch=4, **cached)
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             calls: list[bool] = []
             last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
@@ -322,25 +326,31 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
         counts.append(calls.count(False))
     assert counts[0] == counts[1] == counts[2] + 3  # steps 1, 4 and 5; step 0 has none before it
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"window": AllSteps()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
-        ({"sampler": Ode()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
-        ({"step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
+        (
+            {"sampling.window": AllSteps()},
+            r"rollout.step_cache has no effect without deterministic steps beside stochastic ones",
+        ),
+        (
+            {"method": Nft(old=NoOld()), "sampling": ODE},
+            r"rollout.step_cache has no effect without deterministic steps beside",
+        ),
+        ({"rollout.step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
     )
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
-            replace(rollout, **changes)
+            with_values(run, changes)
     split = EngineConfig(compile=False, context_parallel=2)
     for engine, message in ((EngineConfig(), "engine.compile is 'auto', expected False"), (split, "ranks that share")):
         with pytest.raises(ValueError, match=message):
-            tiny.config(tmp_path, sampling=rollout, engine=engine)
+            replace(run, engine=engine)
 
 
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
     """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
     found = []
     for reuse in (True, False):
-        rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
-        run = tiny.config(tmp_path, sampling=rollout, train="lora")
+        rollout = SamplingConfig(prompts=2, group=2, steps=3)
+        run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse_prompt": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             assert trainer.sampler._reuse() == ("all" if reuse else "none")
             record = trainer.update()

@@ -38,7 +38,7 @@ from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.saving import run_fingerprint
-from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
@@ -256,7 +256,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
         "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
     }
     for name, guidance in cases.items():
-        rollout = replace(config(tmp_path).rollout, guidance=guidance)
+        rollout = replace(config(tmp_path).method.sampling, guidance=guidance)
         (record,) = updates(config(tmp_path, train=kind, sampling=rollout))
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         norms[name] = record["grad_norm"]
@@ -345,7 +345,7 @@ def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, 
 
 def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
     """When the run is built, not in the middle of it."""
-    rollout = replace(config(tmp_path).rollout, guidance=Guidance(2.0, negative="abc"))
+    rollout = replace(config(tmp_path).method.sampling, guidance=Guidance(2.0, negative="abc"))
     with pytest.raises(UsageError, match=r"sampling.guidance.negative: .*abc.* is not a code of 4 digits"):
         train(config(tmp_path / "run", sampling=rollout), job())
 
@@ -597,10 +597,10 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None:
     """Addresses of servers, and how they are asked, may change; the sampler may not."""
     one = config(tmp_path)
-    asked = replace(one.rollout, source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)
+    asked = {"rollout": RolloutConfig(source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)}
     expected = run_fingerprint(one, (), "")
-    assert run_fingerprint(with_values(one, {"sampling": asked}), (), "") == expected
-    assert run_fingerprint(with_values(one, {"sampling": replace(asked, sampler=Stochastic(eta=0.1))}), (), "") != expected
+    assert run_fingerprint(with_values(one, asked), (), "") == expected
+    assert run_fingerprint(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), (), "") != expected
 
 
 @pytest.mark.long

@@ -27,7 +27,6 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published import runs as published
 from fluvial.engines.extensions.published.resolve import ASSUMED, resolve, side_by_side
 from fluvial.engines.extensions.published.runs import find, load_published
-from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.recipes import grpo
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.scoring.options import parse
@@ -44,7 +43,7 @@ ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 
 
 @cache
-def config_of(name: str) -> TrainConfig:
+def config_of(name: str) -> Any:
     """Return a published run as fluvial runs it."""
     return resolve(find(name))
 
@@ -114,7 +113,7 @@ def test_what_is_published_is_ours_or_a_deviation(name: str) -> None:
 @cache
 def flat_record(name: str) -> dict[str, Any]:
     """Return the values of a run's configuration by dotted name."""
-    return published.flat(as_record(config_of(name)))
+    return {published.as_flag(field): value for field, value in published.flat(as_record(config_of(name))).items()}
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -247,18 +246,18 @@ def test_the_pairs_of_verl_omni_are_noised_at_logit_normal_levels() -> None:
     """The shift of SD3's scheduler is the mean of the logit; Qwen-Image's has none."""
     sd3 = config_of("verl_omni/sd3.5-medium/dpo-offline-lora")
     qwen = config_of("verl_omni/qwen-image/ocr-online-dpo")
-    found: Any = (sd3.noising.levels, qwen.noising.levels)
+    found: Any = (sd3.method.noising.levels, qwen.method.noising.levels)
     assert [levels.kind for levels in found] == ["logit_normal"] * 2
     assert [levels.mean for levels in found] == pytest.approx([math.log(3), 0])
     assert sd3.method.sampling.guidance.scale == 4.0
-    assert (sd3.updates, sd3.minibatches, sd3.method.sampling.prompts) == (4000, 4, 16)
-    assert (qwen.updates, qwen.minibatches, qwen.method.sampling.prompts) == (600, 2, 32)
+    assert (sd3.updates, sd3.method.passes.minibatches, sd3.method.sampling.prompts) == (4000, 4, 16)
+    assert (qwen.updates, qwen.method.passes.minibatches, qwen.method.sampling.prompts) == (600, 2, 32)
 
 
 def clip_of(name: str) -> tuple[float, float]:
     """Return the clip range of a run."""
-    objective: Any = config_of(name).objective
-    return clip_low, clip_high
+    method: Any = config_of(name).method
+    return method.clip_low, method.clip_high
 
 
 def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
@@ -279,7 +278,7 @@ def test_d3po_compares_20_pairs_per_epoch() -> None:
     run = find("d3po/sd1.5/compressibility")
     config, deviations = resolve(run), run.deviations
     assert (config.method.sampling.prompts, config.method.sampling.group, config.updates) == (20, 2, 400)
-    assert deviations["minibatches"].published == "20 updates of 1 pair"
+    assert deviations["passes.minibatches"].published == "20 updates of 1 pair"
 
 
 def test_an_older_flow_grpo_fast_has_64_prompts() -> None:
@@ -337,8 +336,8 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
 
 def test_dgpos_beta_and_reference() -> None:
     """beta_dpo is 100 at the cited commit, and the reference of the preference is the base model (use_ema_ref false)."""
-    objective: Any = config_of("dgpo/sd3.5-medium/geneval").objective
-    assert (objective.beta, reference) == (100.0, "base")
+    method = config_of("dgpo/sd3.5-medium/geneval").method
+    assert (method.beta, method.reference) == (100.0, "base")
     assert not any("101" in line for line in find("dgpo/sd3.5-medium/geneval").unusual)
 
 
@@ -357,7 +356,7 @@ def test_dancegrpo_sums_the_losses_of_its_rewards() -> None:
     """The weight of the second is 0, so that one reward is left."""
     run = find("dancegrpo/hunyuanvideo/videoalign-vq")
     assert run.published["advantage.combine"].startswith("the losses of both rewards are summed")
-    assert config_of(run.name).advantage.extremes == 4
+    assert config_of(run.name).method.advantage.extremes == 4
 
 
 def test_settings_that_were_called_not_stated() -> None:
@@ -376,7 +375,7 @@ def test_settings_that_were_called_not_stated() -> None:
 def test_flow_grpo_leaves_the_last_step_out() -> None:
     """9 of the 10 stochastic steps are trained on, the noisiest; samples without advantage are dropped."""
     config = config_of("flow_grpo/sd3.5-medium/ocr")
-    rollout = config.rollout
+    sampling, trained = config.method.sampling, config.method.trained
     assert (sampling.steps, sampling.window.kind, trained.kind, trained.count(10)) == (10, "all", "first", 9)
     assert config.method.advantage.drop_zero
     assert config.method.kl.weight_of(sampling.sampler.rule) == "rate"
@@ -384,7 +383,8 @@ def test_flow_grpo_leaves_the_last_step_out() -> None:
 
 def test_dance_decodes_the_clean_estimate() -> None:
     """The last step takes no noise, and 60 % of the others are trained on."""
-    rollout = config_of("dancegrpo/flux.1-dev/hpsv2-16gpu").rollout
+    method = config_of("dancegrpo/flux.1-dev/hpsv2-16gpu").method
+    sampling, trained = method.sampling, method.trained
     assert sampling.window.range(sampling.steps) == (0, 15)
     assert (trained.count(15), trained.kind) == (9, "random")
 
@@ -407,14 +407,14 @@ def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
 
 def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
     """0 for 75 updates, then 0.0075 per update up to 0.999."""
-    objective: Any = config_of("diffusion_nft/sd3.5-medium/ocr").objective
-    decays = [objective.old.decay(updates // 2, updates) for updates in (75, 77, 1000)]
+    method = config_of("diffusion_nft/sd3.5-medium/ocr").method
+    decays = [method.old.decay(updates // 2, updates) for updates in (75, 77, 1000)]
     assert decays == pytest.approx([0.0, 0.015, 0.999])
 
 
 def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
-    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such objective, which needs the gradient"):
+    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such method, which needs the gradient"):
         resolve(find("srpo/flux.1-dev/hpsv2"))
     assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "GARDO", "SPO", "SRPO"]
     assert rows_of("srpo/flux.1-dev/hpsv2")["optimizer.lr"].published == "5e-06"
@@ -514,7 +514,7 @@ def test_ddpos_statistics_and_last_step() -> None:
         16,
         1e-6,
     )
-    assert not any(name.startswith("rollout") for name in deviations)
+    assert not any(name.startswith("sampling") for name in deviations)
     scheduler = DDIMScheduler(1000, 0.00085, 0.012, beta_schedule="scaled_linear", set_alpha_to_one=False, steps_offset=1)
     scheduler.set_timesteps(50)
     assert ddim(scheduler.alphas_cumprod[scheduler.timesteps[-1]], scheduler.final_alpha_cumprod, eta=1.0).std > 0
@@ -551,7 +551,7 @@ def test_windows_of_published_runs() -> None:
 def test_a_trunk_of_branches() -> None:
     """TempFlow-GRPO branches 6 times at each of the 9 trained steps; 4 initial noises share a prompt."""
     for task in ("flux.1-dev/hpsv3", "sd3.5-medium/geneval"):
-        rollout = config_of(f"tempflow_grpo/{task}").rollout
+        sampling = config_of(f"tempflow_grpo/{task}").method.sampling
         window: Any = sampling.window
         assert (window.samples, window.size, window.range(sampling.steps)) == (6, 1, (0, 9))
         assert window.trunk(sampling.steps, sampling.group) == 54
@@ -562,7 +562,7 @@ def test_levels_of_published_runs() -> None:
     """One of each part without the first (AWM), the noisiest (UniRL), those above a level (Flow-Factory)."""
 
     def levels(name: str) -> tuple[Any, ...]:
-        noising = config_of(name).noising
+        noising = config_of(name).method.noising
         found: Any = noising.levels
         return noising.each, noising.draw, found.kind, found.highest, found.skip
 
@@ -583,9 +583,9 @@ def test_models_that_cannot_be_trained_as_published() -> None:
 def test_an_offline_run_takes_its_pairs_from_a_folder() -> None:
     """Diffusion-DPO's have no rollout; the online ones make as many updates as their pairs give."""
     offline = config_of("diffusion_dpo/sd1.5/pickapic")
-    assert (offline.makes_samples, offline.method.sampling.prompts, offline.minibatches) == (False, 2048, 1)
+    assert (offline.makes_samples, offline.method.sampling.prompts, offline.method.passes.minibatches) == (False, 2048, 1)
     online = config_of("verl_omni/qwen-image/ocr-online-dpo")
-    assert (online.makes_samples, online.minibatches, online.method.sampling.prompts) == (True, 2, 32)
+    assert (online.makes_samples, online.method.passes.minibatches, online.method.sampling.prompts) == (True, 2, 32)
 
 
 # How blocks are put together.

@@ -25,15 +25,17 @@ from fluvial.core.transitions import bind
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
+from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.requests import Asking
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.extensions.wire.response import read_response
+from fluvial.engines.methods import Grpo, Nft
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
@@ -155,10 +157,13 @@ LOCAL: dict[str, Row] = {
 }
 # No run with servers has them.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Sampling.solver": ({"sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
-    "Sampling.eta": ({"sampler": SaSolver(0.5)}, r"sampling.sampler.solver is 'sa_solver', expected euler: servers"),
+    "Sampling.solver": ({"sampling.sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
+    "Sampling.eta": (
+        {"sampling.sampler": SaSolver(0.5)},
+        r"sampling.sampler.solver is 'sa_solver', expected euler: servers",
+    ),
     "Sampling.step_cache": (
-        {"step_cache": 0.1, "window": RandomWindow(2)},
+        {"rollout.step_cache": 0.1, "sampling.window": RandomWindow(2), "engine": EngineConfig(compile=False)},
         r"rollout.step_cache is 0\.1, expected 0: .*servers",
     ),
 }
@@ -189,26 +194,18 @@ def server() -> rollout_servers.Server:
     return rollout_servers.served(rollout_servers.policy(model=MODEL), micro_batch=COUNT)
 
 
-def asked_for(row: Row) -> tuple[Requests, Sampling, RolloutConfig]:
+def asked_for(row: Row) -> tuple[Requests, Sampling, SamplingConfig]:
     """Return what a row asks for."""
-    rollout = RolloutConfig(
-        **{
-            "steps": tiny.STEPS,
-            "sampler": Stochastic(eta=ETA),
-            "source": URL,
-            "servers": ServersConfig(patience=1),
-            **row.rollout,
-        }
-    )
+    config = SamplingConfig(**{"steps": tiny.STEPS, "sampler": Stochastic(eta=ETA), **row.rollout})
     schedule = row.sampling.get("schedule", MODEL.schedule(tiny.STEPS, tiny.SHAPE))
     stochastic = None
     if row.stochastic is not None:
         window = range(len(schedule.timesteps))
-        sampler = bind(sampling.sampler.kind, sampling.sampler.eta, schedule.levels)
+        sampler = bind(config.sampler.kind, config.sampler.eta, schedule.levels)
         stochastic = StochasticSteps(**{"transition": sampler, "window": window, **row.stochastic})
     sampling = {"shape": tiny.SHAPE, "schedule": schedule, "guidance": Guidance(**row.guidance), "stochastic": stochastic}
     requests = {"prompts": PROMPTS, "ids": IDS, "key": key(3), **row.requests}
-    return Requests(**requests), Sampling(**{**sampling, **row.sampling}), rollout
+    return Requests(**requests), Sampling(**{**sampling, **row.sampling}), config
 
 
 class Made(NamedTuple):
@@ -222,7 +219,7 @@ class Made(NamedTuple):
 
 def made(row: Row, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
     """Return the samples of a row, by the server and in process."""
-    requests, sampling, rollout = asked_for(row)
+    requests, sampling, config = asked_for(row)
     bodies, replies, transport = list[Any](), list[bytes](), asgi.Transport(server.app)
     handle = transport.handle_request
 
@@ -241,7 +238,8 @@ def made(row: Row, server: rollout_servers.Server, world: World, monkeypatch: py
     inside = InProcess(MODEL, lambda: nullcontext(module))
     sync = SimpleNamespace(push=lambda *args, **options: {}, repeat=lambda peer: None, close=lambda: None)
     source = Remote(
-        rollout,
+        RolloutConfig(source=URL, servers=ServersConfig(patience=1)),
+        config,
         MODEL,
         behaviour=lambda: nullcontext(module),
         adapter=lambda version: "default",
@@ -380,12 +378,11 @@ def test_each_image_of_a_list_is_sent() -> None:
 
 def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> None:
     """A request has files: it is refused before the network is built."""
-    rollout = RolloutConfig(steps=tiny.STEPS, prompts=2, group=2, source=URL)
     prompts = [Prompt("0"), Prompt("1", media={"video": tmp_path})]
     job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
     shown = f"{tmp_path}, a folder of frames, in video"
     with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which no server is sent: "):
-        Trainer(tiny.config(tmp_path / "run", sampling=rollout), job, one)
+        Trainer(tiny.config(tmp_path / "run", **{"rollout.source": URL}), job, one)
     with pytest.raises(AssertionError, match="the network is built"):
         Trainer(tiny.config(tmp_path / "run"), job, one)
 
@@ -416,11 +413,15 @@ def test_a_server_with_another_schedule_is_found_out(
 @pytest.mark.parametrize("name", [*REFUSED, "StochasticSteps.transition"])
 def test_what_no_server_can_do_is_refused_when_the_run_is_configured(name: str) -> None:
     """In one line that names the field; without servers it is taken."""
-    custom = {"sampler": Stochastic(own_sampler, eta=ETA)}, r"sampling.sampler is '.*own_sampler', expected one of flow_sde"
+    custom = (
+        {"sampling.sampler": Stochastic(own_sampler, eta=ETA)},
+        r"sampling.sampler is '.*own_sampler', expected one of flow_sde",
+    )
     changes, says = REFUSED.get(name, custom)
-    RolloutConfig(**changes)
+    needed = {"method": Grpo() if name.startswith(("Stochastic", "Sampling.step")) else Nft(), "train": "lora", **changes}
+    tiny.config(Path("out"), **needed)
     with pytest.raises(UsageError, match=says) as caught:
-        RolloutConfig(source=URL, **changes)
+        tiny.config(Path("out"), **needed, **{"rollout.source": URL})
     assert "\n" not in str(caught.value)
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +40,7 @@ def one() -> Iterator[World]:
 def config(ahead: int) -> TrainConfig:
     """Return a run with a correction, which would train on the samples of any policy."""
     return tiny.config(
-        None,
+        Path("out"),
         updates=UPDATES,
         micro_batch=4,
         sampling=ROLLOUT,
@@ -95,8 +95,8 @@ def opened(
     """Yield a run whose samples two servers make."""
     fakes = [FakeRollouts(tiny.Tiny().build()) for _ in range(2)]
     with loopback(fakes[0]) as first, loopback(fakes[1]) as second:
-        served = replace(ROLLOUT, source=f"{first},{second}", servers=ServersConfig(timeout=5, patience=1))
-        with Trainer(with_values(config(ahead), {"sampling": served}), tiny.job(), world) as trainer:
+        served = {"rollout.source": f"{first},{second}", "rollout.servers": ServersConfig(timeout=5, patience=1)}
+        with Trainer(with_values(config(ahead), served), tiny.job(), world) as trainer:
             source: Any = trainer.sampler.source
             source.sync.close()
             source.sync = sync = Sync(fakes, bad or {})

@@ -32,7 +32,7 @@ from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance
 from fluvial.engines.sampling.in_process import InProcess
@@ -91,13 +91,14 @@ class FakeSync:
 
 @contextmanager
 def served(
-    *fakes: FakeRollouts, world: World, rollout: RolloutConfig = STEPS, config: ServersConfig = QUICK
+    *fakes: FakeRollouts, world: World, sampling: ReadingConfig = STEPS, config: ServersConfig = QUICK, **rollout: Any
 ) -> Iterator[Remote]:
     """Yield a source of servers that run."""
     with ExitStack() as stack:
         urls = ",".join(stack.enter_context(loopback(fake)) for fake in fakes)
         source = Remote(
-            replace(rollout, source=urls, servers=config),
+            RolloutConfig(source=urls, servers=config, **rollout),
+            sampling,
             tiny.Tiny(),
             behaviour=lambda: nullcontext(fakes[0].module),
             adapter=lambda version: "default",
@@ -124,7 +125,7 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
     assert [expected in str(warning.message) for warning in said] == [True] * says
 
 
-def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> RolloutPlan:
+def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
     config = tiny.config(cast(Any, None), sampling=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
@@ -146,7 +147,7 @@ VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"sampler": Stochastic("dance_sde", eta=0.5)}, {}),
     ({"sampler": Stochastic("cps", eta=0.5)}, {}),
-    ({"window": RandomWindow(2), "form": "no_const", "reduction": "sum"}, {}),
+    ({"window": RandomWindow(2)}, {"form": "no_const", "reduction": "sum"}),
     ({"window": RandomWindow(1, high=3, draw="sample")}, {}),
     ({"window": RandomWindow(1, high=3, draw="call")}, {}),
     ({"shared_noise": True}, {}),
@@ -226,10 +227,7 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
     "rollout",
     [
         {"sampler": Stochastic("dance_sde", eta=0.5)},
-        {"form": "no_const"},
-        {"reduction": "sum"},
         {"shared_noise": True},
-        {"autocast": True},
         {"window": RandomWindow(2, low=1, share_prefix=True)},
         {"window": RandomWindow(1, high=3, draw="sample")},
         {"window": Branches(1, 2, high=2)},
@@ -239,9 +237,20 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
 )
 def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -> None:
     """When the run is built, in one line that names the field."""
-    with pytest.raises(UsageError, match=r"rollout\..*sglang|rollout\.(sampler|form)") as caught:
+    with pytest.raises(UsageError, match=r"sampling\..*sglang") as caught:
         served(FakeRollouts(net(), "sglang"), world=one, sampling=replace(STEPS, **rollout)).__enter__()
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_sglang_does_not_compute_are_refused(one: World) -> None:
+    """In one line that names the setting, with autocast when the run is built, and for a form when it is first asked."""
+    with pytest.raises(UsageError, match=r"rollout.autocast is True; sglang"):
+        served(FakeRollouts(net(), "sglang"), world=one, autocast=True).__enter__()
+    for name, value in {"form": "no_const", "reduction": "sum"}.items():
+        plan = planned(one, STEPS, **{name: value})
+        with served(FakeRollouts(net(), "sglang"), world=one) as source:
+            with pytest.raises(UsageError, match=rf"{name} is {value}.*; sglang cannot do this"):
+                chunks(source, plan)
 
 
 def hang_up(handler: Any) -> None:
@@ -506,7 +515,8 @@ def test_nothing_hangs_without_servers(one: World) -> None:
     """Neither when the run is built, nor later."""
     with pytest.raises(RunError, match="cannot be reached"):
         Remote(
-            replace(STEPS, source="http://127.0.0.1:9", servers=QUICK),
+            RolloutConfig(source="http://127.0.0.1:9", servers=QUICK),
+            STEPS,
             tiny.Tiny(),
             behaviour=lambda: nullcontext(net()),
             adapter=lambda version: "default",
@@ -548,10 +558,10 @@ def test_the_handshake_says_how_far_servers_are(one: World) -> None:
 def test_addresses_of_another_kind_are_refused(source: str) -> None:
     """When the configuration is made."""
     with pytest.raises(ValueError, match="expected addresses of servers"):
-        replace(STEPS, source=source)
+        RolloutConfig(source=source)
 
 
 def test_settings_of_servers_need_servers() -> None:
     """They would do nothing."""
     with pytest.raises(ValueError, match=r"rollout.servers has no effect without servers"):
-        replace(STEPS, servers=QUICK)
+        RolloutConfig(servers=QUICK)

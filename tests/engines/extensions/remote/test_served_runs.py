@@ -15,9 +15,9 @@ from marks import long
 from fluvial.engines.cli import main as cli
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import handwriting
-from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 ROLLOUT = (
@@ -135,9 +135,9 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
     options = ["serve", "handwriting", "--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
     with launch.start(*options) as first, launch.start(*options) as second:
         urls = ",".join(map(launch.Process.address, (first, second)))
-        asked = replace(small, source=urls, servers=ServersConfig(weights_folder=weights))
+        asked = RolloutConfig(source=urls, servers=ServersConfig(weights_folder=weights))
         servers.append(first)
-        train(with_values(config, {"out": tmp_path / "served", "sampling": asked}), job)
+        train(replace(config, out=tmp_path / "served", rollout=asked), job)
         assert first.poll() is not None
         assert second.poll() is None
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")

@@ -41,7 +41,7 @@ from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
 from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -147,12 +147,13 @@ def image_loader() -> Callable[[str], bytes]:
 
 
 @contextmanager
-def source_of(server: Sglang, rollout: RolloutConfig, world: World) -> Iterator[Remote]:
+def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[Remote]:
     """Open the client of a server that has the weights already."""
     sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
         source = Remote(
-            replace(rollout, source=url, servers=ServersConfig(timeout=60, patience=1)),
+            RolloutConfig(source=url, servers=ServersConfig(timeout=60, patience=1)),
+            sampling,
             server.model,
             behaviour=lambda: nullcontext(server.module),
             adapter=lambda version: "default",
@@ -167,7 +168,7 @@ def source_of(server: Sglang, rollout: RolloutConfig, world: World) -> Iterator[
             source.close()
 
 
-def planned(world: World, rollout: RolloutConfig, **changes: Any) -> RolloutPlan:
+def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
     config = tiny.config(cast(Any, None), sampling=rollout, micro_batch=MICRO_BATCH, **changes)
     with Trainer(config, tiny.job(), world) as trainer:
@@ -181,7 +182,7 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a window at the end": ({"window": RandomWindow(3, low=1)}, {}),
     "cps": ({"sampler": Stochastic("cps", eta=0.5)}, {}),
     "guidance": ({"guidance": Guidance(2.0, "3")}, {}),
-    "residuals": ({"form": "unscaled"}, {}),
+    "residuals": ({}, {"form": "unscaled"}),
     "velocities": ({}, {"method": Dppo(), "train": "lora"}),
 }
 

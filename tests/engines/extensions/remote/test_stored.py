@@ -283,12 +283,12 @@ def test_a_rollout_that_is_written_again_replaces_the_first(
     one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resumed run repeats the rollout it was killed in; a process that dies while it writes leaves whole ones alone."""
-    rollout = replace(STEPS, store=tmp_path / "stored")
-    trained(config(tmp_path, updates=1, sampling=rollout), one)
+    rollout = RolloutConfig(store=tmp_path / "stored")
+    trained(config(tmp_path, updates=1, sampling=STEPS, rollout=rollout), one)
     before = {path.name: path.read_bytes() for path in (tmp_path / "stored").iterdir()}
     with pytest.raises(UsageError, match="which holds rollouts already"):
-        trained(config(tmp_path, updates=1, sampling=rollout), one)
-    resumed = config(tmp_path, updates=1, sampling=rollout, resume=True)
+        trained(config(tmp_path, updates=1, sampling=STEPS, rollout=rollout), one)
+    resumed = config(tmp_path, updates=1, sampling=STEPS, rollout=rollout, resume=True)
     trained(resumed, one)
     assert {path.name: path.read_bytes() for path in (tmp_path / "stored").iterdir()} == before
 
@@ -339,10 +339,10 @@ def test_folders_that_cannot_be_used_are_refused(one: World, tmp_path: Path) -> 
 def test_a_source_of_another_kind_is_refused(source: str) -> None:
     """When the configuration is made."""
     with pytest.raises(ValueError, match=rf"rollout\.source is '{source}', expected addresses of servers .*replayed:FOLDER"):
-        replace(STEPS, source=source)
+        RolloutConfig(source=source)
 
 
 def test_replayed_rollouts_are_not_stored_again(tmp_path: Path) -> None:
     """They are stored already."""
     with pytest.raises(ValueError, match=r"rollout\.store has no effect with rollouts that are stored"):
-        replace(STEPS, source="replayed:x", store=tmp_path)
+        RolloutConfig(source="replayed:x", store=tmp_path)

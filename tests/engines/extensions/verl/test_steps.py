@@ -17,7 +17,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.export import gather
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import LossConfig
+from fluvial.engines.methods import StepKLConfig
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.nft import Nft
@@ -64,12 +64,12 @@ class Own:
         with torch.no_grad(), use_adapter(self.engine.module, adapter):
             return self.predict(items.x, items, cond)
 
-    def update(self, items: Any, cond: Any, objective: Any, config: LossConfig, *, micro_batch: int = 4) -> float:
+    def update(self, items: Any, cond: Any, method: Any, *, micro_batch: int = 4) -> float:
         """Take a step and return the loss."""
         self.before = self.weights()
 
         def loss(part: Any) -> Any:
-            return loss(self.predict(part.x, part, cond), part, config)
+            return method.loss(self.predict(part.x, part, cond), part)
 
         size = len(items.level)
         return self.engine.update(items, loss, items.weight, count=size, micro_batch=micro_batch, pad_to=size).loss
@@ -140,10 +140,10 @@ def test_a_step_of_flow_grpo(folders: dict[str, Path], world: World, name: str) 
     own = Own(made, world)
     flat = verl_runs.items(made)
     flat = flat._replace(predictions={"ref": own.other(flat, made.cond, None)})
-    config = LossConfig(kl_coef=verl_runs.KL, kl_weight="rate")
+    method = Grpo(clip_low=verl_runs.CLIP, clip_high=verl_runs.CLIP, kl=StepKLConfig(verl_runs.KL, weight="rate"))
     for i, rows in enumerate((torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7]))):
         part = optree.tree_map(lambda tensor, rows=rows: tensor[rows], flat)
-        found = own.update(part, made.cond, Grpo(verl_runs.CLIP, verl_runs.CLIP), config)
+        found = own.update(part, made.cond, method)
         assert metrics[i]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
     assert [step["lr"] for step in metrics] == [None, 1e-3]
@@ -252,7 +252,7 @@ def test_a_step_of_distillation(folders: dict[str, Path], world: World, name: st
         made.trajectory,
         made.schedule,
         made.sampler(made.schedule.levels[:-1], made.schedule.levels[1:]),
-        made.method.advantage,
+        made.advantage,
         torch.ones(4),
     )
     other = Own(made, world)
@@ -282,6 +282,6 @@ def test_a_step_of_dance_grpo_on_videos(folders: dict[str, Path], world: World) 
     data["old_log_probs"] = actor.infer(data)["log_probs"] + 0.05
     own = Own(made, world)
     flat = verl_runs.items(made)._replace(log_prob_old=data["old_log_probs"].T.flatten())
-    found = own.update(flat, made.cond, Grpo(verl_runs.CLIP, verl_runs.CLIP), LossConfig())
+    found = own.update(flat, made.cond, Grpo(clip_low=verl_runs.CLIP, clip_high=verl_runs.CLIP))
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
