@@ -16,6 +16,7 @@ from fluvial.engines.run.method import Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import velocity_error
 
@@ -44,7 +45,7 @@ class Awm(Method, name="awm"):
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", ratio=True)
     bounds = {"clip_low": (0, 1), "clip_high": (0, math.inf), "delta": (1e-12, math.inf), "power": (1e-12, 1)}
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     passes: PassesConfig = PassesConfig()

@@ -15,6 +15,7 @@ from fluvial.engines.run.method import Method, NoisedRows, PassesConfig, Prefere
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import Pairs
 from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Dpo(Method, name="dpo"):
     """
 
     bounds = {"beta": (1e-12, math.inf), "lose_weight": (0, 1e6), "ref_guidance": (0, math.inf)}
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()
     beta: float = 2000.0

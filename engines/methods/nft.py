@@ -16,6 +16,7 @@ from fluvial.engines.run.method import Method, Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.kernels import nft_loss, velocity_error
 
@@ -53,7 +54,7 @@ class Nft(Method, name="nft"):
 
     needs: ClassVar[Needs] = Needs(prediction="velocity")
     bounds = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     passes: PassesConfig = PassesConfig()

@@ -12,6 +12,7 @@ from fluvial.engines.run.method import Images, Method, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
 from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Raft(Method, name="raft"):
     """
 
     bounds = {"best": (1e-9, 1)}
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()
     kl: KLConfig = KLConfig()

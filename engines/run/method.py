@@ -267,7 +267,12 @@ CALLS = {
     "learn": ("run", "batch", "key"),
     "loss": ("v", "rows"),
 }
-KINDS: dict[str, Any] = {"needs": Needs, "sampling": ReadingConfig, "passes": EpochsConfig, "rows": (RecordedRows, NoisedRows)}
+KINDS: dict[str, Any] = {
+    "needs": Needs,
+    "sampling": ReadingConfig,
+    "passes": EpochsConfig,
+    "rows": (RecordedRows, NoisedRows),
+}
 
 
 def explain_no_method(kind: Any) -> str | None:

@@ -149,7 +149,7 @@ def run(method: Method, sampling: ReadingConfig, /, **changes: Any) -> TrainConf
         "optimizer": OptimizerConfig(lr=1e-3, ema_decay=0.9),
         "rewards": ("bold", "neat=0.5"),
     }
-    return with_values(TrainConfig(Path("out"), method), {**values, **changes})
+    return with_values(TrainConfig(Path("out"), o.Grpo()), {**values, **changes})
 
 
 def grpo(sampling: SamplingConfig = SDE, /, **changes: Any) -> TrainConfig:

@@ -1,6 +1,6 @@
 """Fields in the library's errors are printed as flags; parsing returns the very configuration."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest

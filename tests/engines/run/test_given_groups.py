@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_jobs as tiny
@@ -20,6 +20,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.method import NoisedRows
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_the_best_of_each_group_are_fitted(tmp_path: Path, one: World, compare: 
     best = {image for group in (images[:4], images[4:]) for image in sorted(group, key=int)[2:]}
     update = spied.updates[0]
     assert {images[int(i)] for i in update.items.sample[update.weight != 0]} == best
-    assert record["pairs"] == 4 * spied.trainer.config.method.rows.noising.each
+    assert record["pairs"] == 4 * cast(NoisedRows, spied.trainer.config.method.rows).noising.each
     assert len(set(images)) == 8  # an epoch has each image once
 
 

@@ -87,7 +87,7 @@ def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
 def test_a_published_run_is_a_configuration(name: str) -> None:
     """It round-trips through JSON, and its deviations name settings, in words."""
     run = find(name)
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     record = as_record(config)
     assert read_record(json.loads(json.dumps(record))) == config
     assert config.model == RUNS[name].model
@@ -217,7 +217,7 @@ def test_rewards_are_the_built_in_ones(name: str) -> None:
     """Every reward that a run names comes with fluvial; one that does not is a deviation that says what to do."""
     known = built_in()
     run = find(name)
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     for text in config.rewards:
         assert parse(text, plugins.names("rewards", known), field="rewards").name in known
     if config.makes_samples and not config.rewards:
@@ -232,7 +232,7 @@ def test_diffusion_dpo_draws_timesteps_of_the_whole_schedule() -> None:
     """t is uniform over 1,000 timesteps; the one that diffusers' scheduler lacks is a deviation."""
     for name in ("diffusion_dpo/sd1.5/pickapic", "diffusion_dpo/sdxl/pickapic"):
         run = find(name)
-        config, deviations = resolve(run), run.deviations
+        config, deviations = config_of(run.name), run.deviations
         assert (config.method.sampling.steps, config.method.noising.each, config.method.noising.levels.kind) == (
             999,
             1,
@@ -276,7 +276,7 @@ def test_adapters_of_the_stable_diffusion_runs_are_those_of_their_libraries(name
 def test_d3po_compares_20_pairs_per_epoch() -> None:
     """Two batches of 10 prompts with two images each; the published updates of single pairs are a deviation."""
     run = find("d3po/sd1.5/compressibility")
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     assert (config.method.sampling.prompts, config.method.sampling.group, config.updates) == (20, 2, 400)
     assert deviations["passes.minibatches"].published == "20 updates of 1 pair"
 
@@ -344,7 +344,7 @@ def test_dgpos_beta_and_reference() -> None:
 def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
     """12 targets, and 8 of the first 9 steps drawn at random."""
     run = find("unirl/hunyuanvideo-1.5/dancegrpo")
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     window: Any = config.method.sampling.window
     assert config.model == "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     assert len(config.lora.targets or ()) == 12
@@ -507,7 +507,7 @@ def test_a_file_that_is_no_configuration(
 def test_ddpos_statistics_and_last_step() -> None:
     """256 prompts of one sample with the last 16 rewards of each; Stable Diffusion's schedule ends with a noisy step."""
     run = find("ddpo/sd1.4/compressibility")
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     assert (config.method.sampling.prompts, config.method.sampling.group, config.method.passes.minibatches) == (256, 1, 4)
     assert (config.method.advantage.history, config.method.advantage.history_min, config.method.advantage.eps) == (
         16,

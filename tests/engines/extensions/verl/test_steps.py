@@ -17,7 +17,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.export import gather
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import StepKLConfig
+from fluvial.engines.methods import KLConfig, StepKLConfig
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.nft import Nft
@@ -178,8 +178,8 @@ def test_a_step_of_diffusion_nft(folders: dict[str, Path], world: World, name: s
         forward_noise=torch.stack([pack(noise[:, i]) for i in (0, 1)], 1),
     )
     predictions = {"old": own.other(items, made.cond, "old"), "ref": own.other(items, made.cond, None)}
-    nft = Nft(beta=BETA, adv_clip=5.0, weight_min=1e-5)
-    found = own.update(items._replace(predictions=predictions), made.cond, nft, LossConfig(kl_coef=verl_runs.KL))
+    nft = Nft(beta=BETA, adv_clip=5.0, weight_min=1e-5, kl=KLConfig(verl_runs.KL))
+    found = own.update(items._replace(predictions=predictions), made.cond, nft)
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
     actor.engine.ema_update_adapter(source="default", target="old", decay=0.5)
@@ -225,7 +225,7 @@ def test_a_step_of_dpo(folders: dict[str, Path], world: World, name: str) -> Non
         predictions={},
     )
     items = items._replace(predictions={"ref": own.other(items, cond, None)})
-    found = own.update(items, cond, Dpo(beta=10.0), LossConfig(), micro_batch=2)
+    found = own.update(items, cond, Dpo(beta=10.0), micro_batch=2)
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
 
@@ -258,7 +258,7 @@ def test_a_step_of_distillation(folders: dict[str, Path], world: World, name: st
     other = Own(made, world)
     verl_runs.move(other.engine.module)
     flat = flat._replace(predictions={"teacher": other.other(flat, made.cond, None)})
-    found = own.update(flat, made.cond, Distill(), LossConfig())
+    found = own.update(flat, made.cond, Distill())
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
 
