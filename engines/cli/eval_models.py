@@ -30,8 +30,8 @@ from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives
 from fluvial.engines.run.jobs.media import media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import strip_weight

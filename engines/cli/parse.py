@@ -165,7 +165,7 @@ def _without_prefix(kind: type) -> Any:
     """Return the type of a field whose flags have no name before them."""
     import tyro
 
-    return Annotated[kind, tyro.conf.arg(prefix_name=False)]
+    return Annotated[kind, tyro.conf.arg(name="")]
 
 
 def _kind_flag(union: Any) -> Any:

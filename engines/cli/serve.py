@@ -9,7 +9,7 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import may_be_model
 from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, one_size, parse_config, parse_name
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 
 

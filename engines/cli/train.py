@@ -102,7 +102,7 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     own, others = split_flags(flags, {PRESET})
     if not own:
         return config, others
-    from fluvial.engines.run.presets import on_gpus
+    from fluvial.engines.run.recipes import on_gpus
 
     if "--resume" in others or find_values(others, "--resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")

@@ -13,8 +13,8 @@ from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.declared import Follower, Networks, Start, Teacher, find_followers
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.method import Method, NoisedRows, Preferences, check_method
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.kernels import Implementation

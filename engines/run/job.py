@@ -30,9 +30,9 @@ from fluvial.engines.run.jobs.pipeline import (
     read_prompts_of,
     read_training,
 )
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import OtherWeights, from_run, with_base
 from fluvial.engines.run.method import Preferences
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.models import is_recorded

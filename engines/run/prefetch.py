@@ -110,8 +110,8 @@ class Ahead:
             with self.world.agreed():
                 samples = batch.made.result()
             assert batch.scoring is not None
-            scores = batch.scoring.collect(self.world, batch=batch.share.batch)
-            own, meta[str(number)] = pack(samples, scores, batch.share.batch, self.world)
+            scores = batch.scoring.collect(self.world, batch=self.config.method.sampling.batch)
+            own, meta[str(number)] = pack(samples, scores, self.config.method.sampling.batch, self.world)
             meta[str(number)]["version"] = batch.version
             tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
         return tensors, meta

@@ -153,9 +153,10 @@ class Run:
         assert batch.scoring is not None
         if config.engine.offload == "phases" and config.method.source is None:
             self.engine.offload()
-        own = batch.scoring.collect(self.world, batch=batch.share.batch, stop=self.stop)
+        sampling = config.method.sampling
+        own = batch.scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
         rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=batch.plan.group, max_invalid=config.max_invalid, world=self.world
+            own, stop=self.stop(), group=sampling.group, max_invalid=config.max_invalid, world=self.world
         )
         self.engine.onload()
         self.networks.onload()

@@ -18,7 +18,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import CONVERTER, as_record, read_record
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
@@ -153,12 +153,12 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
 def test_a_kind_alone_has_its_defaults() -> None:
     """In a file; a kind with a field that has no default needs an object."""
     record = as_record(TrainConfig(Path("x"), method=Grpo()))
-    record["rollout"] |= {"window": "all", "sampler": "dance_sde"}
+    record["method"]["sampling"] |= {"window": "all", "sampler": "dance_sde"}
     assert read_record(record).method.sampling.sampler == Stochastic("dance_sde")
-    record["rollout"]["window"] = "random"
+    record["method"]["sampling"]["window"] = "random"
     with pytest.raises(UsageError, match=r"misses the field size @ run\.rollout\.window"):
         read_record(record)
-    record["rollout"]["window"] = {"kind": "all", "size": 3}
+    record["method"]["sampling"]["window"] = {"kind": "all", "size": 3}
     with pytest.raises(UsageError, match=r"has unknown fields size @ run\.rollout\.window"):
         read_record(record)
 
@@ -175,11 +175,11 @@ def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
         "fraction": 1.0,
         "moves": {"every": 0},
     }
-    record["rollout"] = {**record["rollout"], **old, "sampler": "flow_sde"}
+    record["method"]["sampling"] = {**record["method"]["sampling"], **old, "sampler": "flow_sde"}
     with pytest.raises(UsageError, match="unknown fields eta, fraction, moves, solver, window_high, window_low") as refused:
         read_record(record)
     assert "\n" not in str(refused.value)
-    record["rollout"] = {**as_record(TrainConfig(Path("x"), method=Grpo()))["rollout"], "window": 5}
+    record["method"]["sampling"]["window"] = 5
     with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.rollout\.window"):
         read_record(record)
 
@@ -211,7 +211,7 @@ def test_a_value_of_no_kind_is_refused() -> None:
     """As the sampler's name alone would be."""
     for changes in ({"sampler": "ode"}, {"window": 5}, {"trained": 0.5}):
         with pytest.raises(TypeError, match=rf"rollout\.{next(iter(changes))} is .*, expected one of "):
-            RolloutConfig(**changes)
+            SamplingConfig(**changes)
 
 
 @given(st.sampled_from(["eta", "size"]), st.sampled_from([math.nan, math.inf, -1]))

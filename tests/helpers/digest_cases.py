@@ -21,8 +21,8 @@ from fluvial.engines.methods import table as o
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.method import Method
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance

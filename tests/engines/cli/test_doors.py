@@ -44,12 +44,13 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
     out = tmp_path / "run"
     finish(["train", "toy_doors:recipe", "--out", str(out), "--scale", "0.5"], capfd)
     record = json.loads((out / "config.json").read_text())
-    assert record["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
-    assert record["rollout"]["sampler"] == {"kind": "toy_doors:walk", "eta": 0.5}
+    assert {name: record["method"][name] for name in ("name", "scale")} == {"name": "toy_doors:Pull", "scale": 0.5}
+    assert record["method"]["sampling"]["sampler"] == {"kind": "toy_doors:walk", "eta": 0.5}
     assert moved(out)
     assert len(metrics(out)) == 2
     finish(["train", "toy_doors:recipe", "--out", str(out), "--resume", "--updates", "3"], capfd)
-    assert json.loads((out / "config.json").read_text())["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
+    recorded = json.loads((out / "config.json").read_text())["method"]
+    assert (recorded["name"], recorded["scale"]) == ("toy_doors:Pull", 0.5)
     assert len(metrics(out)) == 3
 
 

@@ -94,7 +94,7 @@ def test_a_run_is_evaluated_as_its_settings_say(folder: Path) -> None:
     assert bright["base_mean"] == before["score"]["evaluators:brightness"]
     assert bright["difference"] != 0
     record = json.loads((folder / "run" / "config.json").read_text())
-    assert record["rollout"]["guidance"]["scale"] == 1
+    assert record["method"]["sampling"]["guidance"]["scale"] == 1
     assert (folder / "run" / "samples" / "update-0001.csv").exists()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fluvial.core.checks import FieldError
+from fluvial.engines.choices import BARE
 from fluvial.engines.cli.parse import HelpPrintedError, field_names, find_values, flags_in_errors, parse_config
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
 
@@ -56,7 +57,7 @@ class Run:
     max_log_ratio: float = 1.0
     rewards: tuple[str, ...] = ()
     rollout: Walk = field(default_factory=Walk)
-    objective: object = field(default_factory=Loss)
+    objective: object = field(default_factory=Loss, metadata=BARE)  # whose flags have no name before them
 
 
 NAMES = field_names(Run(Path("x")))

@@ -19,6 +19,7 @@ from fluvial.bench.pretrain import (
     handwriting_unet_pretraining,
     words_pretraining,
 )
+from fluvial.engines.choices import is_bare
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
@@ -47,7 +48,8 @@ def explained(config: Any) -> dict[str, str]:
     for field in dataclasses.fields(config):
         texts[field.name] = " ".join((written.get(field.name) or "").split())
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
-            texts.update({f"{field.name}.{name}": text for name, text in explained(value).items()})
+            before = "" if is_bare(field) else f"{field.name}."
+            texts.update({f"{before}{name}": text for name, text in explained(value).items()})
     return texts
 
 

@@ -77,7 +77,7 @@ def test_a_recipe_of_another_objective_does_not_resume_a_run(
 ) -> None:
     begun(tmp_path / "run", recipes.grpo())
     assert cli.run(["train", "nft", "--resume", "--out", str(tmp_path / "run")]) == 2
-    assert "holds a run with the objective clipped, and nft has nft" in launch.one_line(capfd.readouterr().err)
+    assert "holds a run with the method grpo, and nft has nft" in launch.one_line(capfd.readouterr().err)
     assert not trained
 
 

@@ -232,7 +232,7 @@ class WrongRows(NoLearn):
 
 
 @pytest.mark.parametrize(
-    ("objective", "words"),
+    ("method", "words"),
     [
         (object(), "object is not a frozen dataclass: decorate it"),
         (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
@@ -244,13 +244,13 @@ class WrongRows(NoLearn):
         ("clipped", "str is not a frozen dataclass"),
     ],
 )
-def test_what_is_no_objective(objective: Any, words: str) -> None:
+def test_what_is_no_method(method: Any, words: str) -> None:
     """It is refused when the run is built."""
     with pytest.raises(ValueError, match=words) as refused:
-        TrainConfig(Path("out"), method=objective)
+        TrainConfig(Path("out"), method)
     assert "\n" not in str(refused.value)
     with pytest.raises(UsageError):
-        check_method(objective)
+        check_method(method)
 
 
 @pytest.mark.parametrize(

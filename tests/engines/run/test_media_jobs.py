@@ -15,7 +15,7 @@ from PIL import Image
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.replay.kinds import SOUND, VIDEO, Sound, read_video
 

@@ -21,7 +21,7 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import to_train
 from fluvial.engines.run.jobs.evaluated import with_size_of
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig

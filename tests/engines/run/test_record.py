@@ -16,8 +16,8 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
 from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import configuration
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, read_record, with_absolute_paths
 from fluvial.engines.sampling.samplers import SAMPLERS

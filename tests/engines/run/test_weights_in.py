@@ -20,8 +20,8 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import base_model, from_run
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora
 from fluvial.models.lora_files import read_lora
 from fluvial.models.pipelines.open import open_model

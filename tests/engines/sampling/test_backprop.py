@@ -17,7 +17,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import AlignProp
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.sampling.backprop import number_of_steps
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.handwriting import digits, likeness
@@ -37,7 +37,7 @@ def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
     """Return a run on 4 steps."""
-    rollout = RolloutConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
+    rollout = SamplingConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
     return tiny.config(out, method=objective, sampling=rollout, train="lora", micro_batch=2)
 
 

@@ -135,5 +135,5 @@ def test_steps_after_a_window_that_there_are_not(tmp_path: Path) -> None:
         assert "tail" not in {field.name for field in fields(kind)}
     config = tiny.config(tmp_path, sampling=replace(STEPS, window=RandomWindow(1, tail=FLASH)))
     for prediction, recorded in (("epsilon", False), ("velocity", True)):
-        with pytest.raises(ValueError, match=r"rollout.(window.tail|sampler) is"):
+        with pytest.raises(ValueError, match=r"sampling.(window.tail|sampler) is"):
             check_model(config, prediction, recorded=recorded)  # type: ignore[arg-type]

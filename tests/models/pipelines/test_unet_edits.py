@@ -27,7 +27,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.jobs.evaluated import list_texts
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models import decoded
 from fluvial.models.pipelines import unet_edits

@@ -13,8 +13,8 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.run import job as jobs
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import WEIGHTS, base_model, is_run
-from fluvial.engines.run.pipeline import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.device import default_device, is_accelerator
 from fluvial.models.protocol import Weights

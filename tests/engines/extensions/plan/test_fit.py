@@ -20,7 +20,7 @@ from fluvial.engines.extensions.plan.fit import fit_config, plan_of
 from fluvial.engines.extensions.plan.plan import GIB, PlanConfig
 from fluvial.engines.extensions.plan.plan import plan as planned
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.trainer import Trainer
 

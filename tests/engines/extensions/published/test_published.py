@@ -471,7 +471,7 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == first
     toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[rollout]\ngroup = 4\n')
     assert cli.run(["config", str(toml), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
+    assert json.loads(capsys.readouterr().out)["method"]["sampling"]["group"] == 4
     toml.write_text(
         f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\n'
         '[sampling.window]\nkind = "random"\nsize = 2\n[sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
@@ -479,7 +479,7 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     )
     assert cli.run(["config", str(toml), "--json"]) == 0
     printed = capsys.readouterr().out
-    assert json.loads(printed)["rollout"]["window"]["tail"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
+    assert json.loads(printed)["method"]["sampling"]["window"]["tail"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
     path.write_text(printed)
     assert cli.run(["config", "--config", str(path), "--kl.weight", "exact", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
@@ -627,15 +627,15 @@ def test_a_run_extends_blocks() -> None:
         "sampling.window.size": "y",
     }
     assert (run.unusual, run.gpus) == (("first", "second"), 4)
-    assert run.overlay()["rollout"] == {"window": {"kind": "random", "size": 2}}
+    assert run.overlay()["method"]["sampling"] == {"window": {"kind": "random", "size": 2}}
 
 
 def test_another_variant_of_a_union_drops_the_fields_of_the_first() -> None:
     """A block that sets another kind inherits no field of the other variant; one that sets the same kind does."""
     scattered = composed(extends=["near"], settings={"rollout": {"window": {"kind": "all", "high": 5}}})
-    assert scattered.overlay()["rollout"]["window"] == {"kind": "all", "high": 5}
+    assert scattered.overlay()["method"]["sampling"]["window"] == {"kind": "all", "high": 5}
     same = composed(extends=["near"], settings={"rollout": {"window": {"kind": "random", "high": 5}}})
-    assert same.overlay()["rollout"]["window"] == {"kind": "random", "size": 2, "high": 5}
+    assert same.overlay()["method"]["sampling"]["window"] == {"kind": "random", "size": 2, "high": 5}
 
 
 def test_a_run_that_states_nothing_is_assumed_throughout() -> None:

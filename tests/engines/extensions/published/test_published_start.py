@@ -17,7 +17,7 @@ from fluvial.engines.extensions.published import takes
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find, load_published
 from fluvial.engines.run.config import with_values
-from fluvial.engines.run.presets import on_gpus
+from fluvial.engines.run.recipes import on_gpus
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 
@@ -116,13 +116,17 @@ def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     """Of a recipe and of a published run; what is typed beside it comes last."""
     model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--prompts", "@ocr"]
     config, said = said_of(capsys, "grpo", "--preset", "1gpu", *model, "--sampling.group", "12")
-    assert (config["rollout"]["prompts"], config["rollout"]["group"], config["micro_batch"]) == (4, 12, "auto")
+    assert (config["method"]["sampling"]["prompts"], config["method"]["sampling"]["group"], config["micro_batch"]) == (
+        4,
+        12,
+        "auto",
+    )
     assert said == (
         "fluvial: --preset 1gpu: sampling.prompts 4 in place of 48; a rollout has 96 samples, published 1152; every "
         "other setting stays\n"
     )
     config, _ = said_of(capsys, OCR, "--preset=2gpu", "--sampling.prompts", "6")
-    assert config["rollout"]["prompts"] == 6
+    assert config["method"]["sampling"]["prompts"] == 6
     assert "keeps its" not in said_of(capsys, OCR, "--preset", "2gpu")[1]
 
 

@@ -12,7 +12,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 
 

@@ -25,7 +25,7 @@ from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
 from fluvial.engines.extensions.servers.rollout.prompts import check_file
 from fluvial.engines.extensions.wire.request import RequestLimits
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.models.replay.kinds import SOUND, Sound

@@ -15,7 +15,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.tensors import tree_of
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.models.handwriting import BASE

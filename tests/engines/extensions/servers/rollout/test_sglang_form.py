@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.policy import Policy
-from fluvial.engines.run.pipeline import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 
 pytestmark = pytest.mark.long  # it installs a wheel
