@@ -24,6 +24,19 @@ def is_bare(field: "dataclasses.Field[Any]") -> bool:
     return bool(field.metadata.get("bare"))
 
 
+def describe_fields(kind: type) -> dict[str, str]:
+    """Return the help of each field of a dataclass by name, as its docstring, or that of the class that declares it, has it."""
+    import docstring_parser
+
+    texts = dict[str, str]()
+    for each in reversed(kind.__mro__):
+        texts |= {
+            part.arg_name: part.description or ""
+            for part in docstring_parser.parse(each.__dict__.get("__doc__") or "").params
+        }
+    return texts
+
+
 def variants(union: Any) -> tuple[type, ...]:
     """Return the dataclasses that a field of a union type may hold; nothing for any other type."""
     members = get_args(union) if get_origin(union) in (Union, UnionType) else ()

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fluvial.engines.choices import describe_fields
 from fluvial.engines.cli.listing import width, wrap
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -126,8 +127,6 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
 
 def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     """Return the value of a field and the beginning of its help; None if there is no such field."""
-    import docstring_parser
-
     *parents, name = field.split(".")
     if not hasattr(values, field.partition(".")[0]) and hasattr(values, "method"):
         values = values.method
@@ -135,8 +134,7 @@ def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
         values = getattr(values, parent, None)
     if not hasattr(values, name):
         return None
-    written = {each.arg_name: each.description or "" for each in docstring_parser.parse(type(values).__doc__ or "").params}
-    text = written.get(name, "")
+    text = describe_fields(type(values)).get(name, "")
     return getattr(values, name), _clause(" ".join(text.split()))
 
 

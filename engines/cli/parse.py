@@ -10,7 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
-from fluvial.engines.choices import is_bare, is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
+from fluvial.engines.choices import (
+    describe_fields,
+    is_bare,
+    is_open,
+    is_variant,
+    kinds,
+    kinds_of,
+    settings,
+    variant_of,
+    variants,
+)
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.plugins import did_you_mean
 
@@ -157,7 +167,11 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
             names.append(held)
             fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
     made = dataclasses.make_dataclass(variant.__name__, fields)
-    made.__doc__ = variant.__doc__
+    texts = describe_fields(variant)
+    described = [f"    {name}: {texts[name]}" for name, *_ in fields if name in texts]
+    made.__doc__ = "\n".join(
+        [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
+    )
     return Form(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
 
 

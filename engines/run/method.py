@@ -143,6 +143,7 @@ class Method:
         cls.method_name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         check_fields(self, "", **self.bounds)
         for problem in self.problems():
             raise problem
@@ -267,10 +268,10 @@ CALLS = {
     "learn": ("run", "batch", "key"),
     "loss": ("v", "rows"),
 }
-KINDS: dict[str, Any] = {
-    "needs": Needs,
-    "sampling": ReadingConfig,
-    "passes": EpochsConfig,
+KINDS: dict[str, tuple[type, ...]] = {
+    "needs": (Needs,),
+    "sampling": (ReadingConfig,),
+    "passes": (EpochsConfig,),
     "rows": (RecordedRows, NoisedRows),
 }
 
@@ -302,7 +303,12 @@ def check_method(method: Any) -> None:
         raise UsageError(f"method is the class {method.__name__}, expected an instance: {method.__name__}()")
     if (problem := explain_no_method(kind)) is not None:
         raise UsageError(f"method {spec_of(kind)} {problem}")
-    for name, expected in KINDS.items():
-        if not isinstance(value := getattr(method, name), expected):
-            names = " or ".join(each.__name__ for each in (expected if isinstance(expected, tuple) else (expected,)))
-            raise UsageError(f"method {spec_of(kind)} has {name} of type {type(value).__name__}, expected {names}")
+
+
+def check_kinds(method: Method) -> None:
+    """Raise UsageError unless what a method declares is of the types that the run reads."""
+    for name, kinds in KINDS.items():
+        if not isinstance(value := getattr(method, name), kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            got = type(value).__name__
+            raise UsageError(f"method {method.method_name} has {name} of type {got}, expected {expected}")

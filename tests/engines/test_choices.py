@@ -16,6 +16,7 @@ from fluvial.engines.choices import kinds, settings, variant_of, variants
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.nft import Nft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import CONVERTER, as_record, read_record
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
@@ -52,7 +53,12 @@ class Chosen:
 
 
 UNIONS: dict[str, Any] = {"window": Window, "trained": Trained, "sampler": SamplerChoice, "levels": Levels}
-PLACES = {"window": "sampling.window", "trained": "trained", "sampler": "sampling.sampler", "levels": "noising.levels"}
+PLACES = {
+    "window": "method.sampling.window",
+    "trained": "method.trained",
+    "sampler": "method.sampling.sampler",
+    "levels": "method.noising.levels",
+}
 EVERY = [(name, kind) for name, union in UNIONS.items() for kind in kinds(union)]
 NUMBERS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -143,8 +149,12 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
     with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
         parse_config(Chosen(), "run", [f"--{name}", f"{kind}x"])
     place = PLACES[name].split(".")
-    record = as_record(TrainConfig(Path("x"), method=Grpo()))
-    record[place[0]][place[1]] = {"kind": f"{kind}x"}
+    record = as_record(TrainConfig(Path("x"), method=Nft() if name == "levels" else Grpo()))
+    *parents, last = place
+    table = record
+    for parent in parents:
+        table = table[parent]
+    table[last] = {"kind": f"{kind}x"}
     with pytest.raises(UsageError, match=rf"did you mean '{kind}'\? @ run\.{PLACES[name]}") as read:
         read_record(record)
     assert "\n" not in f"{typed.value}{read.value}"
@@ -156,10 +166,10 @@ def test_a_kind_alone_has_its_defaults() -> None:
     record["method"]["sampling"] |= {"window": "all", "sampler": "dance_sde"}
     assert read_record(record).method.sampling.sampler == Stochastic("dance_sde")
     record["method"]["sampling"]["window"] = "random"
-    with pytest.raises(UsageError, match=r"misses the field size @ run\.rollout\.window"):
+    with pytest.raises(UsageError, match=r"misses the field size @ run\.method\.sampling\.window"):
         read_record(record)
     record["method"]["sampling"]["window"] = {"kind": "all", "size": 3}
-    with pytest.raises(UsageError, match=r"has unknown fields size @ run\.rollout\.window"):
+    with pytest.raises(UsageError, match=r"has unknown fields size @ run\.method\.sampling\.window"):
         read_record(record)
 
 
@@ -180,7 +190,9 @@ def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
         read_record(record)
     assert "\n" not in str(refused.value)
     record["method"]["sampling"]["window"] = 5
-    with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.rollout\.window"):
+    with pytest.raises(
+        UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.method\.sampling\.window"
+    ):
         read_record(record)
 
 

@@ -56,7 +56,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --kl.coef -1", "coef is -1"),
     ("train guard --sampling.sampler cps", "--sampling.sampler is 'cps', expected flow_sde or dance_sde"),
     ("train guard --form unscaled", "expected density or no_const"),
-    ("train guard --reduction sum", "expected mean"),
+    ("train guard --reduction sum", "unknown flag --reduction: this method has none, and grpo, tempflow have it"),
     ("train handwriting --optimizer.lr -1", "lr is -1"),
     ("train handwriting --lora.rank 0", "lora.rank is 0"),
     ("train handwriting --prompts {tmp}/missing.txt", "missing.txt cannot be read: No such file"),

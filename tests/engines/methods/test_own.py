@@ -239,7 +239,6 @@ class WrongRows(NoLearn):
         (NoMethod(), "NoMethod is not a method: let it inherit from fluvial.engines.methods.Method"),
         (NoLearn(), r"NoLearn has no method learn\(self, run, batch, key\)"),
         (FewArguments(), r"FewArguments has learn\(self, run: .*, expected learn\(self, run, batch, key\): too many"),
-        (WrongRows(), "WrongRows has rows of type str, expected RecordedRows or NoisedRows"),
         (Reinforce, r"method is the class Reinforce, expected an instance: Reinforce\(\)"),
         ("clipped", "str is not a frozen dataclass"),
     ],
@@ -251,6 +250,12 @@ def test_what_is_no_method(method: Any, words: str) -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(UsageError):
         check_method(method)
+
+
+def test_what_a_method_declares_is_checked() -> None:
+    """When it is made, in one line."""
+    with pytest.raises(UsageError, match=r"WrongRows has rows of type str, expected RecordedRows or NoisedRows$"):
+        WrongRows()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.sampling.backprop import number_of_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.handwriting import digits, likeness
 
 
@@ -116,7 +116,6 @@ def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_pat
     [
         (AlignProp(last=5), {}, "last is 5, expected at most the 4 steps"),
         (AlignProp(), {"window": RandomWindow(2)}, "sampling.window is 'random', expected all steps"),
-        (AlignProp(), {"trained": RandomRecorded(0.5)}, "trained has no effect with alignprop"),
     ],
 )
 def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:

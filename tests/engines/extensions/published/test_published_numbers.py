@@ -7,13 +7,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from published_settings import stated
 
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import PublishedRun, flat, load_published
+from fluvial.engines.extensions.published.runs import PublishedRun, as_flag, flat, load_published
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.sampling.samplers import sampler_rule
 
@@ -25,7 +27,8 @@ SAMPLERS = {"ddim_eta": "ddim", "dpm2_ode": "ode", "euler_ode": "ode"}
 
 def leaves_of(run: PublishedRun) -> dict[str, Any]:
     """Return the values of a run's configuration; of a method that fluvial lacks, those that its source states."""
-    return flat(run.overlay()) if run.needs else flat(as_record(resolve(run)))
+    leaves = flat(run.overlay()) if run.needs else flat(as_record(resolve(run)))
+    return {**{as_flag(name): value for name, value in leaves.items()}, **run.fixed}
 
 
 LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}
@@ -33,7 +36,7 @@ LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}
 
 def per_rollout(leaves: Leaves) -> int:
     """Return the number of updates per rollout."""
-    return int(leaves.get("minibatches", 1) * leaves.get("epochs", 1))
+    return int(leaves.get("passes.minibatches", 1) * leaves.get("passes.epochs", 1))
 
 
 def window(leaves: Leaves) -> tuple[int, int]:
@@ -69,9 +72,9 @@ def samples_per_rollout(leaves: Leaves) -> float:
 def samples_per_update(leaves: Leaves) -> float:
     """Return the number of samples, or of given pairs, behind an optimizer step."""
     if leaves.get("preferences"):
-        return float(leaves["sampling.prompts"] / leaves["minibatches"])
+        return float(leaves["sampling.prompts"] / leaves["passes.minibatches"])
     kept = 2 * leaves["advantage.extremes"] / leaves["sampling.group"] or 1
-    return float(samples_per_rollout(leaves) * kept / leaves["minibatches"])
+    return float(samples_per_rollout(leaves) * kept / leaves["passes.minibatches"])
 
 
 def shares_noise(leaves: Leaves) -> bool:
@@ -99,7 +102,7 @@ PLACES = {
     "data_seed": "data_seed",
     "eval_sampling_steps": "evaluation.steps",
     "finetune": "train",
-    "inner_epochs": "epochs",
+    "inner_epochs": "passes.epochs",
     "kl_coef": "kl.coef",
     "learning_rate": "optimizer.lr",
     "lora_alpha": "lora.alpha",
@@ -119,7 +122,7 @@ PLACES = {
     "time_shift": "pipeline.shift",
     "total_updates": "updates",
     "train_sampling_steps": "sampling.steps",
-    "updates_per_rollout": "minibatches",
+    "updates_per_rollout": "passes.minibatches",
     "weight_decay": "optimizer.weight_decay",
     "zero_advantage_filter": "advantage.drop_zero",
 }
@@ -139,7 +142,7 @@ READ: dict[str, tuple[str, Callable[[Leaves], Any]]] = {
     "ratio_clip_low": ("clip_low", first_of("clip_low", "clip")),
     "samples_per_prompt": ("sampling.group", lambda leaves: leaves["sampling.group"] / places(leaves)),
     "samples_per_rollout": ("sampling.prompts", samples_per_rollout),
-    "samples_per_update": ("minibatches", samples_per_update),
+    "samples_per_update": ("passes.minibatches", samples_per_update),
     "save_interval": ("checkpoint_every", lambda leaves: leaves["checkpoint_every"] / per_rollout(leaves)),
     "shared_initial_noise": ("sampling.shared_noise", shares_noise),
     "total_epochs": ("updates", lambda leaves: leaves["updates"] / per_rollout(leaves)),
@@ -216,8 +219,9 @@ def is_said(name: str, field: str, value: Any) -> bool:
         moves = leaves.get("sampling.window.kind") != "random"  # a window that stays has no number of rollouts per place
         if setting is not None and (moves or not setting.startswith("sampling.window.")):
             return same(leaves.get(setting), value)
-        inside = ("objective.", "kl.", "advantage.", "sampling.window.", "noising.")
-        return any(same(ours, value) for other, ours in leaves.items() if other.startswith(inside)) or told(run, value)
+        of_run = {each.name for each in fields(TrainConfig)}
+        inside = [ours for other, ours in leaves.items() if other.partition(".")[0] not in of_run]
+        return any(same(ours, value) for ours in inside) or told(run, value)
     return told(run, value, WORDS[field]) if field in WORDS else True  # the others are texts without a number
 
 

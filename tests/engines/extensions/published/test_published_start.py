@@ -136,7 +136,7 @@ def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         (["config", "grpo", "--preset", "1gpu"], "--preset has no effect with handwriting"),
         (["config", OCR, "--preset", "one"], "--preset is 'one', expected a number of GPUs"),
         (["config", OCR, "--preset"], "--preset is"),
-        (["config", "diffusion_dpo/sd1.5/pickapic", "--preset", "1gpu"], "--preset has no effect with an objective"),
+        (["config", "diffusion_dpo/sd1.5/pickapic", "--preset", "1gpu"], "--preset has no effect with a method"),
         (["train", OCR, "--preset", "1gpu", "--resume"], "--preset has no effect with --resume"),
         (["sample", "handwriting", "--prompts", "@ocr"], "--prompts holds the prompt set @ocr, expected texts"),
         (["plan", "flow_grpo/sd3-medium/ocr"], f"did you mean {OCR}?"),
@@ -213,7 +213,7 @@ def test_the_list_says_what_to_bring(capsys: pytest.CaptureFixture[str]) -> None
     listed = {run["name"]: run["to_bring"] for run in json.loads(capsys.readouterr().out)}
     assert listed[OCR] == []
     assert listed["flow_grpo/sd3.5-medium/geneval"] == ["a reward server"]
-    assert listed["gardo/sd3.5-medium/ocr"] == ["an objective that fluvial lacks"]
+    assert listed["gardo/sd3.5-medium/ocr"] == ["a method that fluvial lacks"]
 
 
 EDITS = {
