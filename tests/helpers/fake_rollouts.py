@@ -78,7 +78,7 @@ class FakeRollouts:
         return self._read(asyncio.run(asgi.call(self.server.app, GENERATE, write_request(request))))
 
     def _read(self, answer: asgi.Answer) -> list[RolloutSample]:
-        """Return the samples of a reply; sglang's say neither which weights made them nor the boundaries of their latents."""
+        """Return the samples of a reply; those of sglang name neither their weights nor the boundaries of their latents."""
         samples = read_response(answer.value)
         if self.kind == "sglang":
             samples = of_trajectory(latent_step_indices=lambda value: None)(changed(weight_version=None)(samples))
