@@ -22,13 +22,11 @@ from fluvial.engines.sampling.generate import (
     Guidance,
     Requests,
     Sampling,
-    SharedPrefix,
     StochasticSteps,
     generate,
 )
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
-from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction
 from fluvial.models.pipelines.base import pack
@@ -162,26 +160,6 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
     assert torch.equal(sample.rollout_debug_tensors["rollout_variance_noises"][0], noise * float(row.sampler != "ode"))
 
 
-def test_sde_is_the_formula_of_sglang(of: dict[Prediction, Server]) -> None:
-    """Written out here once more, as the schema does."""
-    row = TABLE["sde"]
-    (sample, *_) = of["velocity"].samples(**body(row))
-    assert sample.dit_trajectory is not None
-    assert sample.rollout_debug_tensors is not None
-    sigmas = sample.dit_trajectory.sigmas.double()
-    assert sigmas[-1] == 0
-    assert sample.dit_trajectory.timesteps is not None
-    assert torch.allclose(sample.dit_trajectory.timesteps.double(), sigmas[:-1] * 1000, atol=1e-3)
-    x, v = latents(sample).double(), sample.rollout_debug_tensors["rollout_model_outputs"].double()
-    for i in range(T):
-        s, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
-        r = row.eta * torch.sqrt(s / (1 - (sigmas[1] if abs(s - 1) < 1e-6 else s)))
-        std = r * torch.sqrt(-dt)
-        mean = x[i] * (1 + r**2 / (2 * s) * dt) + v[i] * (1 + r**2 * (1 - s) / (2 * s)) * dt
-        expected = -((x[i + 1] - mean) ** 2).mean() / (2 * std**2) - std.log() - math.log(math.sqrt(2 * math.pi))
-        assert torch.allclose(log_probs(sample)[i].double(), expected, atol=1e-5)
-
-
 def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
     """With a negative prompt, in one forward pass or in two."""
     row = TABLE["sde"]
@@ -199,24 +177,6 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
             assert torch.equal(env["pos_cond_kwargs"]["rows"], tiny.Tiny().encode(["1"]).rows)
             assert torch.equal(env["neg_cond_kwargs"]["rows"], tiny.Tiny().encode(["3"]).rows)
     assert not torch.equal(latents(found[0]), latents(of["velocity"].samples(**body(row))[0]))
-
-
-def test_a_window_per_sample_is_that_of_generate(of: dict[Prediction, Server]) -> None:
-    """Each sample returns the latents around its own steps, and the final ones."""
-    row, windows = TABLE["sde"], [[0, 1], [1, 3], [2, 3]]
-    chunk = chunk_of(of["velocity"], row, lambda ids: torch.tensor(windows))
-    fields = {"rollout_debug_mode": False, **own(row, windows=windows, recorded_only=True)}
-    for number, sample in enumerate(of["velocity"].samples(**body(row) | fields)):
-        window = windows[number]
-        assert sample.dit_trajectory is not None
-        boundaries = sorted({*window, *(step + 1 for step in window), T})
-        assert sample.dit_trajectory.latent_step_indices == tuple(boundaries)
-        assert torch.equal(log_probs(sample)[window], chunk.trajectory.log_prob[number])
-        assert int((log_probs(sample) != 0).sum()) == 2
-        for place, step in enumerate(window):
-            assert torch.equal(latents(sample)[boundaries.index(step)], chunk.trajectory.x[number, place])
-            assert torch.equal(latents(sample)[boundaries.index(step + 1)], chunk.trajectory.x_next[number, place])
-        assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
 
 
 def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server]) -> None:
@@ -288,43 +248,6 @@ def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
         for number, sample in enumerate(found):
             assert torch.equal(sample.generated_output, chunk.images[number])
             assert (sample.rollout_log_probs, sample.rollout_debug_tensors, sample.dit_trajectory) == (None, None, None)
-
-
-def test_initial_noise_and_first_steps_are_shared(of: dict[Prediction, Server]) -> None:
-    """The samples of a group begin alike, as in process."""
-    server, row, prefix = of["velocity"], TABLE["sde"], SharedPrefix(2, 3)
-    requests = Requests([Prompt("1")] * len(IDS), IDS, KEY, [7] * len(IDS))
-    schedule = server.policy.schedule(T, tiny.SHAPE)
-    stochastic = StochasticSteps(SAMPLERS["flow_sde"].bind(row.eta, schedule.levels), (2, 3))
-    sampling = Sampling(tiny.SHAPE, schedule, stochastic=stochastic, prefix=prefix)
-    policy = server.policy
-    chunk = next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
-    fields = own(row, initial_ids=[7] * len(IDS), prefix=list(prefix), recorded_only=True)
-    found = server.samples(**body(row, rollout_debug_mode=False) | fields)
-    for number, sample in enumerate(found):
-        assert torch.equal(latents(sample)[0], latents(found[0])[0])
-        assert torch.equal(latents(sample)[:-1], chunk.trajectory.x[number])
-        assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
-        assert torch.equal(log_probs(sample)[2:], chunk.trajectory.log_prob[number])
-    assert not torch.equal(latents(found[0])[1], latents(found[1])[1])
-
-
-def test_steps_after_the_window_may_be_fewer(of: dict[Prediction, Server]) -> None:
-    """The latents behind the window are known, and the final ones are those of the other solver."""
-    row, after = TABLE["sde"], Tail("dpmpp_2m", 0.5)
-    chunk = chunk_of(of["velocity"], row, (0, 1), after=after)
-    fields = own(row, after={"solver": "dpmpp_2m", "fraction": 0.5}, recorded_only=True)
-    found = of["velocity"].samples(**body(row, rollout_sde_step_indices=[0, 1], rollout_debug_mode=False) | fields)
-    for number, sample in enumerate(found):
-        assert torch.equal(latents(sample)[:2], chunk.trajectory.x[number])
-        assert torch.equal(latents(sample)[1:3], chunk.trajectory.x_next[number])
-        assert torch.equal(latents(sample)[3], chunk.trajectory.final[number])
-
-
-def test_a_sum_is_the_joint_density(of: dict[Prediction, Server]) -> None:
-    row = TABLE["sde"]
-    mean, total = (of["velocity"].samples(**body(row) | own(row, reduction=name))[0] for name in ("mean", "sum"))
-    assert torch.allclose(log_probs(total), math.prod(tiny.SHAPE) * log_probs(mean), rtol=1e-4)
 
 
 def test_debug_tensors_are_those_that_are_asked_for(of: dict[Prediction, Server]) -> None:
