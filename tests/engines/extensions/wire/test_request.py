@@ -11,7 +11,6 @@ from msgspec.structs import fields
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.request import (
     DEBUG,
-    SDE_TYPES,
     ExtraParams,
     FluvialOptions,
     RequestLimits,
@@ -236,9 +235,8 @@ def test_a_wrong_option_of_fluvial_is_one_line(options: dict[str, Any], says: st
 def test_windows_and_indices_do_not_go_together() -> None:
     with pytest.raises(WireError, match="both set"):
         read_request({**own(windows=[[1]]), "rollout_sde_step_indices": [1]})
-    body = {"prompt": "a", "num_outputs_per_prompt": 2, "extra_sampling_params": {"fluvial": {"windows": [[1], [2, 3]]}}}
     with pytest.raises(WireError, match="different numbers of steps"):
-        read_request(body)
+        read_request({**own(windows=[[1], [2, 3]]), "num_outputs_per_prompt": 2})
 
 
 def test_what_has_no_log_probability_may_be_sampled() -> None:
@@ -290,12 +288,3 @@ def test_any_json_is_a_request_or_one_line(body: Any) -> None:
         return
     assert "\n" not in problem
     assert len(problem) < 400
-
-
-def test_samplers_have_the_same_names_both_ways() -> None:
-    """The form named no_const here has no name on the wire."""
-    assert SDE_TYPES == {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
-    for name, sde_type in SDE_TYPES.items():
-        request = RolloutRequest("a", rollout_sde_type=sde_type)
-        assert (request.sampler, request.form) == (name, "density")
-    assert RolloutRequest("a", rollout_log_prob_no_const=True).form == "unscaled"
