@@ -81,7 +81,6 @@ def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: 
     expected = moved_base().to(dtype).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in server.weights.module.state_dict().items())
     assert server.weights.version == 7
-    assert sync.sent_bytes >= sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     assert (server.requests.count("/update_weights_from_tensor") > 2) == (method == "shared_memory")
 
 

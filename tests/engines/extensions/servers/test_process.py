@@ -14,6 +14,7 @@ import launch
 import pytest
 import tiny_jobs as tiny
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
@@ -92,6 +93,26 @@ def test_a_reward_server_is_asked_killed_and_started_again() -> None:
         waiting.join(30)
         assert torch.equal(found[0], expected)
         end(server)
+
+
+def test_a_process_refuses_damaged_weights_and_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a client without the admin key, and files elsewhere."""
+    monkeypatch.setenv("ADMIN", "secret")
+    monkeypatch.setenv("OTHER", "other")
+    (network := tmp_path / "bad" / "transformer").mkdir(parents=True)
+    save_file({"a": torch.ones(3)}, network / "diffusion_pytorch_model.safetensors")
+    options = (*COMMANDS["serve"], "--port", "0", "--weights-root", str(tmp_path))
+    with launch.start(*options, FLUVIAL_SERVE_ADMIN_KEY="secret") as server:
+        url, push = server.address(), "/update_weights_from_disk"
+        admin, other = (HttpClient(url, patience=0, key_env=name) for name in ("ADMIN", "OTHER"))
+        sums, (before, _) = admin.post("/get_weights_checksum", {}), ask(url, BODY)
+        for path, says in {"bad": "holds a, which", "none": "cannot be read", "/etc": "is outside"}.items():
+            with pytest.raises(RunError, match=f"answered 400: .*{says}"):
+                admin.post(push, {"model_path": str(tmp_path / path)})
+        with pytest.raises(RunError, match="answered 401"):
+            other.post(push, {"model_path": str(tmp_path / "bad")})
+        assert admin.post("/get_weights_checksum", {}) == sums
+        assert torch.equal(ask(url, BODY)[0].generated_output, before.generated_output)
 
 
 @pytest.mark.slow
