@@ -92,16 +92,9 @@ def chunk_of(server: Server, row: Row, window: Any, *, guidance: Guidance = NO_G
     return next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
 
 
-def log_probs(sample: RolloutSample) -> Tensor:
-    """Return the log-probabilities of a sample."""
-    assert sample.rollout_log_probs is not None
-    return sample.rollout_log_probs
-
-
 def latents(sample: RolloutSample) -> Tensor:
     """Return the latents of a sample."""
-    assert sample.dit_trajectory is not None
-    return sample.dit_trajectory.latents
+    return servers.trajectory(sample).latents
 
 
 @pytest.mark.parametrize("window", list(WINDOWS))
@@ -123,7 +116,7 @@ def test_samples_are_those_of_generate_to_the_bit(of: dict[Prediction, Server], 
         assert torch.equal(latents(sample)[[step + 1 for step in recorded]], trajectory.x_next[number])
         expected = torch.zeros(T)
         expected[recorded] = trajectory.log_prob[number]
-        assert torch.equal(log_probs(sample), expected)
+        assert torch.equal(servers.log_probs(sample), expected)
         assert sample.weight_version == 0
     assert bool(recorded) == (steps != ())
 
@@ -133,10 +126,9 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
     """In float64, from the latents, the model's outputs and the sigmas of the response; the noise from the keys."""
     row, server = TABLE[name], of[TABLE[name].prediction]
     (sample, *_) = server.samples(**body(row, rollout_sde_step_indices=[0, 2, 3]))
-    assert sample.dit_trajectory is not None
     assert sample.rollout_debug_tensors is not None
     debug = {name: tensor.double() for name, tensor in sample.rollout_debug_tensors.items()}
-    x, sigmas, v = latents(sample).double(), sample.dit_trajectory.sigmas.double(), debug["rollout_model_outputs"]
+    x, sigmas, v = latents(sample).double(), servers.trajectory(sample).sigmas.double(), debug["rollout_model_outputs"]
     sampler = transitions.bind(row.sampler, row.eta, sigmas)
     plain = deterministic_step(row.prediction)
     for step in range(T):
@@ -155,7 +147,7 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
             expected = -(residual**2).mean() / (2 * transition.std**2)
             if row.form == "density":
                 expected = expected - transition.std.log() - math.log(2 * math.pi) / 2
-        assert torch.allclose(log_probs(sample)[step].double(), expected, atol=2e-5), (step, log_probs(sample))
+        assert torch.allclose(servers.log_probs(sample)[step].double(), expected, atol=2e-5), step
     noise = normal(fold_in(fold_in(fold_in(KEY, IDS[0]), Stream.STEPS), 0), tiny.SHAPE)
     assert torch.equal(sample.rollout_debug_tensors["rollout_variance_noises"][0], noise * float(row.sampler != "ode"))
 
@@ -170,7 +162,7 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
         found = of["velocity"].samples(**body(row, rollout_return_denoising_env=True) | fields)
         for number, sample in enumerate(found):
             assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
-            assert torch.equal(log_probs(sample), chunk.trajectory.log_prob[number])
+            assert torch.equal(servers.log_probs(sample), chunk.trajectory.log_prob[number])
             assert isinstance(sample.denoising_env, bytes)
             env = tree_of(sample.denoising_env)
             assert env["guidance"] == 2.5
@@ -184,10 +176,9 @@ def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server
     whole, part = (
         of["velocity"].samples(**body(row, rollout_return_step_indices=indices))[0] for indices in (None, [1, 2, 4])
     )
-    assert part.dit_trajectory is not None
-    assert part.dit_trajectory.latent_step_indices == (1, 2, 4)
+    assert servers.trajectory(part).latent_step_indices == (1, 2, 4)
     assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
-    assert torch.equal(part.dit_trajectory.sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
+    assert torch.equal(servers.trajectory(part).sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
 
 
 def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +193,10 @@ def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.
     }
     own_form: dict[str, Any] = {"extra_sampling_params": {"fluvial": {}}}
     (theirs,), (ours,) = server.samples(**fields), server.samples(**fields, **own_form)
-    assert theirs.dit_trajectory is not None
-    assert ours.dit_trajectory is not None
     assert torch.equal(latents(theirs), pack(latents(ours)))
     timesteps = server.policy.schedule(T, tiny.SHAPE).timesteps
-    assert theirs.dit_trajectory.timesteps.tolist() == [*timesteps[[1, 2]].tolist(), 0.0]  # type: ignore[union-attr]
-    assert ours.dit_trajectory.timesteps.tolist() == timesteps.tolist()  # type: ignore[union-attr]
+    assert servers.trajectory(theirs).timesteps.tolist() == [*timesteps[[1, 2]].tolist(), 0.0]  # type: ignore[union-attr]
+    assert servers.trajectory(ours).timesteps.tolist() == timesteps.tolist()  # type: ignore[union-attr]
     assert torch.equal(theirs.generated_output, ours.generated_output.unsqueeze(1))
     for name, tensor in (ours.rollout_debug_tensors or {}).items():
         expected = tensor if name == "rollout_noise_std_devs" else pack(tensor)
@@ -230,7 +219,7 @@ def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
         requests = Requests([Prompt("1")] * MICRO_BATCH, [0] * MICRO_BATCH, key(40 + number))
         chunk = next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
         assert torch.equal(sample.generated_output, chunk.images[0])
-        assert torch.equal(log_probs(sample), chunk.trajectory.log_prob[0])
+        assert torch.equal(servers.log_probs(sample), chunk.trajectory.log_prob[0])
         assert sample.seed == 40
     first, second = (of["velocity"].samples(rollout=False)[0] for _ in range(2))
     assert first.seed is not None

@@ -89,8 +89,7 @@ def test_a_wrong_request_is_400_with_one_line(server: Server, body: dict[str, An
 def test_a_step_without_noise_has_the_log_probability_0(server: Server) -> None:
     """The last one of cps; core raises for it."""
     (sample,) = server.samples(rollout_sde_type="cps", rollout_sde_step_indices=[3])
-    assert sample.rollout_log_probs is not None
-    assert sample.rollout_log_probs.tolist() == [0] * tiny.STEPS
+    assert servers.log_probs(sample).tolist() == [0] * tiny.STEPS
 
 
 def test_sizes_are_known_before_anything_is_made() -> None:
@@ -412,4 +411,4 @@ def test_any_request_is_samples_or_one_line(server: Server, body: dict[str, Any]
     for sample in read_response(found.value):
         assert sample.generated_output.isfinite().all()
         if sample.rollout_log_probs is not None:
-            assert sample.rollout_log_probs.isfinite().all()
+            assert servers.log_probs(sample).isfinite().all()
