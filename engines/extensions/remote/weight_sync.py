@@ -386,7 +386,7 @@ class WeightSync:
     def _learn(self, peer: HttpClient) -> None:
         """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""
         if peer.address not in self._dtypes:
-            dtype = _precision(peer)
+            dtype = PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
             try:
                 if _find_value(peer.get("/v1/list_loras"), "active"):
                     peer.post("/v1/unmerge_lora_weights", {"target": "all"})
@@ -448,11 +448,6 @@ def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
     answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
     found = {name: _find_value(answer, name) for name in names}
     return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
-
-
-def _precision(peer: HttpClient) -> Dtype:
-    """Return the dtype of a server's weights."""
-    return PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
 
 
 def _find_value(value: Any, key: str) -> Any:
