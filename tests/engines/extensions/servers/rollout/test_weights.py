@@ -14,7 +14,7 @@ import real_sglang
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
+from weight_servers import Served, adapted, ask, base, engine_of, listed, move, moved_base, run, served
 
 import fluvial.engines.extensions.servers.rollout.served_weights as serving
 from fluvial.engines.engine.export import export, write_lora
@@ -132,7 +132,7 @@ def test_a_push_of_all_weights_takes_an_adapter_off(
     assert torch.equal(run(server.weights.module), exports["full"])
     wanted = policy_checksums({"transformer": checksum(sorted(tensors.items()))})
     assert ask(server, "/get_weights_checksum", module_names=[*wanted]).value == wanted
-    assert asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"] == {}
+    assert listed(server)["active"] == {}
 
 
 def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, exports: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, 
     refuses(
         server, ask(served(folder), "/v1/merge_lora_weights"), "transformer has had no adapter: send the lora_path", before
     )
-    active = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"]["transformer"]
+    active = listed(server)["active"]["transformer"]
     assert [(each["nicknames"], each["mode"], each["strengths"]) for each in active] == [(["a"], "unmerged", [-2.0])]
 
 
@@ -163,8 +163,8 @@ def test_as_many_adapters_are_kept_as_there_is_room_for(folder: Path) -> None:
     for number in range(serving.MOST_LOADED + 3):
         value = {"lora_nickname": f"n{number}", "lora_path": str(folder / "lora")}
         assert ask(server, "/v1/set_lora", **value).status == 200
-    listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["loaded_adapters"]
-    assert [each["nickname"] for each in listed] == [f"n{number}" for number in range(3, serving.MOST_LOADED + 3)]
+    found = listed(server)["loaded_adapters"]
+    assert [each["nickname"] for each in found] == [f"n{number}" for number in range(3, serving.MOST_LOADED + 3)]
 
 
 def test_a_checksum_is_computed_once_per_change(
