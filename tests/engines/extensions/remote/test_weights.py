@@ -1,4 +1,7 @@
-"""Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not."""
+"""Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not.
+
+Two ranks push what one does, and a trainer that is killed leaves nothing to take.
+"""
 
 import asyncio
 import gc
@@ -6,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import asgi
+import launch
+import pushes
 import pytest
 import torch
 from tiny_jobs import Tiny
 from torch import Tensor, nn
-from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
+from weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.remote.push_folder import LOCK
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.wire.weight_buckets import Checksum
 from fluvial.models.lora import copy_adapter, lora_layers, use_adapter
@@ -359,3 +365,48 @@ def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lo
         counts.append(held())
     gc.unfreeze()
     assert counts[2:] == [counts[2]] * 10
+
+
+def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
+    """The same bytes, and a server that computes the same."""
+    main, other = launch.on_ranks(2, "pushes:pushes", tmp_path / "two")
+    alone = pushes.pushes(one, str(tmp_path / "one"))
+    assert main == alone
+    for method, found in other.items():
+        assert found == {name: alone[method][name] for name in ("failed", "without servers")}
+    assert all(found["sent"] for found in alone.values())
+    assert alone["lora"]["without servers"] == "no server took the weights of update 4: there is none"
+    assert list((tmp_path / "two").iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["auto", "full"])
+def test_a_trainer_that_is_killed_leaves_nothing_to_take(tmp_path: Path, one: World, method: str) -> None:
+    """Its last complete push stays until another trainer comes; the one it was writing is hidden."""
+    with launch.Process("pushes:killed", tmp_path, method, environment=launch.environment()) as process:
+        assert process.wait(120) == -9
+    (left,) = tmp_path.iterdir()
+    names = sorted(path.name for path in left.iterdir())
+    whole, half = ("lora-1", ".lora-2") if method == "auto" else ("weights-1", ".weights-2")
+    assert names == sorted([LOCK, whole, half])
+    server = served(tmp_path)
+    before = run(server.weights.module)
+
+    def asked(name: str) -> asgi.Answer:
+        if method == "auto":
+            return ask(server, "/v1/set_lora", lora_nickname="a", lora_path=str(left / name))
+        return ask(server, "/update_weights_from_disk", model_path=str(left / name))
+
+    assert asked(half).status == 400
+    assert asked(half).value["message"].endswith("is hidden, as the files of an unfinished export are")
+    (left / half).rename(left / "named")  # even then
+    assert asked("named").status == 400
+    assert torch.equal(run(server.weights.module), before)
+    assert server.weights.version == 0
+    assert asked(whole).status == 200
+    sync = WeightSync(one, folder=tmp_path)
+    assert not left.exists()
+    again = WeightSync(one, folder=tmp_path)  # of a trainer beside it, whose folder is in use
+    assert sync.path.exists()
+    assert sync.push(engine_of(adapted(base()), one), 1, [server.client]) == {}
+    again.close()
+    sync.close()

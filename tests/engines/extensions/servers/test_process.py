@@ -1,6 +1,8 @@
 """Servers as processes: killed and started again they answer as before; SIGTERM ends them; wrong input is one line."""
 
+import http.client
 import json
+import re
 import signal
 import threading
 import urllib.error
@@ -203,3 +205,42 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(
 def test_help_is_the_fields(typed: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(typed.split()) == 0
     assert flag in capsys.readouterr().out
+
+
+FIRST, LAST = 500, 3_000  # requests after which memory is read; it varies by 30 kB between them
+GROWTH = 200  # bytes per request; an object that stays per request, with its tensor, takes 500 and more
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process holds."""
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return 1024 * int(kilobytes)
+
+
+@pytest.mark.long
+def test_three_thousand_requests_take_no_memory() -> None:
+    """Different seeds and prompts; every fifth with log-probabilities and a trajectory, every hundredth wrong."""
+    with launch.start("serve", "tiny_jobs:Tiny", "--port", "0", "--micro-batch", "1", "--steps", "2") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", int(server.address().rpartition(":")[2]), timeout=60)
+        sizes = dict[int, int]()
+        for number in range(1, LAST + 1):
+            body: dict[str, object] = {"prompt": str(number % 4), "seed": number}
+            if number % 5:
+                body |= {"rollout": False, "num_inference_steps": 1}
+            else:
+                body |= {"rollout_return_dit_trajectory": True, "rollout_sde_step_indices": [number % 2]}
+            if number % 100 == 0:
+                body["prompt"] = f"no digit {number}"
+            connection.request("POST", "/rollout/generate", json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            data = reply.read()
+            if number % 100 == 0:
+                assert reply.status == 400
+            elif number % 1000 == 1:
+                assert reply.status == 200
+                assert len(read_response(data)) == 1
+            if number in (FIRST, LAST):
+                sizes[number] = resident(server.pid)
+        connection.close()
+        assert server.stderr == ""
+    assert sizes[LAST] - sizes[FIRST] <= GROWTH * (LAST - FIRST), sizes
