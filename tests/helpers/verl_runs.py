@@ -1,8 +1,6 @@
 """Engines of verl on tiny pipelines, batches in verl-omni's field names, and the same updates by fluvial's own engine."""
 
-import atexit
-import shutil
-import tempfile
+import os
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,10 +36,10 @@ DEFAULT: dict[str, Any] = {}  # changes of a config
 
 @cache
 def folder(name: str) -> Path:
-    """Return the folder of a tiny pipeline, which is saved once per process."""
-    root = Path(tempfile.mkdtemp(prefix="fluvial-verl-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return tiny_pipelines.save(tiny_pipelines.ROWS[name], root / name)
+    """Return the folder of a tiny pipeline, which is saved once per process, in what goes with the session."""
+    return tiny_pipelines.save(
+        tiny_pipelines.ROWS[name], Path(os.environ["FLUVIAL_TEST_STORE"]) / f"verl-{name}-{os.getpid()}"
+    )
 
 
 def model_config(name: str, path: Path | None = None, **changes: Any) -> Any:

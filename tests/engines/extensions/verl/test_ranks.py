@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import real_verl
 import verl_ranks
+import verl_runs
 from launch import on_ranks
 from safetensors.torch import load_file
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one(world: World, tmp_path: Path) -> None:
     """Full fine-tuning and LoRA, with guidance; losses are averaged over verl's own group."""
     real_verl.load()
+    verl_runs.folder("qwen-image")  # stored before the ranks ask for it: only the first of several ranks saves a config
     outs = {ranks: tmp_path / str(ranks) for ranks in (1, 2)}
     for out in outs.values():
         out.mkdir()
