@@ -1,36 +1,26 @@
 """A rollout server in this process over the tiny job's network, which can be told to fail."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-import tiny_jobs as tiny
-import torch
+import asgi
+import rollout_servers
 from torch import nn
 
-from fluvial.core.random import Key, key
-from fluvial.core.transitions import bind
-from fluvial.engines.data.records import Prompt
-from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
-from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample, write_response
-from fluvial.engines.sampling.generate import (
-    Guidance,
-    Requests,
-    Sampling,
-    SharedPrefix,
-    StochasticSteps,
-    generate,
-    on_device,
-)
+from fluvial.engines.extensions.servers.rollout.service import GENERATE
+from fluvial.engines.extensions.wire.request import RolloutRequest, write_request
+from fluvial.engines.extensions.wire.response import RolloutSample, read_response, write_response
 
 MICRO_BATCH = 4
 Change = Callable[[list[RolloutSample]], Any]  # of a reply: samples, or the bytes of a body
 
 
 class FakeRollouts:
-    """Handler of a rollout server, as `fake_servers.loopback` takes it.
+    """Handler of a rollout server, as `fake_servers.loopback` takes it: the application of `fluvial serve`.
 
     Args:
         module: its network.
@@ -38,95 +28,61 @@ class FakeRollouts:
     """
 
     def __init__(self, module: nn.Module, kind: str = "fluvial") -> None:
-        self.module, self.kind, self.model = module, kind, tiny.Tiny()
-        self.version = 0
+        self.kind = kind
+        self.server = rollout_servers.served(rollout_servers.policy(module=module), micro_batch=MICRO_BATCH)
         self.requests: list[dict[str, Any]] = []
         self.faults: list[Any] = []  # of the next requests: a function of the handler, a `Change`, or None
         self.is_ready, self.filled = True, MICRO_BATCH
 
+    @property
+    def module(self) -> nn.Module:
+        """The network."""
+        return self.server.policy.weights.module
+
+    @module.setter
+    def module(self, module: nn.Module) -> None:
+        self.server.policy.weights.module = module
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        return self.server.policy.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.server.policy.weights.version = version
+
     def __call__(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer a request."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        if handler.path != "/rollout/generate":
-            about = {"model_path": "tiny"}
-            if self.kind == "fluvial":
-                about |= {"takes_options": True, "prediction": "velocity"}  # type: ignore[dict-item]
-                about |= {"weight_version": self.version, "micro_batch": self.filled}  # type: ignore[dict-item]
+        if handler.path != GENERATE:
+            about = asyncio.run(asgi.call(self.server.app, "/v1/model_info")).value | {"micro_batch": self.filled}
+            about = about if self.kind == "fluvial" else {"model_path": about["model_path"]}
             respond(handler, json.dumps(about).encode(), 200 if self.is_ready else 503)
             return
-        value = json.loads(body)
-        self.requests.append(value)
+        self.requests.append(json.loads(body))
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, Fault):
             fault.act(handler)
             return
-        samples = self.samples(read_request(value))
+        answer = asyncio.run(asgi.call(self.server.app, GENERATE, body=body))
+        if answer.status != 200:
+            respond(handler, json.dumps(answer.value).encode(), answer.status)
+            return
+        samples = self._read(answer)
         reply = samples if fault is None else fault(samples)
         respond(handler, reply if isinstance(reply, bytes) else write_response(reply), media="application/msgpack")
 
     def samples(self, request: RolloutRequest) -> list[RolloutSample]:
-        """Return the samples of a request, made in batches of one size."""
-        own, count, steps = request.fluvial, request.outputs, request.num_inference_steps or tiny.STEPS
-        schedule = on_device(self.model.schedule(steps, tiny.SHAPE), torch.device("cpu"))
-        name = own.sampler or {"sde": "flow_sde", "cps": "cps", "ode": "ode"}[request.rollout_sde_type]
-        windows = own.windows or (request.rollout_sde_step_indices or tuple(range(steps)),) * count
-        stochastic = None
-        if name != "ode":
-            same = len(set(windows)) == 1 and own.windows is None
-            rows = torch.tensor([*windows, *[windows[0]] * (MICRO_BATCH - count)])
-            stochastic = StochasticSteps(
-                bind(name, request.rollout_noise_level, schedule.levels),
-                windows[0] if same else (lambda ids: rows),
-                form=request.form,
-                reduction=own.reduction,
-                keep_velocity=request.rollout_debug_mode,
-            )
-        sampling = Sampling(
-            tiny.SHAPE,
-            schedule,
-            Guidance(request.guidance_scale or 1.0, request.negative_prompt or ""),
-            own.solver,
-            0.0,
-            stochastic,
-            prefix=None if own.prefix is None else SharedPrefix(*own.prefix),
-            after=own.after,
-        )
-        ids = own.ids or tuple(range(count))
-        initial = own.initial_ids or ids
-        noise = Key(*own.key) if own.key is not None else key(request.seed or 0)
-        filled = [*range(count), *[0] * (MICRO_BATCH - count)]
-        requests = Requests(
-            [Prompt(request.prompt)] * len(filled), [ids[i] for i in filled], noise, [initial[i] for i in filled]
-        )
-        (chunk,) = generate(self.model, self.module, requests, sampling, micro_batch=len(filled))
-        return [self._sample(request, chunk.trajectory, chunk.images[row], row, schedule) for row in range(count)]
+        """Return the samples of a request."""
+        return self._read(asyncio.run(asgi.call(self.server.app, GENERATE, write_request(request))))
 
-    def _sample(self, request: RolloutRequest, made: Any, image: Any, row: int, schedule: Any) -> RolloutSample:
-        steps = len(schedule.timesteps)
-        recorded = made.steps[row].tolist()
-        asked = request.rollout_return_step_indices
-        needs_final = request.fluvial.final if asked is None else steps in asked
-        known = {steps: made.final[row]} if needs_final else {}
-        for place, step in enumerate(recorded):
-            known |= {step: made.x[row, place], step + 1: made.x_next[row, place]}
-        log_probs = torch.zeros(steps)
-        log_probs[recorded] = made.log_prob[row]
-        debug = None
-        if made.velocity is not None:
-            outputs = torch.zeros(steps, *tiny.SHAPE)
-            outputs[recorded] = made.velocity[row]
-            debug = {"rollout_model_outputs": outputs}
-        boundaries = tuple(sorted(known))
-        trajectory = DitTrajectory(
-            torch.stack([known[boundary] for boundary in boundaries]), schedule.timesteps, schedule.levels, boundaries
-        )
-        if self.kind == "sglang":  # timesteps of the boundaries alone, without their indices
-            timesteps = 1000 * schedule.levels[[*boundaries]]
-            trajectory = replace(trajectory, timesteps=timesteps, latent_step_indices=None)
-        version = self.version if self.kind == "fluvial" else None
-        return RolloutSample(
-            "request", request.prompt, request.seed, image, log_probs, debug, None, trajectory, weight_version=version
-        )
+    def _read(self, answer: asgi.Answer) -> list[RolloutSample]:
+        """Return the samples of a reply; those of sglang name neither their weights nor the boundaries of their latents."""
+        samples = read_response(answer.value)
+        if self.kind == "sglang":
+            samples = of_trajectory(latent_step_indices=lambda value: None)(changed(weight_version=None)(samples))
+        return samples
 
 
 class Fault:

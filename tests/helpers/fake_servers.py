@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import math
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -143,6 +145,13 @@ def loopback(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
         thread.join()
         if faults:
             raise faults[0]
+
+
+def bomb(side: int) -> bytes:
+    """Return a PNG of a few bytes whose header says that it is a large square."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT"
 
 
 def lightness(images: Tensor, prompts: Sequence[str]) -> Tensor:

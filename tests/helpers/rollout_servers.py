@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import asgi
 import tiny_jobs as tiny
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fluvial.engines.extensions.servers.batching import Batcher
 from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
@@ -18,7 +18,7 @@ from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeig
 from fluvial.engines.extensions.servers.rollout.service import RolloutService, application
 from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
 from fluvial.engines.extensions.wire.request import RequestLimits
-from fluvial.engines.extensions.wire.response import RolloutSample, read_response
+from fluvial.engines.extensions.wire.response import DitTrajectory, RolloutSample, read_response
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 from fluvial.models import DiffusionModel, Prediction
 
@@ -82,3 +82,21 @@ def served(
     service = RolloutService(of, batcher, limits=limits or ServeLimits(RequestLimits()), deadline=deadline)
     control = control_routes(WeightRoutes(of.weights, of.between))
     return Server(of, batcher, application(service, key=key, admin=admin, control=control, more=image_routes(service)))
+
+
+def trajectory(sample: RolloutSample) -> DitTrajectory:
+    """Return the trajectory of a sample that has one."""
+    assert sample.dit_trajectory is not None
+    return sample.dit_trajectory
+
+
+def log_probs(sample: RolloutSample) -> Tensor:
+    """Return the log-probabilities of a sample that has some."""
+    assert sample.rollout_log_probs is not None
+    return sample.rollout_log_probs
+
+
+def same(one: RolloutSample, other: RolloutSample) -> bool:
+    """Return whether two samples have the same numbers."""
+    each = [(sample.generated_output, log_probs(sample), trajectory(sample).latents) for sample in (one, other)]
+    return all(map(torch.equal, *each))

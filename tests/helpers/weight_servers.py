@@ -71,6 +71,11 @@ def engine_of(module: nn.Module, world: World, **sharding: Any) -> Engine:
     return Engine(module, TINY.blocks(module), OptimizerConfig(), world, updates=1, sharding=EngineConfig(**sharding))
 
 
+def listed(server: Served) -> Any:
+    """Return what GET /v1/list_loras says."""
+    return asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
+
+
 def base() -> nn.Module:
     """Return the tiny net."""
     return TINY.build()

@@ -61,9 +61,7 @@ def pushes(world: World, folder: str) -> dict[str, Any]:
         ways: dict[str, Method] = {"disk": "disk", "shared_memory": "shared_memory"}
         sync = WeightSync(world, folder=Path(folder), method=ways.get(method, "auto"), bucket_bytes=3000)
         failed = sync.push(engine, 3, [peer])
-        result[method] = (
-            {"failed": failed, "sent": peer.sent, "bytes": sync.sent_bytes} if world.is_main else {"failed": failed}
-        )
+        result[method] = {"failed": failed, "sent": peer.sent} if world.is_main else {"failed": failed}
         if world.is_main:
             result[method]["output"] = run(server.weights.module).tolist()
             result[method]["version"] = server.weights.version

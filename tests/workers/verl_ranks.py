@@ -19,20 +19,19 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train(world: World, folder: str, out: str) -> dict[str, Any]:
+def train(world: World, out: str) -> dict[str, Any]:
     """Write gradients, weights and log-probs of each way; return what the engines say of the ranks."""
     real_verl.load()
     result: dict[str, Any] = {}
-    made = verl_runs.rollout("qwen-image", Path(folder), scale=2.5)
+    made = verl_runs.rollout("qwen-image", scale=2.5)
     for way, (options, model) in WAYS.items():
         if way == "shared" and world.size == 1:
             options = {}
-        config = verl_runs.engine_config(**options)
-        engine = verl_runs.build(verl_runs.model_config("qwen-image", Path(folder), scale=2.5, **model), engine=config)
+        engine = verl_runs.build("qwen-image", scale=2.5, engine=options, **model)
         verl_runs.move(engine.module)
         each = 4 // engine.get_data_parallel_size()
         rows = slice(engine.get_data_parallel_rank() * each, (engine.get_data_parallel_rank() + 1) * each)
-        data = verl_runs.batch("qwen-image", made)[rows]
+        data = verl_runs.batch(made)[rows]
         with engine.train_mode():
             output = engine.forward_backward_batch(data, verl_runs.flow_grpo())
             gradients = verl_runs.gradients(engine)
@@ -51,7 +50,7 @@ def train(world: World, folder: str, out: str) -> dict[str, Any]:
             "sent": {name: float(tensor.double().sum()) for name, tensor in sent.items()},
         }
         if world.size > 1 and way == "full":
-            uneven = verl_runs.batch("qwen-image", made)[: 2 + world.rank]
+            uneven = verl_runs.batch(made)[: 2 + world.rank]
             try:
                 engine.infer_batch(uneven)
             except RunError as error:

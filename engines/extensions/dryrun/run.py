@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -198,11 +198,7 @@ def _layout(trainer: Trainer) -> CheckpointLayout:
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
     own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
     exported, largest = 0, 0
-    for _, tensor in _export_weights(trainer):
+    for _, tensor in trainer.engine.weights(merge=trainer.config.train == "lora"):
         exported += tensor.numel() * tensor.itemsize
         largest = max(largest, tensor.numel() * tensor.itemsize)
     return CheckpointLayout(len(state), own, whole, exported, largest)
-
-
-def _export_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    yield from trainer.engine.weights(merge=trainer.config.train == "lora")

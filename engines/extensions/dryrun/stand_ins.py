@@ -76,7 +76,7 @@ def with_rewards(
             found = select(job.rewards, (name,))
         except FluvialError as error:
             notes.append(f"the reward {name}, which cannot be made here ({error}): its own memory comes on top")
-            found = {name.partition(":")[0].partition("=")[0]: (_brightness, 1.0)}
+            found = {name.partition(":")[0].partition("=")[0]: (lambda images, prompts: images.flatten(1).mean(1), 1.0)}
         rewards.update({key: spread(key, reward) for key, (reward, _) in found.items()})
     evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
     return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
@@ -103,11 +103,6 @@ def keep_on_host(model: Any, device: torch.device) -> None:
     placed = replace(known, sigmas=move(known.sigmas), recipes=tuple(recipes))
     model.predict = placed.predict
     model.decode = lambda latents, prompts=None: latents.new_zeros((len(latents), *made.shape[1:]), dtype=made.dtype)
-
-
-def _brightness(images: Tensor, prompts: Any) -> Tensor:
-    """Return the mean of each image."""
-    return images.flatten(1).mean(1)
 
 
 def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:

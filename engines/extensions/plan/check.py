@@ -39,7 +39,7 @@ class Compared(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Diagnostics of the check's loss: the loss itself."""
+    """Diagnostics of a loss that a plan is compared with: the loss itself."""
 
     loss: Tensor
 

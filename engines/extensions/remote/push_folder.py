@@ -104,11 +104,6 @@ def factors_in(folder: Path) -> dict[str, Tensor]:
     return {name.partition(".")[2]: tensor for name, tensor in load_file(folder / LORA).items()}
 
 
-def bytes_in(folder: Path) -> int:
-    """Return the bytes of the files of a folder."""
-    return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
-
-
 def bucket_request(bucket: SharedBucket, flat: Tensor, *, version: int) -> dict[str, Any]:
     """Write a bucket, uint8 `[bytes]`, to its file, and return the request that names it."""
     try:

@@ -30,7 +30,7 @@ from fluvial.engines.engine import export
 from fluvial.engines.engine.files import LORA, read_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
+from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
     FACTORS,
@@ -98,7 +98,6 @@ class WeightSync:
             raise UsageError("rollout.servers.weights", method, f"one of {', '.join(METHODS)}")
         self.world, self.method, self.verify, self.product = world, method, verify, product
         self.bucket_bytes = bucket_bytes
-        self.sent_bytes = 0  # of the last push, on the main rank
         self.last: Pushed | None = None
         self._folder: PushFolder | None = None
         with world.agreed():
@@ -146,7 +145,6 @@ class WeightSync:
         return reasons
 
     def _push(self, push: _Push) -> None:
-        self.sent_bytes = 0
         self._parameters = {
             name: set(export.base_tensors(net, parameters=True)) for name, net in export.components(push.module).items()
         }
@@ -224,7 +222,6 @@ class WeightSync:
             self._check_base(peer)
 
         self._each([peer for peer in new if peer.address in others], push.failed, send)
-        self.sent_bytes += bytes_in(pushed.folder)
 
     def _check_base(self, peer: HttpClient) -> None:
         """Raise RunError unless a server has the trainer's base weights."""
@@ -332,7 +329,6 @@ class WeightSync:
                     file = self.path / f"bucket-{index}"
                     bucket = SharedBucket(name, index, len(plans), part, str(file), places)
                     request = bucket_request(bucket, flat, version=push.version)
-                    self.sent_bytes += flat.numel()
                     self._each(peers, failed, partial(_post_change, path="/update_weights_from_tensor", value=request))
                     file.unlink(missing_ok=True)
             if self._share(len(failed) == len(peers)):
@@ -349,7 +345,6 @@ class WeightSync:
             return
         self._sums.clear()
         self._each(push.peers, push.failed, lambda peer: self._send(peer, pushed))
-        self.sent_bytes += bytes_in(pushed.folder)
         self._folder.keep(pushed.folder.name)
         self.last = pushed
 
@@ -391,7 +386,7 @@ class WeightSync:
     def _learn(self, peer: HttpClient) -> None:
         """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""
         if peer.address not in self._dtypes:
-            dtype = _precision(peer)
+            dtype = PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
             try:
                 if _find_value(peer.get("/v1/list_loras"), "active"):
                     peer.post("/v1/unmerge_lora_weights", {"target": "all"})
@@ -453,11 +448,6 @@ def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
     answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
     found = {name: _find_value(answer, name) for name in names}
     return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
-
-
-def _precision(peer: HttpClient) -> Dtype:
-    """Return the dtype of a server's weights."""
-    return PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
 
 
 def _find_value(value: Any, key: str) -> Any:

@@ -87,7 +87,7 @@ class VerlEngine:
         hooks = type(self).hooks(self.model_config)
         if hooks is not None and settings.lora is None:
             hooks.configure_trainable_params(module, self.model_config)
-        self._configure: Callable[[nn.Module], None] = _leave_unchanged if hooks is None else hooks.configure_train_mode
+        self._configure: Callable[[nn.Module], None] = (lambda module: None) if hooks is None else hooks.configure_train_mode
         blocks = model.blocks(module)
         if settings.optimizer is None:
             module.requires_grad_(False)
@@ -413,10 +413,6 @@ class VerlEngine:
         if self.engine is None:
             raise UsageError(f"engine.forward_only is set, and {what} needs an optimizer")
         return self.engine
-
-
-def _leave_unchanged(module: nn.Module) -> None:
-    """Leave a module in training mode as it is."""
 
 
 def _check_remote(path: str | None) -> None:

@@ -139,10 +139,8 @@ class VoteFolder:
         """Write a file so that it is there as a whole or not at all."""
         partial = path.with_name(f".{path.name}.partial")
         try:
-            with partial.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
+            partial.write_bytes(content)
+            sync(partial)
             partial.replace(path)
             sync(path.parent)
         except OSError as error:

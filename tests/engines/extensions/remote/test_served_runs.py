@@ -28,11 +28,15 @@ REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --u
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ["handwriting", long("sd3"), long("qwen-image")])
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [("handwriting", "lora"), long("handwriting", "full"), long("sd3", "lora"), long("qwen-image", "lora")],
+)
 def test_two_updates_with_a_server_have_the_bits_of_those_without(
-    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, train: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter is pushed after each update; the handshake finds no difference, and neither does a rollout."""
+    """The adapter, or all weights, are pushed after each update; the handshake finds no difference, nor does a rollout."""
+    monkeypatch.setenv("ADMIN", "secret")
     model, size = (
         ["handwriting"],
         ["--sampling.window", "random", "--sampling.window.size", "1", "--sampling.window.high", "2"],
@@ -46,11 +50,13 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     weights = tmp_path / "weights"
     weights.mkdir()
     run = ["train", "grpo", "--model", *model, *prompts, *size, *ROLLOUT.split(), *REST.split()]
+    run += ["--train", train]
     assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
     options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
     asked = [] if name == "handwriting" else size
-    with launch.start("serve", *model, *options, *asked) as server:
+    with launch.start("serve", *model, *options, *asked, FLUVIAL_SERVE_ADMIN_KEY="secret") as server:
         served = ["--rollout.source", server.address(), "--rollout.servers.weights-folder", str(weights)]
+        served += ["--rollout.servers.admin-env", "ADMIN"]
         assert cli.run([*run, *served, "--out", str(tmp_path / "served")]) == 0, capfd.readouterr().err
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
     records = launch.records(tmp_path / "served")
