@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fluvial.engines.errors import FluvialError, RunError, UsageError
     from fluvial.engines.methods.losses import KLConfig
     from fluvial.engines.run import recipes
-    from fluvial.engines.run.config import TrainConfig
+    from fluvial.engines.run.config import TrainConfig, with_values
     from fluvial.engines.run.evaluation.evaluate import evaluate
     from fluvial.engines.run.job import Job
     from fluvial.engines.run.trainer import Trainer
@@ -36,6 +36,7 @@ __all__ = [
     "init_world",
     "recipes",
     "score",
+    "with_values",
 ]
 
 _HOMES = {
@@ -53,6 +54,7 @@ _HOMES = {
     "evaluate": "run.evaluation.evaluate",
     "init_world": "engine.world",
     "score": "sampling.score",
+    "with_values": "run.config",
 }
 _MODULES = {"recipes": "run.recipes"}
 

@@ -13,8 +13,8 @@ from fluvial.bench.trial.forked import Ended, Forked, ranks, running, wait
 
 PROMPTS = ("a red fox", "two cats", "an owl")
 RUN = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 1 "
-    "--minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 1 "
+    "--passes.minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
 )
 MICRO_BATCH = ("--micro-batch", "2")
 COLUMNS = ("pipeline", "by", "conditions", "error", "first ratio", "LoRA opens", "two ranks", "served", "result")
@@ -162,12 +162,12 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
         str(asked.frames),
     ]
     files = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl")]
-    words = [*files, *RUN.split(), *size, "--rollout.guidance.scale", f"{asked.scale:g}"]
+    words = [*files, *RUN.split(), *size, "--sampling.guidance.scale", f"{asked.scale:g}"]
     words += ["--rewards", f"{__name__}:rising" if asked.sounds else "jpeg"]
     if adapter is None and asked.call:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
     if asked.negative:
-        words += ["--rollout.guidance.negative", asked.negative]
+        words += ["--sampling.guidance.negative", asked.negative]
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
 
 
@@ -187,7 +187,7 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
     import torch
 
     recipe, *options = words
-    shared = _server_options(options, ("--pipeline", "--rollout.guidance", "--rollout.steps", *(["--prompts"] * recorded)))
+    shared = _server_options(options, ("--pipeline", "--sampling.guidance", "--sampling.steps", *(["--prompts"] * recorded)))
     weights = str(folder / "weights")
     asked = ["serve", str(folder / "model"), "--port", "0", *MICRO_BATCH, *shared, "--weights-root", weights, str(folder)]
     with running(lambda: command(asked), folder / "serve.txt") as server:

@@ -8,8 +8,9 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fluvial.engines import plugins
 from fluvial.engines.cli import listing
 from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
 from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name, split_flags
@@ -194,7 +195,7 @@ def recipes_help() -> str:
         lines.append(f"  {name:<12} {about}")
     lines += [
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
-        "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
+        "  module:name  Your own: a method, or a function that returns a TrainConfig, in a module that Python finds from here.",
         "",
         "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, with fewer groups per rollout.",
         "",
@@ -214,11 +215,19 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _find_published(name)
-    from fluvial.engines import plugins
-    from fluvial.engines.run.recipes import RECIPES
+    from fluvial.engines.run.recipes import RECIPES, recipe_of
 
-    found: Callable[..., TrainConfig] = plugins.load(name, "recipes", plugins.callable_with(), table=RECIPES)
-    return found
+    found: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
+    return recipe_of(found) if inspect.isclass(found) else found
+
+
+def _explain_no_recipe(found: Any) -> str | None:
+    """Return what keeps an object from being a recipe, or a method that is trained with the defaults of the model."""
+    from fluvial.engines.run.method import Method, explain_no_method
+
+    if inspect.isclass(found) and issubclass(found, Method):
+        return explain_no_method(found)
+    return plugins.callable_with()(found)
 
 
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:

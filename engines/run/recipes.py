@@ -99,6 +99,16 @@ def of_model(model: str, method: Method, *, tuned: dict[str, Any] | None = None,
     return TrainConfig(OUT, method, model=model, optimizer=optimizer, **shared, **settings)
 
 
+def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
+    """Return a recipe of a method of the user's, with its own defaults and those of `of_model`."""
+
+    def recipe(model: str = HANDWRITING) -> TrainConfig:
+        return replace(of_model(model, kind(), tuned=ONE_UPDATE), out=Path("runs") / kind.__name__.lower())
+
+    recipe.__doc__ = kind.__doc__
+    return recipe
+
+
 def of_built_in(model: str, **settings: Any) -> TrainConfig:
     """Return a run of a built-in model."""
     optimizer = OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9)
