@@ -218,7 +218,7 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     from fluvial.engines.run.recipes import RECIPES, recipe_of
 
     found: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
-    return recipe_of(found) if inspect.isclass(found) else found
+    return recipe_of(found) if inspect.isclass(found) else found  # type: ignore[arg-type]
 
 
 def _explain_no_recipe(found: Any) -> str | None:
