@@ -235,8 +235,12 @@ def find_call(name: str) -> Asked:
     return Asked(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
 
 
-def build(name: str) -> Any:
+def build(name: str, /, **given: Any) -> Any:
     """Return a tiny random pipeline of a class of diffusers.
+
+    Args:
+        name: the class.
+        given: parts and settings of the pipeline in place of tiny ones; a function is called in the part's turn.
 
     Raises:
         UnknownPart: no tiny part of one of its classes is known.
@@ -245,18 +249,16 @@ def build(name: str) -> Any:
 
     kind = getattr(diffusers, name)
     parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
+    own = {**OWN.get(name, {}), **given}
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
-        if part in OWN.get(name, {}):
-            parts[part] = OWN[name][part]
-            continue
-        needed = part in ("transformer", "scheduler") or part in NEEDED.get(name, ())
-        if not needed and (not missing or part in kind._optional_components):
-            if missing:
-                parts[part] = None
-            continue
-        parts[part] = _part(part, hints[part], name, hints)
+        if part in own:
+            parts[part] = own[part]() if inspect.isroutine(own[part]) or isinstance(own[part], partial) else own[part]
+        elif part in (*NEEDED.get(name, ()), "transformer", "scheduler"):
+            parts[part] = _part(part, hints[part], name, hints)
+        elif missing:
+            parts[part] = None if part in kind._optional_components else _part(part, hints[part], name, hints)
     both = parts.get("processor", parts.get("text_processor", parts.get("tokenizer")))
     encoder: Any = parts.get("text_encoder")
     if both is not None and hasattr(both, "image_token_id") and hasattr(encoder, "resize_token_embeddings"):
@@ -265,6 +267,15 @@ def build(name: str) -> Any:
         encoder.resize_token_embeddings(len(both.tokenizer))
         encoder.config.image_token_id = both.image_token_id
     return kind(**parts)
+
+
+def build_network(name: str, **further: Any) -> Any:
+    """Return a tiny network or autoencoder of a class of diffusers, with further settings."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    settings = autoencoder_settings(kind, "") if name.startswith("Autoencoder") else network_settings(kind, {})
+    return kind(**{**settings, **further})
 
 
 @contextmanager
@@ -340,7 +351,11 @@ def random_weights(make: Callable[[], Any], scale: float) -> Any:
 def save(name: str, folder: Path) -> Path:
     """Save a tiny random pipeline of a class of diffusers, and return the folder."""
     with surroundings(name, 0):
-        pipeline = random_weights(partial(build, name), 0.2)
+        return write(random_weights(partial(build, name), 0.2), folder)
+
+
+def write(pipeline: Any, folder: Path) -> Path:
+    """Save a tiny pipeline so that diffusers opens it, and return the folder."""
     if isinstance(getattr(pipeline, "safety_checker", None), _Unchecked):
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
