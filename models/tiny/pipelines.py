@@ -493,25 +493,27 @@ def _qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
     )
 
 
-def _vision(config: str, model: str) -> Any:
-    """Return a vision transformer of transformers."""
+def _transformers(name: str, *args: Any, **options: Any) -> Any:
+    """Return an object of a class of transformers."""
     import transformers
 
-    return getattr(transformers, model)(getattr(transformers, config)(**encoders.vision_settings()))
+    return getattr(transformers, name)(*args, **options)
+
+
+def _vision(kind: str, ending: str = "") -> Any:
+    """Return a vision transformer of transformers, e.g. of CLIP."""
+    return _transformers(f"{kind}VisionModel{ending}", _transformers(f"{kind}VisionConfig", **encoders.vision_settings()))
 
 
 def _images(name: str, side: int = 32) -> Any:
     """Return an image processor of transformers for square images."""
-    import transformers
-
     if name.startswith("Siglip2"):
-        return getattr(transformers, name)(patch_size=16, max_num_patches=4)
-    size = {"crop_size": side} if "CLIP" in name else {}
-    return getattr(transformers, name)(size={"height": side, "width": side} if not size else side, **size)
-
-
-def _qwen_vl_text() -> Any:
-    return encoders.qwen_vl_encoder().model.language_model
+        return _transformers(name, patch_size=16, max_num_patches=4)
+    return (
+        _transformers(name, size=side, crop_size=side)
+        if "CLIP" in name
+        else _transformers(name, size={"height": side, "width": side})
+    )
 
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {
@@ -520,16 +522,10 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "T5Tokenizer": encoders.t5_tokenizer,
     "UMT5EncoderModel": encoders.t5_tokenizer,
     "GemmaTokenizer": encoders.gemma_tokenizer,
-    "ByT5Tokenizer": lambda: _byt5(),
+    "ByT5Tokenizer": partial(_transformers, "ByT5Tokenizer"),
     "Qwen2VLProcessor": _qwen_processor,
     "LlavaForConditionalGeneration": encoders.llava_tokenizer,
 }
-
-
-def _byt5() -> Any:
-    from transformers import ByT5Tokenizer
-
-    return ByT5Tokenizer()
 
 
 PARTS: dict[str, Callable[[], Any]] = {
@@ -537,21 +533,21 @@ PARTS: dict[str, Callable[[], Any]] = {
     "CLIPTextModel": partial(encoders.clip_encoder, False, width=16),
     "CLIPTextModelWithProjection": partial(encoders.clip_encoder, width=16),
     "T5EncoderModel": encoders.t5_encoder,
-    "UMT5EncoderModel": encoders.umt5_encoder,
+    "UMT5EncoderModel": partial(encoders.t5_encoder, "UMT5"),
     "Gemma2PreTrainedModel": encoders.gemma_encoder,
     "GemmaPreTrainedModel": encoders.gemma_encoder,
     "PreTrainedModel": encoders.qwen3_encoder,
     "Qwen2_5_VLForConditionalGeneration": encoders.qwen_vl_encoder,
-    "Qwen2_5_VLTextModel": _qwen_vl_text,
+    "Qwen2_5_VLTextModel": lambda: encoders.qwen_vl_encoder().model.language_model,
     "LlavaForConditionalGeneration": encoders.llava_encoder,
-    "CLIPVisionModel": partial(_vision, "CLIPVisionConfig", "CLIPVisionModel"),
-    "CLIPVisionModelWithProjection": partial(_vision, "CLIPVisionConfig", "CLIPVisionModelWithProjection"),
-    "SiglipVisionModel": partial(_vision, "SiglipVisionConfig", "SiglipVisionModel"),
+    "CLIPVisionModel": partial(_vision, "CLIP"),
+    "CLIPVisionModelWithProjection": partial(_vision, "CLIP", "WithProjection"),
+    "SiglipVisionModel": partial(_vision, "Siglip"),
     "CLIPImageProcessorPil": partial(_images, "CLIPImageProcessorPil"),
     "SiglipImageProcessorPil": partial(_images, "SiglipImageProcessorPil"),
     "Qwen2VLProcessor": _qwen_processor,
     "Qwen3VLProcessor": partial(_qwen_processor, "Qwen3VLProcessor"),
-    "Siglip2VisionModel": partial(_vision, "Siglip2VisionConfig", "Siglip2VisionModel"),
+    "Siglip2VisionModel": partial(_vision, "Siglip2"),
     "Siglip2ImageProcessorPil": partial(_images, "Siglip2ImageProcessorPil"),
     "CLIPProcessor": partial(_images, "CLIPImageProcessorPil"),
 }
