@@ -9,10 +9,11 @@ import numpy as np
 import stored
 import torch
 from PIL import Image
-from tiny_pipelines import flow
+from tiny_pipelines import ddim, flow, stable_diffusion
 from tiny_replayed import flux2
 from tiny_sounds import RATE
 
+from fluvial.models.pipelines.folder import entries, quietly
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound
 from fluvial.models.replay.processors import read_processors
 from fluvial.models.tiny.pipelines import PARTS, build, build_network, find_call, random_weights, write
@@ -48,10 +49,43 @@ def wan_image(*, experts: bool = False, first_frame: bool = False, embedded: int
     return build("WanImageToVideoPipeline", **networks, **images, **own, scheduler=flow(shift=3.0))
 
 
+class Edit(NamedTuple):
+    """A Stable Diffusion that starts from an image of 16 x 24, and how it is called."""
+
+    pipeline: str
+    large: bool
+    channels: int  # of the network's input
+    media: tuple[str, ...]
+    call: dict[str, Any]
+    predicts: str = "epsilon"
+
+    def make(self) -> Any:
+        """Build the pipeline from the parts of that of text alone, with DDIM."""
+        import diffusers
+
+        plain = stable_diffusion(large=self.large, predicts=self.predicts)
+        settings = {name: value for name, value in plain.unet.config.items() if not name.startswith("_")}
+        unet = diffusers.UNet2DConditionModel(**{**settings, "in_channels": self.channels, "sample_size": 64})
+        options = {"add_watermarker": False} if self.large else {"requires_safety_checker": False}
+        parts = {**plain.components, "unet": unet, "scheduler": ddim(plain.scheduler.config)}
+        return getattr(diffusers, self.pipeline)(**parts, **options)
+
+
+BOTH, STRONG = ("image", "mask_image"), {"strength": 0.6}
+EDITS = {
+    "sd-image": Edit("StableDiffusionImg2ImgPipeline", False, 4, ("image",), STRONG),
+    "sd-v-image": Edit("StableDiffusionImg2ImgPipeline", False, 4, ("image",), {"strength": 0.35}, "v_prediction"),
+    "sd-inpaint": Edit("StableDiffusionInpaintPipeline", False, 9, BOTH, {}),
+    "xl-image": Edit("StableDiffusionXLImg2ImgPipeline", True, 4, ("image",), STRONG),
+    "xl-inpaint": Edit("StableDiffusionXLInpaintPipeline", True, 9, BOTH, {}),
+}
+SIZE = (16, 24)  # height and width of their images
+
 # Pipelines of adapters alone, which no replay is tried with.
 ADAPTED: dict[str, Callable[[], Any]] = {
     "wan-clip": partial(wan_image, embedded=1),
     "wan-both": partial(wan_image, embedded=2),
+    **{name: edit.make for name, edit in EDITS.items()},
 }
 
 
@@ -131,18 +165,22 @@ def load(folder: Path) -> Any:
     """Return diffusers' pipeline of a folder."""
     from diffusers import DiffusionPipeline
 
-    return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **read_processors(folder))
+    absent = {name: None for name, kind in entries(folder).items() if kind is None}
+    return DiffusionPipeline.from_pretrained(folder, local_files_only=True, **absent, **read_processors(folder))
 
 
 def save(name: str, folder: Path) -> Path:
     """Save a pipeline to a folder with random weights, unless it is there, and return the folder."""
     if not folder.exists():
-        stored.copy_of(f"conditioned-{name}", folder, partial(_make, name))
+        make = ADAPTED[name] if name in ADAPTED else ROWS[name].make
+        stored.copy_of(f"conditioned-{name}", folder, partial(write_random, make))
     return folder
 
 
-def _make(name: str, folder: Path) -> None:
-    write(random_weights(ADAPTED[name] if name in ADAPTED else ROWS[name].make, 0.1), folder)
+def write_random(make: Callable[[], Any], folder: Path) -> None:
+    """Save a pipeline with random weights, the same at every call."""
+    with quietly():
+        write(random_weights(make, 0.1), folder)
 
 
 def draw(folder: Path, name: str, argument: str, seed: int, row: Row) -> str:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.files import LORA, read_weights
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.export.formats import COMFY_LORA, write
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora import (
@@ -50,13 +49,6 @@ from fluvial.models.quantised import dequantise, quantise_linear
 FORMS: tuple[Form, ...] = (Dora(), Lokr(), Lokr(factor=4))
 each = pytest.mark.parametrize("form", FORMS, ids=str)
 RANK, ALPHA = 3, 4.5  # alpha / rank is no power of two
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def config(form: Form) -> LoraConfig:

@@ -1,6 +1,5 @@
 """LoRA: it starts without effect, is the only part trained, can be switched and copied, sharded or not, and merged."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import lora_model
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
     LowRank,
@@ -27,13 +26,6 @@ from fluvial.models.lora import (
 )
 
 ALL = ("default", "old", "ref")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
