@@ -1,20 +1,11 @@
 """Tiny pipelines for the tests of models: each is built and saved once per session; no test may write to its folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_replayed
 from tiny_pipelines import ROWS, save
-
-from fluvial.engines.engine.world import World, init_world
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Objectives: settings that have no meaning with them, models and jobs that do not fit them, and their kernels."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
 
 from fluvial.core import transitions
 from fluvial.core.guidance import classifier_free
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import LossConfig, grpo, losses
 from fluvial.engines.methods.protocol import Objective
@@ -43,14 +42,6 @@ from fluvial.engines.sampling.noising import ContinuousLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models import Prediction
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
 
 ODE: dict[str, Any] = {"sampler": Ode()}
 GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sampler": Stochastic(eta=0.5)}

@@ -1,7 +1,6 @@
 """Plans: parameter counts of published transformers, a small transformer measured, and the knobs that make a plan fit."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -16,7 +15,7 @@ from marks import long
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.storages import LiveStorages
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
 from fluvial.engines.extensions.plan.fit import steps_to_fit
@@ -29,13 +28,6 @@ from fluvial.models.quantised import FORMATS
 from fluvial.models.shapes import MODELS, blocks, model_shape
 
 TRAINS: tuple[Train, Train] = ("full", "lora")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize(

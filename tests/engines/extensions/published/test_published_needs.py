@@ -1,6 +1,5 @@
 """Needs of single published runs: branches, windows of a run, a guided reference, best-of-n, distinct prompts."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from spied_runs import ODE, STEPS, Spied
 
 from fluvial.core.random import key
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.config import KLConfig
@@ -27,13 +26,6 @@ from fluvial.engines.scoring.advantages import AdvantageConfig, extreme
 from fluvial.models.pipelines.wan import Wan
 
 BRANCHES = replace(STEPS, group=12, window=Branches(1, 2, high=3))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @given(st.integers(1, 3), st.integers(0, 2), st.integers(2, 4), st.lists(st.integers(0, 200), min_size=1, max_size=9))

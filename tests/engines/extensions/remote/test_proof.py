@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.export import weights
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
 from fluvial.engines.run.config import CorrectionConfig, TrainConfig
@@ -27,13 +27,6 @@ from fluvial.engines.sampling.source import Holder
 
 ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 UPDATES = 4
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def config(ahead: int) -> TrainConfig:

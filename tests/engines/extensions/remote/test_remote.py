@@ -23,7 +23,7 @@ from torch import nn
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote import servers
 from fluvial.engines.extensions.remote.remote import Remote
@@ -43,13 +43,6 @@ from fluvial.models.pipelines.base import check_still
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 QUICK = ServersConfig(timeout=5, patience=1)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from weight_servers import adapted, base, engine_of, move, served
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.remote import replies
 from fluvial.engines.extensions.remote.remote import Remote
@@ -52,13 +52,6 @@ from fluvial.models.pipelines.open import open_model
 
 pytestmark = pytest.mark.long  # it installs a wheel
 NEAR = 1e-5  # of log-probs, in nats per dimension
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 class Sglang:

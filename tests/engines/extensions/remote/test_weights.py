@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,13 @@ from weight_servers import Served, adapted, base, engine_of, move, moved_base, r
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.wire.weight_buckets import Checksum
 from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, lora_layers, use_adapter
 from fluvial.models.lora_layer import Product
 from fluvial.models.pipelines.wan import EXPERTS
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture
