@@ -24,13 +24,7 @@ from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.noising import (
-    AutoLevels,
-    ContinuousLevels,
-    LogitNormalLevels,
-    NoisingConfig,
-    StratifiedLevels,
-)
+from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import (

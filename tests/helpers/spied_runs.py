@@ -10,10 +10,7 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.config import (
-    RolloutConfig,
-    TrainConfig,
-)
+from fluvial.engines.run.config import RolloutConfig, TrainConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 
 STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))

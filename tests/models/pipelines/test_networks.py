@@ -9,19 +9,7 @@ import optree
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_pipelines import (
-    ROWS,
-    STEPS,
-    conditions,
-    each_row,
-    images_of,
-    opened,
-    sampled,
-    save,
-    start,
-    theirs,
-    wan,
-)
+from tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, opened, sampled, save, start, theirs, wan
 
 from fluvial.core.sigmas import shifted
 from fluvial.engines.engine.config import EngineConfig

@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lora_model import perturb
-from tiny_pipelines import (
-    ROWS,
-    STEPS,
-    conditions,
-    each_row,
-    images_of,
-    noisy,
-    opened,
-    sampled,
-    start,
-    theirs,
-)
+from tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, noisy, opened, sampled, start, theirs
 from tolerances import rounding_tolerance
 from torch import Tensor, nn
 

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from fluvial.core.random import key, normal
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.checks import (
-    ReplayError,
-    check_chain,
-    check_images,
-    check_initial_noise,
-    check_tail,
-    foreign,
-)
+from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, foreign
 from fluvial.models.tiny.pipelines import build, random_weights, write
 
 STEPS = 4
