@@ -209,7 +209,7 @@ def test_an_encoding_is_cached_by_text_and_images(
     def encode(model: Any) -> tuple[Any, Tensor, int]:
         """Return the conditioning, the images of samples, and how often the VAE encodes."""
         seen, own = [], model.vae.encode
-        monkeypatch.setattr(model.vae, "encode", lambda images: seen.append(images) or own(images))
+        monkeypatch.setattr(model.vae, "encode", lambda images: seen.append(images) or own(images))  # type: ignore[func-returns-value]
         return model.encode([*prompts, prompts[0]]), decoded(model, latents, prompts), len(seen)
 
     expected, images, count = encode(plain)
