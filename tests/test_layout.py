@@ -84,7 +84,6 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_typing(outer)
         for inner in ast.walk(outer)
     }
-    typing = {inner for outer in ast.walk(tree) if is_typing(outer) for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         if node in deferred and not lazy:
             continue

@@ -26,13 +26,7 @@ from fluvial.engines.run.method import Method
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.noising import (
-    AutoLevels,
-    ContinuousLevels,
-    LogitNormalLevels,
-    NoisingConfig,
-    StratifiedLevels,
-)
+from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, LogitNormalLevels, NoisingConfig, StratifiedLevels
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import (

@@ -29,18 +29,8 @@ from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.pipelines.unet import StableDiffusion, StableDiffusionXL
 from fluvial.models.pipelines.wan import Wan
 from fluvial.models.pipelines.z_image import ZImage
-from fluvial.models.tiny.encoders import (
-    clip_encoder,
-    clip_tokenizer,
-    qwen3_encoder,
-    qwen_tokenizer,
-    qwen_vl_encoder,
-    t5_encoder,
-    t5_tokenizer,
-    umt5_encoder,
-    vae,
-)
-from fluvial.models.tiny.pipelines import random_weights
+from fluvial.models.tiny.encoders import clip_encoder, clip_tokenizer, t5_encoder
+from fluvial.models.tiny.pipelines import build, build_network, random_weights
 
 STEPS = 3
 TEXT = 40  # tokens per prompt, padding included
@@ -71,74 +61,39 @@ class Row(NamedTuple):
     exact: bool = True  # whether the pipeline computes its steps with the same operations
 
 
+def flow(**levels: Any) -> Any:
+    """Return Euler's scheduler of a flow with given settings."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**levels)
+
+
+# A schedule that is shifted by the size of the image.
+MOVING: dict[str, Any] = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99}
+
+
 def sd3() -> Any:
     """Build a tiny SD3.5 medium: with normed queries and keys, and a second attention in one block."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-
-    transformer = SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        caption_projection_dim=16,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        pos_embed_max_size=16,
-        qk_norm="rms_norm",
-        dual_attention_layers=(0,),
-    )
-    return StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae(),
-        text_encoder=clip_encoder(),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip_encoder(),
-        tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5_encoder(),
-        tokenizer_3=t5_tokenizer(),
-    )
+    sizes = {"joint_attention_dim": 16, "pooled_projection_dim": 16, "pos_embed_max_size": 16, "sample_size": 16}
+    network = build_network("SD3Transformer2DModel", **sizes, qk_norm="rms_norm", dual_attention_layers=(0,))
+    encoders = {"text_encoder": clip_encoder, "text_encoder_2": clip_encoder, "text_encoder_3": t5_encoder}
+    return build("StableDiffusion3Pipeline", transformer=network, **encoders)
 
 
 def sd3_without_t5() -> Any:
     """Build a tiny SD3 without T5, with a schedule that is shifted by the size of the image."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     pipeline = sd3()
     pipeline.register_modules(text_encoder_3=None, tokenizer_3=None)
-    moving = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99}
-    pipeline.scheduler = FlowMatchEulerDiscreteScheduler(**moving)
+    pipeline.scheduler = flow(**MOVING)
     return pipeline
 
 
 def flux(*, distilled: bool = True) -> Any:
     """Build a tiny FLUX.1: the guidance-distilled model (dev), or the one without a guidance input (schnell)."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
-    transformer = FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=8,
-        axes_dims_rope=(2, 2, 4),
-        guidance_embeds=distilled,
-    )
-    moving = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99} if distilled else {}
-    return FluxPipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(**moving),
-        vae=vae(),
-        text_encoder=clip_encoder(projected=False),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=t5_encoder(),
-        tokenizer_2=t5_tokenizer(),
-    )
+    sizes = {"num_single_layers": 2, "pooled_projection_dim": 8}
+    network = build_network("FluxTransformer2DModel", **sizes, guidance_embeds=distilled)
+    encoder = partial(clip_encoder, projected=False)
+    return build("FluxPipeline", transformer=network, text_encoder=encoder, scheduler=flow(**MOVING if distilled else {}))
 
 
 def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
@@ -214,102 +169,25 @@ def stable_diffusion(*, large: bool = False, predicts: str = "epsilon") -> Any:
 
 def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
     """Build a tiny Wan 2.1, or 2.2 with two experts or one timestep per token; the VAE halves sides and later frames."""
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from diffusers import UniPCMultistepScheduler
 
-    settings = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": 16,
-        "freq_dim": 16,
-        "ffn_dim": 24,
-        "num_layers": 2,
-        "rope_max_seq_len": 32,
-    }
-    networks: dict[str, Any] = {"transformer": WanTransformer3DModel(**settings), "expand_timesteps": timestep_per_token}
-    if experts:
-        networks |= {"transformer_2": WanTransformer3DModel(**settings), "boundary_ratio": 0.8}
-    videos = AutoencoderKLWan(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[True],
-        latents_mean=[-0.7, 0.1, 0.4, -0.2],
-        latents_std=[2.8, 1.4, 0.8, 2.0],
-        scale_factor_temporal=2,
-        scale_factor_spatial=2,
-    )
-    return WanPipeline(
-        **networks,
-        vae=videos,
-        text_encoder=umt5_encoder(),
-        tokenizer=t5_tokenizer(),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    )
+    names = ("transformer", "transformer_2") if experts else ("transformer",)
+    networks = {name: build_network("WanTransformer3DModel", num_layers=2, ffn_dim=24) for name in names}
+    own = {"expand_timesteps": timestep_per_token, "boundary_ratio": 0.8 if experts else None}
+    solver = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    return build("WanPipeline", **networks, **own, vae=build_network("AutoencoderKLWan"), scheduler=solver)
 
 
 def qwen_image() -> Any:
     """Build a tiny Qwen-Image."""
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
-
-    transformer = QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        axes_dims_rope=(2, 2, 4),
-    )
-    videos = AutoencoderKLQwenImage(
-        base_dim=4,
-        z_dim=4,
-        dim_mult=[1, 2],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[-0.7, 0.1, 0.4, 0.9],
-        latents_std=[2.8, 1.4, 0.6, 1.9],
-    )
-    moving = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 99, "shift_terminal": 0.02}
-    return QwenImagePipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(**moving),
-        vae=videos,
-        text_encoder=qwen_vl_encoder(),
-        tokenizer=qwen_tokenizer(),
-    )
+    network = build_network("QwenImageTransformer2DModel", num_layers=2)
+    return build("QwenImagePipeline", transformer=network, scheduler=flow(**MOVING, shift_terminal=0.02))
 
 
 def z_image() -> Any:
     """Build a tiny Z-Image."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-
-    transformer = ZImageTransformer2DModel(
-        in_channels=4,
-        dim=16,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=16,
-        axes_dims=[2, 2, 4],
-        axes_lens=[96, 32, 24],
-    )
-    return ZImagePipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae(),
-        text_encoder=qwen3_encoder(),
-        tokenizer=qwen_tokenizer(),
-    )
+    network = build_network("ZImageTransformer2DModel", n_layers=2, n_kv_heads=2, axes_lens=[96, 32, 24])
+    return build("ZImagePipeline", transformer=network)
 
 
 def classifier_free(scale: float) -> dict[str, Any]:
@@ -356,9 +234,7 @@ def ddim(settings: Any) -> Any:
 
 def flow_euler(settings: Any) -> Any:
     """Return Euler's scheduler with Wan's shift."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=settings["flow_shift"])
+    return flow(shift=settings["flow_shift"])
 
 
 def video(x: Tensor) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from einops import rearrange
 from tiny_pipelines import flux, sd3
 from torch import Tensor
 
+from fluvial.models.replay.any_pipeline import AnyPipeline
 from fluvial.models.tiny.pipelines import build, random_weights
 
 PROMPTS = ["a red fox", "two cats", "an owl"]
@@ -90,6 +91,13 @@ ROWS: dict[str, Row] = {
         ATTENTION,
     ),
 }
+
+
+def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
+    """Return the model of a row, of four steps, opened from a folder."""
+    call = dict(ROWS[name].options)
+    size = {"height": call.pop("height"), "width": call.pop("width"), "steps": 4, "scale": call.pop("guidance_scale")}
+    return AnyPipeline(folder, **{**size, "call": call, **options})
 
 
 def load(name: str, folder: Path) -> Any:

@@ -1,20 +1,49 @@
 """Tiny reward models with random weights, saved as their published ones are."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fluvial.core.random import key, normal, uniform
 from fluvial.models.tiny.encoders import clip_tokenizer
 
 
-def images(count: int = 3, height: int = 41, width: int = 53, *, seed: int = 0) -> torch.Tensor:
+def images(count: int = 3, height: int = 41, width: int = 53, *, seed: int = 0) -> Tensor:
     """Return images `[count, 3, height, width]` that are smooth in places and rough in others, in steps of 1/255."""
     noise = uniform(key(seed), (count, 3, height, width))
     ramp = torch.linspace(0, 1, width) * torch.linspace(1, 0, height)[:, None]
     return ((noise * 0.5 + ramp * torch.linspace(0.2, 1, count)[:, None, None, None]).clamp(0, 1) * 255).round() / 255
+
+
+def check_images(make: Callable[..., Any], prompts: list[str], before: Sequence[Tensor] = ()) -> None:
+    """Check that gradients reach each image, that a batch changes no score, and that a video has the mean of its frames.
+
+    Args:
+        make: builds the reward with the options `batch` and `frames`.
+        prompts: prompts of three images.
+        before: images before an edit, of a reward that takes them.
+    """
+    samples, reward = images().requires_grad_(), make(batch=2)
+
+    def score(reward: Any, samples: Tensor, *numbers: int) -> Tensor:
+        edits = [[before[number] for number in numbers]] if before else []
+        return reward(samples, [prompts[number] for number in numbers], *edits)
+
+    scores = score(reward, samples, 0, 1, 2)
+    (grad,) = torch.autograd.grad(scores.sum(), samples)
+    assert grad.flatten(1).norm(dim=1).min() > 0
+    assert not any(parameter.requires_grad for parameter in reward.model.parameters())
+    still = samples.detach()
+    alone = torch.cat([score(reward, still[number : number + 1], number) for number in range(3)])
+    torch.testing.assert_close(alone, scores.detach(), rtol=1e-5, atol=1e-6)
+    for frames, chosen in ((3, [0, 1, 2]), (2, [0, 2])):  # the first and the last of two
+        reward, video = make(frames=frames), still.transpose(0, 1)[None]
+        mean = score(reward, still[chosen], *[0] * frames).mean()
+        torch.testing.assert_close(score(reward, video, 0)[0], mean, rtol=1e-5, atol=1e-6)
 
 
 def randomise(model: Any, *, seed: int = 0, scale: float = 0.3) -> Any:

@@ -1,7 +1,7 @@
 """Two ranks, with separate samples or sharing each sample, take the update of one process, for every model."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from marks import long
 from pipeline_ranks import SHORT
 from safetensors.torch import load_file
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 
 RUNS = [run if run in SHORT else long(*run) for run in pipeline_ranks.RUNS]
 
@@ -39,13 +39,6 @@ def two(folder: Path) -> Callable[[bool], Path]:
         return to
 
     return updated
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize(("name", "shared"), RUNS)

@@ -24,7 +24,6 @@ from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.protocol import DiffusionModel, Schedule
-from fluvial.models.replay.any_pipeline import AnyPipeline
 
 ITEMS, STEPS = 4, 4
 PROMPTS = ["a red fox", "two cats", "an owl", "9 owls in 1 barn"]
@@ -66,10 +65,8 @@ def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
         row = tiny_pipelines.ROWS[name]
         model: DiffusionModel = open_model(root / name, text_tokens=tiny_pipelines.TEXT, device="cpu", **row.options)
         return model, model.latent_shape(*row.sizes[0])
-    call = dict(tiny_replayed.ROWS[name].options)
-    height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
-    model = AnyPipeline(root / name, height=height, width=width, steps=STEPS, scale=scale, call=call, device="cpu")
-    return model, model.latent_shape(height, width)
+    model = tiny_replayed.opened(name, root / name, device="cpu")
+    return model, model.latent_shape(*model.size)
 
 
 def update(root: Path, name: str, world: World, *, context_parallel: int = 1, size: tuple[int, ...] | None = None) -> Update:

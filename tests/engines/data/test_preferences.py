@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fluvial.engines.data.preferences import PREFERENCES, Preference, preference
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import job as jobs
@@ -30,13 +30,6 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
 
 ODE = SamplingConfig(prompts=3, group=2, steps=tiny.STEPS, sampler=Ode())
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def read_preferences(folder: Path, job: jobs.Job) -> tuple[Preference, ...]:

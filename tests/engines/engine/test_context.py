@@ -1,6 +1,5 @@
 """Ranks that share the tokens of a sample take the update of a single process, and return whole velocities."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from tiny_models import Net
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 
 
@@ -21,13 +20,6 @@ from fluvial.engines.errors import UsageError
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, in pairs, and the result of their updates."""
     return request.param, launch.on_ranks(request.param, "context:updates")[0]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize("lies", tiny_transformers.LIES)

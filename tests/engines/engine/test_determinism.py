@@ -21,19 +21,12 @@ from torch.nn import functional as F
 from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
 from fluvial.engines.engine.items import micro_batches
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 
 pytestmark = pytest.mark.bits
 
 TOKENS, WIDTH, ITEMS = 33, 41, 6  # an item of 1,353 floats: the next one begins at an odd address
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(params=[1, 2, 4])

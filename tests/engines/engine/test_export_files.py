@@ -19,15 +19,8 @@ from torch import Tensor, nn
 import fluvial.engines.engine.export as exporting
 from fluvial.engines.engine.export import export, write_lora, write_model
 from fluvial.engines.engine.files import save_tensors
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def test_a_file_of_weights_is_as_readable_as_any_other(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Floating-point operations against what is worked out on paper and against PyTorch's own counter; peaks and MFU."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,10 @@ from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.flops import FlopCounter
 from fluvial.engines.engine.parallelize import checkpoint_blocks
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.models.lora import LoraConfig, LowRank, add_lora
 
 ROWS, IN, OUT = 5, 8, 16
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def linear(*, weight: bool, inputs: bool) -> FlopCounter:

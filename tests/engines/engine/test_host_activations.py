@@ -1,6 +1,5 @@
 """Activations on the host, and checkpointing of some blocks: the same bits, and fewer bytes by what the blocks take in."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,7 @@ from fluvial.engines.engine import host_activations
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import checkpoint_blocks
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.memory import activations
 from fluvial.models.handwriting import Handwriting
@@ -38,13 +37,6 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x.mean(1)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def updated(one: World, **sharding: Any) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Tensors that are moved to the host between phases come back to the bit, and nothing can be computed while it is away."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tiny_models import Net, data, squared
@@ -10,14 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.world import World, init_world
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+from fluvial.engines.engine.world import World
 
 
 def trained(one: World) -> Engine:

@@ -22,18 +22,11 @@ from fluvial.engines.engine import optimizers
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.optimizers import OPTIMIZERS, Buffer
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 
 NAMES = sorted(OPTIMIZERS)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @contextmanager

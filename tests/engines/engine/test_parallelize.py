@@ -1,7 +1,6 @@
 """Changes to a module's blocks: compilation, attention, selective checkpointing, deterministic algorithms."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,17 +16,10 @@ from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 class Block(nn.Module):

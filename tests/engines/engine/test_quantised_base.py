@@ -1,6 +1,5 @@
 """A quantised base under adapters: the same bits in every pass and on every sharding, fewer bytes, and plain exports."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +15,7 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.whole import WholeModule
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import BASE
@@ -25,13 +24,6 @@ from fluvial.models.quantised import FORMATS, Base, find_quantised
 
 SHORT = ("nf4",)
 BASES = [base if base in SHORT else pytest.param(base, marks=pytest.mark.long) for base in get_args(Base)]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, base: Any, *, seed: int = 0, **config: Any) -> Engine:

@@ -1,6 +1,5 @@
 """The trainer's own update: the host waits for the device as often whatever the number of micro-batches."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,12 @@ import torch
 from tiny_jobs import Run, config
 
 from fluvial.bench.counting import HostReads
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Dppo, Grpo, Guard
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import RandomWindow
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])

@@ -1,7 +1,6 @@
 """Trained weights in bfloat16: rounded stochastically without bias, by draws that neither ranks nor restarts change."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,13 @@ from fluvial.core.random import bits, fold_in, key
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.rounding import round_stochastically, write_rounded
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.check import measure
 from fluvial.engines.extensions.plan.memory import Stretch, account
 from fluvial.engines.run.checkpoint import checkpoint
 
 HALF = EngineConfig(masters="bfloat16")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, name: Any = "adamw", *, seed: int = 0, sharding: EngineConfig = HALF, **config: Any) -> Engine:

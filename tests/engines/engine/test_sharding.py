@@ -1,7 +1,6 @@
 """However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import launch
@@ -12,7 +11,7 @@ from tiny_models import SHARDINGS, Net, data, squared
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 
 UNITS = 3  # two blocks and the root
@@ -23,13 +22,6 @@ ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of 
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and the result of their updates."""
     return request.param, launch.on_ranks(request.param, "ranks:updates")[0]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def plain() -> dict[str, Tensor]:

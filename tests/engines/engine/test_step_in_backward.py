@@ -2,7 +2,6 @@
 
 import math
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.memory import Stretch, account
 from fluvial.engines.run.checkpoint import checkpoint
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, name: Any = "adamw", *, seed: int = 0, grad_sync: Any = "step", **sharding: Any) -> Engine:

@@ -1,6 +1,5 @@
 """Ranks that hold whole copies compute without FSDP2: the bits are FSDP2's, and no second copy of the parameters exists."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from fluvial.engines.engine import parallelize, whole
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
 from fluvial.engines.engine.whole import WholeModule
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -31,13 +30,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bfloat16, offload between phases": {"compute": "bfloat16", "offload": "phases"},
     "compiled": {"compute": "bfloat16", "compile": True},
 }
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def trained(one: World, config: EngineConfig) -> Engine:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import METHODS, Dpo, Sft
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
@@ -136,13 +136,6 @@ def test_the_cover_is_one() -> None:
         assert {(row[first], row[second]) for row in chosen} == {(row[first], row[second]) for row in candidates}
     assert 8 <= len(chosen) < 12
     assert [{*column} for column in zip(*cover(candidates, 1), strict=True)] == [{0, 1, 2}, {*"abc"}, {False, True}]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Methods: settings that have no meaning with them, models and jobs that do not fit them, and their kernels."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,7 @@ from objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
 
 from fluvial.core import transitions
 from fluvial.core.guidance import classifier_free
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import grpo
 from fluvial.engines.methods.table import METHODS, AlignProp, Awm, Crd, D3po, Dgpo, Distill, Dpo, Grpo, Guard, Nft, Raft, Sft
@@ -30,14 +29,6 @@ from fluvial.engines.sampling.window import RandomWindow
 from fluvial.kernels import dispatch
 from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Prediction
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
 
 ODE: dict[str, Any] = {"sampling.sampler": Ode()}
 NEEDED: dict[str, Any] = {"guard": {}}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.methods import ErrorInfo, Method, Needs, NoisingConfig
 from fluvial.engines.methods.table import check_loss, method_type
@@ -79,13 +79,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("own_objects", None)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 class RewardInfo(NamedTuple):

@@ -1,6 +1,5 @@
 """Caches of encoded images and captions: of another model or other settings, on a full disk, and damaged."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import tiny_pipelines
 import torch
 from PIL import Image
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.sft import Sft
@@ -28,13 +27,6 @@ from fluvial.models.lora import Dora
 from fluvial.models.lora_files import LoraFile
 from fluvial.models.pipelines import base
 from fluvial.models.pipelines.base import Pipeline
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Diagnostics: how far the samples of a group lie apart, and how far a model has gone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import Probe
@@ -21,13 +20,6 @@ from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import Schedule
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def images(count: int, *shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """RAFT on given images: groups of one caption or of any, scored, of which the best are fitted."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,19 +15,12 @@ from torch import Tensor
 from fluvial.core.random import Key, key
 from fluvial.engines.data.order import Captions
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.method import NoisedRows
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def given(*counts: int) -> list[Prompt]:

@@ -1,7 +1,7 @@
 """Runs whose rewards sometimes fail: what is left out is as if it had never been drawn."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from spied_runs import FAST, ODE, STEPS
 from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
@@ -22,13 +22,6 @@ from fluvial.engines.scoring.advantages import AdvantageConfig
 
 LEARNING = [name for name, row in OBJECTIVE_ROWS.items() if row.needs.rewards is not None and row.is_scored]
 BAD = "3"  # the prompt whose samples have no valid score
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -1,7 +1,7 @@
 """Learning from a rollout: which items an update is made of, in one update or several, on one rank or two."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from fluvial.core.advantages import group_advantages, multi_reward_advantages
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods import StepKLConfig
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Grpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
@@ -28,13 +28,6 @@ from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.gather import Scoring
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.bits

@@ -1,7 +1,6 @@
 """Measurements of a run while it trains: groups, advantages, diagnostics by step, memory, best and worst samples."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.items import Diagnostics, Parts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import Scores
@@ -28,13 +27,6 @@ class Info(NamedTuple):
 
     first: Tensor
     second: Tensor
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def test_groups_without_signal_are_those_of_equal_rewards() -> None:

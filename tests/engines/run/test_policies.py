@@ -1,6 +1,5 @@
 """The policies that objectives compare with: the old one, the reference and a teacher; preferences, and what RAFT keeps."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,13 @@ from spied_runs import FAST, ODE, STEPS, Spied
 
 from fluvial.core.dpo import best_and_worst
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import Awm, Distill, Dpo, Nft, Raft
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.lora import adapter_parameters, use_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
 
 OLD: dict[str, tuple[Nft, list[float]]] = {
     "none": (Nft(old=NoOld()), [0.0, 0.0, 0.0, 0.0]),

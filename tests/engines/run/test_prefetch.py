@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft, Sft
 from fluvial.engines.run.build import _copy
@@ -38,13 +38,6 @@ ROLLOUTS = 5
 TIMED = ("seconds", "speed", "memory")
 STEPS = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 ODE = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def clipped(out: Path, ahead: int, **changes: Any) -> TrainConfig:

@@ -1,7 +1,6 @@
 """Statistics of each prompt's rewards over past rollouts: the formula of DDPO's code, and exact resumption."""
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import tiny_jobs as tiny
 import torch
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -18,13 +17,6 @@ from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.scoring.advantages import AdvantageConfig, History, history_advantages
 
 DDPO = AdvantageConfig(history=8, history_min=4, eps=1e-6, ddof=0, clip=5.0)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def published(stats: dict[str, deque[float]], prompts: list[str], rewards: np.ndarray) -> np.ndarray:

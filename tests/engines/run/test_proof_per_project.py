@@ -5,7 +5,7 @@ fluvial's. Two updates are made of one stored rollout: the first on policy, the 
 ratios, clips and masks take part.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from spied_runs import Spied, Update
 from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import PublishedRun, find, load_published
 from fluvial.engines.methods.table import Dpo
@@ -65,13 +65,6 @@ PROVED: dict[str, Loss] = {
 }
 GROUPS, SIZE, RANK = 2, 4, 4
 MOST_STEPS = {"ddpo": 10, "d3po": 10}  # of 50 and of 20
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def test_every_project_is_proved_or_has_no_objective() -> None:

@@ -1,7 +1,7 @@
 """Prompt records in a run: what reaches the rewards, how metrics are split, which prompts come when."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.job import Job, handwriting
@@ -29,13 +29,6 @@ PROMPTS = [
     Prompt("2", source="b"),
 ]
 ODE = SamplingConfig(prompts=4, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def goals(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:

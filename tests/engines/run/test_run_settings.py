@@ -1,6 +1,5 @@
 """Settings of a run that published runs need: evaluation apart from the rollout, seeds of the data, steps one by one."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from spied_runs import ODE
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.table import Awm
@@ -33,13 +32,6 @@ from fluvial.engines.sampling.window import AllSteps, Branches, MovingWindow, Ra
 from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
 
 STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def noted(trainer: Trainer) -> list[Any]:

@@ -1,6 +1,5 @@
 """Rollouts that a server makes ahead of the trainer: the bits of a second network here, and a server that dies."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +8,12 @@ import launch
 import pytest
 import torch
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def config(out: Path, train: str = "full") -> TrainConfig:

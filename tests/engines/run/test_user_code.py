@@ -19,7 +19,7 @@ from fluvial.core import transitions
 from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
@@ -30,13 +30,6 @@ from fluvial.models.replay.media import MediaPrompt
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 PROMPTS = [Prompt(text, metadata={"words": [text, "x"], "n": {"deep": [int(text)]}}) for text in tiny.PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @torch.no_grad()

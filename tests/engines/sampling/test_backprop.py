@@ -1,7 +1,7 @@
 """Gradients of a reward through the last steps of a rollout."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fluvial.core.random import key
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import AlignProp
 from fluvial.engines.run.config import TrainConfig
@@ -21,13 +21,6 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.handwriting import digits, likeness
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Yield the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -1,6 +1,5 @@
 """Prefixes that a group shares: the steps before the window are computed once per group, and change no density."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps, generate
 from fluvial.engines.sampling.items import concatenate
@@ -155,13 +154,6 @@ def test_chunks_change_results_by_rounding_alone() -> None:
             [chunk.trajectory for chunk in Case().chunks(range(SAMPLES), shared=True, micro_batch=micro_batch)]
         )
         torch.testing.assert_close(chunked.final, Case().made().final, rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 RUNS: list[dict[str, Any]] = [

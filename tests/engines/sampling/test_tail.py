@@ -1,6 +1,5 @@
 """The steps after the window: fewer, and of second order, as MixGRPO-Flash takes them."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fluvial.core.sigmas import shifted, shifted_twice
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.solvers import Estimate, solve
@@ -26,13 +25,6 @@ from fluvial.models import Schedule
 
 X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 FLASH = Tail("dpmpp_2m", 0.4)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:

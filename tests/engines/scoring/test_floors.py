@@ -1,6 +1,5 @@
 """Rewards with a floor: their multipliers, against a solution that is known, and as weights of a run."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import tiny_jobs as tiny
 import torch
 from spied_runs import FAST, STEPS
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
@@ -53,13 +52,6 @@ def test_a_floor_is_a_name_and_a_number(text: str) -> None:
     assert parse_floors(["mine:score=-1", "b=2"], field="x") == {"mine:score": -1.0, "b": 2.0}
     with pytest.raises(ValueError, match="names 'b' twice"):
         parse_floors(["b=1", "b=2"], field="x")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:

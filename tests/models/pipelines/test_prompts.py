@@ -11,13 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pipelines import (
-    ROWS,
-    TEXT,
-    each_row,
-    opened,
-    start,
-)
+from tiny_pipelines import ROWS, TEXT, each_row, opened, start
 
 from fluvial.models.pipelines.base import Pipeline
 

@@ -11,11 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import (
-    STEPS,
-    each_row,
-    opened,
-)
+from tiny_pipelines import STEPS, each_row, opened
 
 from fluvial.models.pipelines.base import check_size
 from fluvial.models.pipelines.flux import Flux

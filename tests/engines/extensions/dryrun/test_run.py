@@ -11,7 +11,6 @@ import pytest
 import tiny_conditioned
 import tiny_pipelines
 import tiny_replayed
-import tiny_unet_edits
 from dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
 
@@ -102,8 +101,8 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
 )
 def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
     """The image of each prompt is read; the encoders of images have no values."""
-    row = tiny_unet_edits.ROWS.get(name)
-    takes, shape = (("image",), (16, 16)) if row is None else (row.media, tiny_unet_edits.SIZE)
+    row, folder = tiny_conditioned.EDITS.get(name), str(tiny_conditioned.save(name, tmp_path / name))
+    takes, shape = (("image",), (16, 16)) if row is None else (row.media, tiny_conditioned.SIZE)
     records = [
         {"prompt": text, **{argument: f"{argument}-{text}.png" for argument in takes}} for text in ("foxes", "owls", "cats")
     ]
@@ -112,10 +111,8 @@ def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
             tiny_conditioned.draw_image(tmp_path / record[argument], number, shape)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     size: dict[str, Any] = {"height": 32, "width": 32} if name == "qwen-edit" else {"height": 16, "width": 32, "frames": 5}
-    if row is None:
-        config = RECIPES["grpo"](str(tiny_conditioned.save(name, tmp_path / name)))
-    else:
-        config = RECIPES["ddpo"](str(tiny_unet_edits.save(row, tmp_path / name)))
+    config = RECIPES["grpo" if row is None else "ddpo"](folder)
+    if row is not None:
         call = tuple(f"{argument}={value}" for argument, value in row.call.items())
         size = {"height": shape[0], "width": shape[1], "call": call}
     pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")

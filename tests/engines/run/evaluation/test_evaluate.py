@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import metrics
 from fluvial.engines.run.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, draw_plan, evaluate, every
@@ -28,13 +27,6 @@ from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
 
 TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def found(world: World, prompts: Any = TAGGED, **options: Any) -> Evaluation:

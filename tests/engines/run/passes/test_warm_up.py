@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.parallelize import count_programs
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.micro_batch import Passes, once
@@ -27,13 +27,6 @@ from fluvial.engines.sampling.config import SamplingConfig
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture
