@@ -25,7 +25,7 @@ def is_bare(field: "dataclasses.Field[Any]") -> bool:
 
 
 def describe_fields(kind: type) -> dict[str, str]:
-    """Return the help of each field of a dataclass by name, as its docstring, or that of the class that declares it, has it."""
+    """Return the help of each field of a dataclass by name, from its docstring and those of the classes that it extends."""
     import docstring_parser
 
     texts = dict[str, str]()

@@ -40,8 +40,8 @@ from digest_cases import Case, cases, prepare  # noqa: E402
 
 from fluvial.engines import TrainConfig, Trainer, init_world  # noqa: E402
 from fluvial.engines.run import train  # noqa: E402
-from fluvial.engines.run.config import with_values
-from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.run.config import with_values  # noqa: E402
+from fluvial.engines.sampling.config import ServersConfig  # noqa: E402
 from fluvial.models.handwriting import BASE, Handwriting  # noqa: E402
 
 WAIT = 90.0  # seconds that a rank waits for another, and a run for a server

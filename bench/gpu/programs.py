@@ -32,8 +32,8 @@ PEAK = 989e12  # FLOP/s of dense bfloat16 products of an H100 SXM and an H200, b
 VALUE_BOUND, GRADIENT_BOUND = 1e-4, 1e-2
 REWARD_BOUND = 0.03  # of a mean reward of 128 samples, beside the CPU's
 TINY_RUN = (
-    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 4 --sampling.window.size 2 --sampling.window.high 3 --micro-batch 4"
-    " --passes.minibatches 1 --updates 1 --final-samples 4"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 4 --sampling.window.size 2 --sampling.window.high 3 "
+    "--micro-batch 4 --passes.minibatches 1 --updates 1 --final-samples 4"
 )
 RUNS = {
     "float32": "--engine.compute float32 --engine.compile False",

@@ -135,7 +135,8 @@ def _notes(
     if resumes:
         if asked.method.sampling.sampler.kind != config.method.sampling.sampler.kind:
             kinds = f"{config.method.sampling.sampler.kind} there, {asked.method.sampling.sampler.kind} in {name}"
-            yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: sampling.sampler {kinds}"
+            said = f"{config.out} keeps the settings that it recorded, which are not those of {name}"
+            yield f"{said}: sampling.sampler {kinds}"
         return
     yield from _note_differences(name, config, gpus)
     lora = config.lora
@@ -195,7 +196,7 @@ def recipes_help() -> str:
         lines.append(f"  {name:<12} {about}")
     lines += [
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
-        "  module:name  Your own: a method, or a function that returns a TrainConfig, in a module that Python finds from here.",
+        "  module:name  Your own: a method, or a function that returns a TrainConfig, in a module that is found from here.",
         "",
         "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, with fewer groups per rollout.",
         "",

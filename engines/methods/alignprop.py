@@ -47,7 +47,7 @@ class AlignProp(Method, name="alignprop"):
     """
 
     needs: ClassVar[Needs] = Needs(rewards="gradients")
-    bounds = {
+    bounds: ClassVar = {
         **{"last": (1, 2**31), "spread": (0, math.inf), "target": (-math.inf, math.inf), "scale": (1e-12, math.inf)},
     }
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the policy that made the rollout is gone after it
@@ -83,7 +83,8 @@ class AlignProp(Method, name="alignprop"):
     def score(self, run: "Run", items: "Items", v: Tensor, rows: LastSteps) -> Tensor:
         """Return the reward of where the last steps lead, `[P]`, with gradient."""
         batch, sampling = items.batch, items.batch.plan.sampling
-        assert sampling.stochastic is not None and rows.place is not None
+        assert sampling.stochastic is not None
+        assert rows.place is not None
         steps = sampling.stochastic.transition, sampling.schedule, partial(run.forward, items)
         final, last = final_samples(v, rows, *steps), batch.share.batch - 1
         prompts = [batch.prompt(place) for place in host_values.read(rows.place).clamp(max=last).tolist()]

@@ -44,7 +44,7 @@ class Awm(Method, name="awm"):
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity", ratio=True)
-    bounds = {"clip_low": (0, 1), "clip_high": (0, math.inf), "delta": (1e-12, math.inf), "power": (1e-12, 1)}
+    bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf), "delta": (1e-12, math.inf), "power": (1e-12, 1)}
     sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     advantage: AdvantageConfig = AdvantageConfig()

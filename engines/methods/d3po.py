@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class D3po(Method, name="d3po"):
         ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
     """
 
-    bounds = {"beta": (1e-12, math.inf), "eps": (1e-12, 1 - 1e-6), "ref_guidance": (0, math.inf)}
+    bounds: ClassVar = {"beta": (1e-12, math.inf), "eps": (1e-12, 1 - 1e-6), "ref_guidance": (0, math.inf)}
     sampling: SamplingConfig = SamplingConfig()
     trained: AllRecorded | FirstRecorded = AllRecorded()
     passes: EpochsConfig = EpochsConfig()

@@ -55,7 +55,7 @@ class Dgpo(Method, name="dgpo"):
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity")
-    bounds = {
+    bounds: ClassVar = {
         **{"beta": (1e-12, math.inf), "clip_low": (0, 1), "clip_high": (0, math.inf)},
         **{"old_rise": (0, 1), "old_cap": (0, 0.999999), "old_samples_from": (0, math.inf)},
     }

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class Dpo(Method, name="dpo"):
         ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
     """
 
-    bounds = {"beta": (1e-12, math.inf), "lose_weight": (0, 1e6), "ref_guidance": (0, math.inf)}
+    bounds: ClassVar = {"beta": (1e-12, math.inf), "lose_weight": (0, 1e6), "ref_guidance": (0, math.inf)}
     sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()

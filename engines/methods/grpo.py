@@ -84,7 +84,7 @@ class Grpo(PolicyGradient, name="grpo"):
             sum (nats).
     """
 
-    bounds = {"clip_low": (0, 1), "clip_high": (0, math.inf)}
+    bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf)}
     splits_guidance = True
     clip_low: float = 1e-3
     clip_high: float = 1e-3

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KLConfig:
-    """KL terms of a method on noised samples, mean |v - v_ref|^2, that keep the policy near the one that training starts from.
+    """KL terms of a method on noised samples, mean |v - v_ref|^2, that keep the policy near where training starts from.
 
     Args:
         coef: Weight of the KL term in the loss; 0 leaves the term and the reference's forward passes out.

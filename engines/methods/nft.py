@@ -53,7 +53,7 @@ class Nft(Method, name="nft"):
     """
 
     needs: ClassVar[Needs] = Needs(prediction="velocity")
-    bounds = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
+    bounds: ClassVar = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
     sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     advantage: AdvantageConfig = AdvantageConfig()

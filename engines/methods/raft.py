@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class Raft(Method, name="raft"):
             the images of a caption (best of n), or images of any captions (supervised fine-tuning on the best of the data).
     """
 
-    bounds = {"best": (1e-9, 1)}
+    bounds: ClassVar = {"best": (1e-9, 1)}
     sampling: SamplingConfig = SamplingConfig(sampler=Ode())
     noising: NoisingConfig = NoisingConfig()
     passes: PassesConfig = PassesConfig()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class TempFlow(Surrogate, name="tempflow"):
             sum (nats).
     """
 
-    bounds = {"clip_low": (0, 1), "clip_high": (0, math.inf), "scale": (1e-12, math.inf)}
+    bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf), "scale": (1e-12, math.inf)}
     clip_low: float = 1e-3
     clip_high: float = 1e-3
     scale: float = 1.73
@@ -83,7 +83,7 @@ class Dppo(Surrogate, name="dppo"):
         form: Form of the log-probability, in nats per dimension: density, or no_const (without its constant).
     """
 
-    bounds = {"kl_threshold": (0, math.inf)}
+    bounds: ClassVar = {"kl_threshold": (0, math.inf)}
     records_velocity = True
     kl_threshold: float = 1e-5
     form: Density = "density"  # type: ignore[misc]
@@ -103,7 +103,7 @@ class Guard(Surrogate, name="guard"):
         form: Form of the log-probability, in nats per dimension: density, or no_const (without its constant).
     """
 
-    bounds = {"clip": (0, 1)}
+    bounds: ClassVar = {"clip": (0, 1)}
     records_velocity = True
     clip: float = 1e-3
     form: Density = "density"  # type: ignore[misc]

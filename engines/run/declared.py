@@ -61,7 +61,7 @@ Networks = dict[str, Network]  # by the name under which rows hold their predict
 
 @dataclass(frozen=True)
 class Ramp:
-    """Decay d of a follower that rises with the number n of updates: d is start while n < delay, then min(start + rise (n - delay), cap).
+    """Decay d of a follower after n updates: start while n < delay, then min(start + rise (n - delay), cap).
 
     Args:
         start: Decay of the first updates; 0 follows the policy at once.

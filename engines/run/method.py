@@ -240,7 +240,7 @@ class Method:
         return self.rows if isinstance(self.rows, RecordedRows) else None
 
     def networks(self) -> Networks:
-        """Return the networks beside the policy that are read, by name: here those of the KL terms, if the method has any."""
+        """Return the networks beside the policy that are read, by name: here those of the KL terms, if there are any."""
         return self.kl.networks() if hasattr(self, "kl") else {}
 
     def collect(self, run: Any, key: Key) -> Any:

@@ -20,7 +20,7 @@ NAMES = {
 }
 # The same of single methods.
 OF_METHOD = {
-    **dict.fromkeys(("dpo", "d3po"), {"kl.guidance": "method.ref_guidance"}),
+    **{name: {"kl.guidance": "method.ref_guidance"} for name in ("dpo", "d3po")},
     "crd": {
         f"objective.{old}_{was}": f"method.{new}.{now}"
         for old, new in {"old": "old", "sampling": "rollout_policy"}.items()

@@ -176,7 +176,16 @@ def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) ->
     if model != "handwriting":
         rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
     lora = LoraConfig(rank=4, form=LowRank(product="merged"))
-    config = TrainConfig(tmp_path, model=model, updates=2, micro_batch=16, train="lora", lora=lora, optimizer=OptimizerConfig(lr=1e-2), method=Grpo(sampling=rollout))  # fmt: skip
+    config = TrainConfig(
+        tmp_path,
+        Grpo(sampling=rollout),
+        model=model,
+        updates=2,
+        micro_batch=16,
+        train="lora",
+        lora=lora,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
     job = handwriting_jobs.job() if model == "handwriting" else jobs.handwriting_unet()
     with Trainer(config, replace(job, rewards={"reward": handwriting_jobs.alternating})) as run:
         rows = rows_of(run)

@@ -181,7 +181,8 @@ def test_a_plan_names_what_to_bring_and_what_cannot_be_computed(capsys: pytest.C
 
 
 TINY = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2"
-TINY += " --passes.minibatches 1 --checkpoint-every 2 --final-samples 2 --eval-every 0 --evaluation.steps 2 --optimizer.ema-interval 1"
+TINY += " --passes.minibatches 1 --checkpoint-every 2 --final-samples 2 --eval-every 0 --evaluation.steps 2"
+TINY += " --optimizer.ema-interval 1"
 
 
 @pytest.mark.long

@@ -32,7 +32,6 @@ from fluvial.engines.extensions.remote.requests import Asking
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.methods import Grpo, Nft
-from fluvial.engines.methods.table import Nft
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps

@@ -241,9 +241,9 @@ def test_numbers_that_sglang_does_not_compute_are_refused(one: World) -> None:
         served(FakeRollouts(net(), "sglang"), world=one, autocast=True).__enter__()
     for name, value in {"form": "no_const", "reduction": "sum"}.items():
         plan = planned(one, STEPS, **{name: value})
-        with served(FakeRollouts(net(), "sglang"), world=one) as source:
-            with pytest.raises(UsageError, match=rf"{name} is {value}.*; sglang cannot do this"):
-                chunks(source, plan)
+        says = rf"{name} is {value}.*; sglang cannot do this"
+        with served(FakeRollouts(net(), "sglang"), world=one) as source, pytest.raises(UsageError, match=says):
+            chunks(source, plan)
 
 
 def hang_up(handler: Any) -> None:
