@@ -34,6 +34,7 @@ FLOORS = (
         "engines.sampling",
         "engines.run.passes.micro_batch",
         "engines.run.passes.warm_up",
+        "engines.run.passes.storages",
     ),
     ("engines.scoring", "engines.export"),
     # What a method sees.

@@ -33,10 +33,11 @@ from fluvial.bench.update.cases import (
     make_rollout,
     update_engine,
 )
-from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, EngineConfig
-from fluvial.engines.engine.storages import LiveStorages
+from fluvial.engines.engine.items import FlopCounter
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.run.monitoring import mfu as utilisation
+from fluvial.engines.run.passes.storages import LiveStorages
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 
@@ -193,12 +194,12 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
         return statistics.median(b / t for b, t in zip(seconds[baseline], seconds[provider], strict=True))
 
     mfu: dict[str, float] = {}
-    most = flops.peak(world.device, EngineConfig().compute_dtype(world.device))
+    most = utilisation.peak(world.device, EngineConfig().compute_dtype(world.device))
     if most is not None:
-        with flops.FlopCounter() as counter:
+        with FlopCounter() as counter:
             sides["keep"].update()
         mfu = {
-            provider: flops.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
+            provider: utilisation.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
             for provider, times in seconds.items()
         }
     ratios = {provider: speedup(provider) for provider in seconds}

@@ -15,9 +15,8 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.cli.parse import one_size
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World, deterministic, init_world
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.extensions.published.runs import load_published
 from fluvial.engines.run import job as jobs

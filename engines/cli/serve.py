@@ -86,7 +86,7 @@ def run(args: list[str]) -> None:
 def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
-    from fluvial.engines.engine.determinism import deterministic
+    from fluvial.engines.engine.world import deterministic
     from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
     from fluvial.engines.extensions.servers.rollout.opening import open_policy

@@ -18,13 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
-from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
-from fluvial.engines.engine.flops import FlopCounter
-from fluvial.engines.engine.gradient_sync import LastBackward
-from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
-from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.items import Diagnostics, FlopCounter, Numbers, Parts, check_items, micro_batches, split
+from fluvial.engines.engine.module import HostOffload, LastBackward, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved, local, set_lr, shard_like
+from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -409,12 +407,12 @@ class Engine:
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU) as `export.weights` does. Every rank must take part.
+        """Yield (name, full tensor on the CPU) as `gather_weights` does. Every rank must take part.
 
         With `average` they are those of the moving average, if there is one.
         """
         averaged = self.read_average() if average else None
-        return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
+        return gather_weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
 
     def read_average(self) -> dict[str, Tensor]:
         """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""

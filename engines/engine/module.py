@@ -1,16 +1,19 @@
 """A sharded module for forward passes, and its offload: the base of a training engine, and all that a reference needs."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.loading import load_weights
 from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.parallelize import find_blocks, parallelize
+from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World, current_world
 from fluvial.models.device import has_values, is_accelerator
@@ -158,6 +161,54 @@ class ShardedModule:
     def onload(self) -> None:
         """Move the shards back, to the bit."""
         self.host.onload()
+
+
+class LastBackward:
+    """Lets each unit reduce its gradients, and free its parameters, after its last use in the update's last backward pass.
+
+    FSDP reduces a block's gradients and frees its parameters after each use of the block. If two uses share a backward pass,
+    as guidance in two passes does, the gradients of earlier micro-batches would be reduced after the first use and the rest
+    after the second, and the parameters gathered again in between.
+
+    Args:
+        units: units of communication.
+        reshard: whether a unit's parameters are freed after each use all the same.
+    """
+
+    def __init__(self, units: Sequence[FSDPModule], *, reshard: bool) -> None:
+        self._reshard, self._last = reshard, False
+        self._forwards: Counter[FSDPModule] = Counter()
+        self._waiting: set[FSDPModule] = set()
+        for unit in units:
+            unit.register_forward_hook(self._forward)  # type: ignore[attr-defined]
+
+    def begin(self, last: bool) -> None:
+        """Begin a micro-batch; `last`: whether it is the update's last one."""
+        self._last = last
+        self._forwards.clear()
+
+    def end(self) -> None:
+        """End the update; ValueError if the loss does not need a forward pass, so that gradients were never reduced."""
+        self._last = False  # outside of an update FSDP's own rule applies
+        if self._waiting:
+            self._waiting.clear()
+            raise ValueError("update: loss_fn ran a forward pass that the loss does not need: run it under torch.no_grad()")
+
+    def _forward(self, unit: Any, args: tuple, output: Any) -> None:
+        # A checkpointed block runs its forward again within the backward pass; that is not a use of its own.
+        if not self._last or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        self._forwards[unit] += 1
+        first = self._forwards[unit] == 1  # first in the forward pass is last in the backward pass
+
+        def backward(grad: Tensor) -> None:
+            unit.set_requires_gradient_sync(first, recurse=False)
+            unit.set_reshard_after_backward(first or self._reshard, recurse=False)
+            (self._waiting.discard if first else self._waiting.add)(unit)
+
+        for leaf in optree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(backward)
 
 
 @contextmanager

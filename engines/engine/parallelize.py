@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig
-from fluvial.engines.engine.host_activations import on_host
 from fluvial.engines.engine.whole import keep_whole
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
@@ -62,7 +62,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
     """Prepare and shard a module in place, each block as a unit of communication, and return it on its device.
 
-    Parameters on the meta device stay there, sharded, until `loading.load_weights` fills them.
+    Parameters on the meta device stay there, sharded, until `weights.load_weights` fills them.
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks.
@@ -229,6 +229,39 @@ def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, A
         return forward(*positional, **named)
 
     return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
+
+
+class OnHost(NamedTuple):
+    """A tensor that was saved for the backward pass."""
+
+    host: Tensor | None  # None for one of the meta device
+    like: tuple[tuple[int, ...], torch.dtype]  # shape and dtype
+    device: torch.device
+
+
+def on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose saved tensors are copied to the host, and back when the backward pass asks for them.
+
+    Around `checkpoint` these are the inputs of a block. Copies of a GPU's tensors are pinned and do not stop the host. On a
+    CPU they are copies, too, and save nothing.
+    """
+    with saved_tensors_hooks(_pack, _unpack):
+        return forward(*args, **kwargs)
+
+
+def _pack(tensor: Tensor) -> OnHost:
+    if tensor.is_meta:  # its copies back are new tensors, as on a device
+        return OnHost(None, (tuple(tensor.shape), tensor.dtype), tensor.device)
+    pinned = is_accelerator(tensor.device)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return OnHost(host.copy_(tensor, non_blocking=pinned), (tuple(tensor.shape), tensor.dtype), tensor.device)
+
+
+def _unpack(saved: OnHost) -> Tensor:
+    if saved.host is not None:
+        return saved.host.to(saved.device, non_blocking=True, copy=True)
+    shape, dtype = saved.like
+    return torch.empty(shape, dtype=dtype, device=saved.device)
 
 
 def set_attention(module: nn.Module, backend: str) -> None:

@@ -1,4 +1,7 @@
-"""The process group of a run: one process, or as many as were started, e.g. by torchrun. Other modules see no difference."""
+"""The process group of a run: one process, or as many as were started, e.g. by torchrun. Other modules see no difference.
+
+Also the switch of the process for deterministic algorithms.
+"""
 
 import os
 import re
@@ -378,3 +381,29 @@ def _lost(error: RuntimeError, timeout: float) -> str | None:
     if GONE.search(text):
         return "its connection is closed"
     return f"no answer within {timeout:g} s" if SILENT.search(text) else None
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Make torch use deterministic algorithms only, and raise on operations that have none; restored afterwards.
+
+    The same seed then gives the same bits on the same machine, versions and number of ranks. On CUDA some algorithms are
+    slower, cuDNN's benchmark is off, and cuBLAS gets a fixed workspace. CUBLAS_WORKSPACE_CONFIG stays set, because cuBLAS
+    reads it once. A CPU with a fixed number of threads needs none of this.
+    """
+    if not on:
+        yield
+        return
+    memory: Any = torch.utils.deterministic  # has its setting as a property, which type checkers do not see
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        memory.fill_uninitialized_memory = False  # nothing here reads memory that it did not write
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+        memory.fill_uninitialized_memory = fill

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.engine.determinism import deterministic
-from fluvial.engines.engine.export import export, write_lora
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World, deterministic, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig

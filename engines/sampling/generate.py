@@ -23,7 +23,7 @@ from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan,
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
-from fluvial.engines.engine.determinism import fresh_copy
+from fluvial.engines.engine.items import fresh_copy
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.items.steps import concatenate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler
-from fluvial.engines.engine.determinism import fresh_copy
+from fluvial.engines.engine.items import fresh_copy
 from fluvial.engines.sampling.items import recorded_steps
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Schedule

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine, UpdateInfo
-from fluvial.engines.engine.export import write_lora
 from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import write_lora
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, use_adapter
 

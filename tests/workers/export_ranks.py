@@ -10,12 +10,12 @@ from lora_model import MODEL, adapted, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import fluvial.engines.engine.export as exporting
+import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter, use_adapter
 
 

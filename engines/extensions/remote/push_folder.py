@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.engine.files import LORA, find_shared_folder
+from fluvial.engines.engine.files import LORA
 from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
 
 PREFIX, LOCK = "push-", ".lock"

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine import export
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.world import join_world
+from fluvial.engines.engine.weights import base_tensors, gather, gather_weights
+from fluvial.engines.engine.world import deterministic, join_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
@@ -288,12 +288,12 @@ class VerlEngine:
             with self._onload():
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
-                    for name, tensor in export.weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
+                    for name, tensor in gather_weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
                         yield f"{NETWORK}.{name}", tensor
                     return
-                for name, tensor in export.base_tensors(module).items():
+                for name, tensor in base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
-                    yield f"{NETWORK}.{name}", export.gather(tensor).to(cast, copy=True)
+                    yield f"{NETWORK}.{name}", gather(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
             return tensors(), None
@@ -352,9 +352,9 @@ class VerlEngine:
         with self._onload(optimizer=True):
             checkpoint.save(path, engine.state(), meta, update=global_step, fingerprint=fingerprint, world=world, keep=1)
             if settings.export and settings.lora is not None:
-                export.write_lora(engine.module, path / "lora_adapter", world=world)
+                write_lora(engine.module, path / "lora_adapter", world=world)
             elif settings.export:
-                export.export(engine.module, path / "huggingface", dtype=DTYPES[settings.sent], world=world)
+                export(engine.module, path / "huggingface", dtype=DTYPES[settings.sent], world=world)
         self._saved = [*(old for old in self._saved if old != path), path]
         while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
             self._remove(self._saved.pop(0))

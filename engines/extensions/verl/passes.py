@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.items import fresh_copy
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError

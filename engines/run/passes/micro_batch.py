@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.device import is_accelerator
 
 GIB = 2**30

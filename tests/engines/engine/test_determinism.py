@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
-from fluvial.engines.engine.items import micro_batches
+from fluvial.engines.engine.items import fresh_copy, micro_batches
 from fluvial.engines.engine.world import World, init_world
 
 pytestmark = pytest.mark.bits

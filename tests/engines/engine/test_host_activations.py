@@ -10,7 +10,7 @@ import tiny_transformers
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine import host_activations
+from fluvial.engines.engine import parallelize as host_activations
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import checkpoint_blocks

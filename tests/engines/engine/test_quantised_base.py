@@ -11,13 +11,15 @@ from diffusers import SD3Transformer2DModel
 from lora_model import LORA, MODEL, adapted, inputs, velocity
 from torch import Tensor, nn
 
-from fluvial.engines.engine import export, parallelize
+from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.weights import base_tensors
 from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter
@@ -139,16 +141,16 @@ def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path,
     trained = engine(one, base)
     steps(trained, 2)
     expected = predicted(trained)
-    export.export(trained.module, tmp_path, merge=True, world=one)
+    export(trained.module, tmp_path, merge=True, world=one)
     plain = SD3Transformer2DModel.from_pretrained(tmp_path)
     torch.testing.assert_close(lora_model.run(plain.eval()), expected, rtol=1e-4, atol=1e-4)
     name, layer = next((name, each) for name, each in find_quantised(trained.module).items() if "to_q.base" in name)
     a, b = (trained.module.get_parameter(name.replace("base_layer", f"lora_{factor}.default.weight")) for factor in "AB")
     merged = layer.weight + LORA.alpha / LORA.rank * local(b) @ local(a)
     torch.testing.assert_close(plain.get_parameter(name.replace("base_layer", "weight")).data, merged)
-    base_tensors = export.base_tensors(trained.module)
-    assert set(base_tensors) == set(plain.state_dict())
-    assert torch.equal(base_tensors[name.replace("base_layer", "weight")], layer.weight)
+    plain_tensors = base_tensors(trained.module)
+    assert set(plain_tensors) == set(plain.state_dict())
+    assert torch.equal(plain_tensors[name.replace("base_layer", "weight")], layer.weight)
 
 
 def local(tensor: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fluvial.core.random import bits, fold_in, key
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.rounding import round_stochastically, write_rounded
+from fluvial.engines.engine.optimizers import round_stochastically, write_rounded
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.plan.check import measure

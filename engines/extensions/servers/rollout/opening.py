@@ -6,12 +6,12 @@ from typing import Literal
 
 import torch
 
-from fluvial.engines.engine.determinism import fresh_copy
-from fluvial.engines.engine.files import find_shared_folder
+from fluvial.engines.engine.items import fresh_copy
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.jobs.weights import WEIGHTS, base_model, is_run

@@ -15,13 +15,13 @@ import torch
 from marks import long
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.check import build_case, compare
 from fluvial.engines.extensions.plan.fit import steps_to_fit
 from fluvial.engines.extensions.plan.memory import Stretch, account
 from fluvial.engines.extensions.plan.plan import GIB, KNOBS, PlanConfig, Train, first_to_fit, plan
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.pipelines.folder import CONFIGURATIONS, read_settings
 from fluvial.models.pipelines.open import open_model

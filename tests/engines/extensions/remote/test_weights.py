@@ -207,7 +207,7 @@ def test_the_bytes_of_an_adapter_are_less_than_a_hundredth(tmp_path: Path, one: 
     """For a transformer of the width of SD3, and an adapter of rank 4."""
     from diffusers import SD3Transformer2DModel
 
-    from fluvial.engines.engine.export import layout
+    from fluvial.engines.engine.weights import layout
 
     def bytes_of(module: torch.nn.Module, **options: Any) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in layout(module, **options).values())

@@ -15,7 +15,7 @@ from torch import Tensor
 from fluvial.core.transitions import bind
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import gather
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods import LossConfig
 from fluvial.engines.methods.distill import Distill

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fluvial.engines.engine.export as exporting
-from fluvial.engines.engine.export import export, write_lora, write_model
+import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
+from fluvial.engines.export.model_folder import export, write_lora, write_model
 
 
 @pytest.fixture(scope="module")

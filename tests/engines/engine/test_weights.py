@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.files import MODEL, digest_weights
-from fluvial.engines.engine.loading import load_weights
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.models.digests import join_digests
