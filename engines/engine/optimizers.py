@@ -143,32 +143,21 @@ class Row(NamedTuple):
         count = {} if self.step == "none" else {"step": torch.zeros((), device=device)}
         return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
 
-    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int, first: int = 0) -> None:
+    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int) -> None:
         """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step of sharded parameters.
 
         An elementwise optimizer takes it with this rank's plain tensors. Parameters in bfloat16 are rounded stochastically,
-        with draws of the number of the update and of the parameter, the first of which is `first`.
+        with draws of the number of the update and of the parameter.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         rounds = any(p.dtype != torch.float32 for p in parameters)
-        places = [(first + number, first_row(p)) for number, p in enumerate(parameters)] if rounds else []
+        places = [(number, first_row(p)) for number, p in enumerate(parameters)] if rounds else []
         with plain(optimizer) if self.elementwise else nullcontext():
             clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm, norm)
             if rounds:
                 step_rounded(optimizer, places, rounding_key(update))
             else:
                 optimizer.step()
-
-    def apply_to_one(
-        self, optimizer: Optimizer, parameter: nn.Parameter, norm: Tensor, *, max_norm: float, update: int, number: int
-    ) -> None:
-        """Take the step of one of the parameters, whose number among all is `number`; see `apply`."""
-        (group,) = optimizer.param_groups
-        parameters, group["params"] = group["params"], [parameter]
-        try:
-            self.apply(optimizer, norm, max_norm=max_norm, update=update, first=number)
-        finally:
-            group["params"] = parameters
 
     def nbytes(self, shape: Shape, config: OptimizerConfig, *, ranks: int) -> int:
         """Return the bytes of a parameter's state on the first of `ranks` ranks."""

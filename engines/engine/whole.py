@@ -6,7 +6,7 @@ another dtype than that of the computation is copied, as FSDP2's `MixedPrecision
 copy each, gradients are summed over them once per update, in flat buckets.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -40,13 +40,11 @@ class Parameters:
     def __init__(self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
         self.reshard_after_backward = True
         self.is_last_backward = True
-        self.arrived: Callable[[nn.Parameter], None] | None = None  # takes each shard with its gradient, which is then freed
         self._policy = policy
         self._group = mesh.get_group(0) if mesh.ndim > 1 and mesh.size() > 1 else None
         self._queued = False
         self._shards: dict[Slot, nn.Parameter] = {}  # while plain parameters are registered
         self._plain: dict[nn.Parameter, nn.Parameter] = {}  # of each shard
-        self._of: dict[nn.Parameter, nn.Parameter] = {}  # shard of each plain parameter
         self._gradients: dict[nn.Parameter, Tensor] = {}  # sum of each plain parameter
         self._slots = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
         made: dict[nn.Parameter, nn.Parameter] = {}  # a parameter that two modules share stays shared
@@ -91,7 +89,7 @@ class Parameters:
             plain = nn.Parameter(local.detach().to(self._policy.param_dtype), requires_grad=shard.requires_grad)
             if plain.requires_grad:
                 plain.register_post_accumulate_grad_hook(self._accumulate)
-            self._plain[shard], self._of[plain] = plain, shard
+            self._plain[shard] = plain
         elif local.dtype == plain.dtype:
             if plain.untyped_storage()._cdata != local.untyped_storage()._cdata:  # the shard has moved
                 plain.data = local.detach()
@@ -102,11 +100,7 @@ class Parameters:
         return plain
 
     def _accumulate(self, plain: Any) -> None:
-        if self.arrived is not None:
-            gradient, plain.grad = plain.grad, None
-            with torch.no_grad():
-                self._hand_over(plain, gradient)
-        elif plain.dtype != self._policy.reduce_dtype:  # else autograd adds them up itself
+        if plain.dtype != self._policy.reduce_dtype:  # else autograd adds them up itself
             gradient, plain.grad = plain.grad, None
             if plain in self._gradients:
                 self._gradients[plain] += gradient
@@ -115,18 +109,6 @@ class Parameters:
         if not self._queued:
             self._queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-
-    def _hand_over(self, plain: nn.Parameter, gradient: Tensor) -> None:
-        """Give the shard of a plain parameter its gradient, summed over the ranks, to `arrived`, and free it."""
-        assert self.arrived is not None
-        shard = self._of[plain]
-        gradient = gradient.to(self._policy.reduce_dtype)
-        if self._group is not None:
-            (gradient,) = _sum_over_ranks([gradient], self._group)
-        shard.grad = shard_like(shard, gradient.to(shard.dtype))
-        del gradient
-        self.arrived(shard)
-        shard.grad = None
 
     def _after_backward(self) -> None:
         self._queued = False
@@ -175,10 +157,6 @@ class WholeModule(FSDPModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Do nothing: gradients are reduced once per update, because reducing them earlier would save no memory."""
-
-    def set_arrived(self, arrived: Callable[[nn.Parameter], None] | None) -> None:
-        """Set what takes each shard when its gradient is there, in place of the update's last backward pass."""
-        self._whole.arrived = arrived
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward pass is the update's last, which reduces gradients."""

@@ -29,7 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "dora": {"train": "lora", "lora": LoraConfig(rank=4, form=Dora()), "engine": EngineConfig(base="int8")},
     "lokr": {"train": "lora", "lora": LoraConfig(rank=4, form=Lokr()), "engine": EngineConfig(compute="bfloat16")},
     "masters": {"train": "full", "engine": EngineConfig(masters="bfloat16")},
-    "step": {"train": "full", "engine": EngineConfig(grad_sync="step", masters="bfloat16"), "update_micro_batch": 64},
 }
 
 
