@@ -18,24 +18,21 @@ never takes it back, and computes up to five times slower with it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from optree import PyTree
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 from fluvial.engines.errors import UsageError
 from fluvial.models.host_values import recall, remember, rows, to_device
-
-aten = torch.ops.aten
-# PyTorch's formulas, which leave out the attention kernels of the CPU.
-CPU_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda *args, **_: sdpa_flop_count(*args[:3]),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *args, **_: sdpa_backward_flop_count(*args[:4]),
-}
 
 
 def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
@@ -186,31 +183,55 @@ def _max(values: Sequence[float]) -> float:
     return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
-class FlopCounter(FlopCounterMode):
+aten = torch.ops.aten
+
+# FLOPs per operation by PyTorch's formulas, which leave out the CPU's attention kernels.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+class FlopCounter(TorchDispatchMode):
     """Count the floating-point operations of matrix products, convolutions and attention while the mode is on.
 
     The product of an `m x k` and a `k x n` matrix counts 2 m k n. A linear layer's backward pass counts as much for the
-    gradient of its weight, if that is trained, and for that of its input, if that is needed. Elementwise work and custom
-    kernels (fluvial's own) count 0. PyTorch's formula for fused attention counts the scores once more in the backward pass,
-    because its kernels compute them again.
+    gradient of its weight, if that is trained, and for that of its input, if that is needed. Operations on sharded tensors
+    count as this rank computes them. Elementwise work and custom kernels (fluvial's own) count 0. PyTorch's formula for
+    fused attention counts the scores once more in the backward pass, because its kernels compute them again.
 
     Attributes:
+        model: operations of the forward and backward passes.
         recomputed: operations of the backward passes that activation checkpointing runs a second time.
     """
 
     def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=CPU_ATTENTION)
-        self.recomputed = 0
+        super().__init__()
+        self.model = self.recomputed = 0
+        self._where = ModuleTracker()
 
-    @property
-    def model(self) -> int:
-        """Operations of the forward and backward passes, without recomputed ones."""
-        return self.get_total_flops()
-
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if not (self.mod_tracker.is_bw and _in_forward() and func_packet in self.flop_registry):
-            return super()._count_flops(func_packet, out, args, kwargs)
-        self.recomputed += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it returns here as operations on local tensors
+        kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # computes shapes only, for an operation on sharded tensors
+        formula = FORMULAS.get(func.overloadpacket)
+        if formula is None:
+            if _has_kernel(func):
+                return func(*args, **kwargs)
+            with self:  # a composite operation, which inference mode does not take apart
+                decomposed = func.decompose(*args, **kwargs)
+            return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
+        out = func(*args, **kwargs)
+        flops = int(formula(*args, **kwargs, out_val=out))
+        if self._where.is_bw and _in_forward():
+            self.recomputed += flops
+        else:
+            self.model += flops
         return out
 
 
@@ -221,3 +242,12 @@ def _in_forward() -> bool:
     either, but checkpointing's hooks for saved tensors are in place around it.
     """
     return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@cache
+def _has_kernel(func: Any) -> bool:
+    """Return whether an operation has its own kernel. Taken apart it would round differently."""
+    if func.namespace == "prim":  # asks a tensor for its device
+        return True
+    keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)

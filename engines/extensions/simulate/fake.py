@@ -8,7 +8,8 @@ import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.flop_counter import flop_registry
+
+from fluvial.engines.engine.items import FORMULAS
 
 # The shape of these results does not follow from shapes, or they change the shape of an argument.
 UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -104,7 +105,7 @@ class Results:
         args, kwargs = optree.tree_map(self._fake, (args, kwargs), none_is_leaf=True)
         with self.mode:
             out = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
+        formula = FORMULAS.get(func.overloadpacket)
         return out, 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
     def _fake(self, leaf: Any) -> Any:
