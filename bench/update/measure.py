@@ -35,6 +35,7 @@ from fluvial.bench.update.cases import (
 )
 from fluvial.engines.engine.engine import Engine, EngineConfig
 from fluvial.engines.engine.items import FlopCounter
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.run.monitoring import mfu as utilisation
 from fluvial.engines.run.passes.storages import LiveStorages
@@ -106,9 +107,7 @@ def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop
     """Return |g - g'| / |g'| of the gradients of two sides' first updates, which AdamW's first moment holds."""
     sums = torch.zeros(2, dtype=torch.float64)
     for name in one.trainable:
-        left, right = (
-            side.optimizer.state[side.trainable[name]]["exp_avg"].to_local().double().cpu() for side in (one, other)
-        )
+        left, right = (local(side.optimizer.state[side.trainable[name]]["exp_avg"]).double().cpu() for side in (one, other))
         sums += torch.stack([((left - right) ** 2).sum(), (right**2).sum()])
     difference, norm = world.gather(sums[None].to(world.device)).sum(0).sqrt().tolist()
     return difference / norm

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTree, tree_leaves
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -217,9 +216,8 @@ class Engine:
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of the gradients over all parameters and ranks."""
-        whole = self.sharded.is_whole  # then this rank's parts are all there is
-        gradients = (p.grad for p in self.trainable.values() if p.grad is not None)
-        norm = get_total_norm([local(gradient) if whole else gradient for gradient in gradients])
+        self.sharded.reshard()  # then parameters have their gradients
+        norm = get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
@@ -372,6 +370,7 @@ class Engine:
         The tensors are the engine's own, except that the average may be replaced by the next update.
         """
         self._check_onloaded()
+        self.sharded.reshard()
         state: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
             state[f"weight.{name}"] = parameter.detach()
@@ -408,18 +407,14 @@ class Engine:
                 if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer
                     self.optimizer.state[parameter]["step"].fill_(self.updates - self.skipped)
 
-    def _moments(self, name: str) -> dict[str, DTensor]:
+    def _moments(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
         return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
 
     def set_last(self, last: bool) -> None:
         """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
-        root = self.module
-        assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
-        root.set_is_last_backward(last)
-        root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
+        self.sharded.set_last(last)
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""

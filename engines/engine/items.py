@@ -202,6 +202,7 @@ class FlopCounter(TorchDispatchMode):
     gradient of its weight, if that is trained, and for that of its input, if that is needed. Operations on sharded tensors
     count as this rank computes them. Elementwise work and custom kernels (fluvial's own) count 0. PyTorch's formula for
     fused attention counts the scores once more in the backward pass, because its kernels compute them again.
+    PyTorch's own `FlopCounterMode` takes apart operations that have a kernel, such as `silu_backward`, and so changes bits.
 
     Attributes:
         model: operations of the forward and backward passes.

@@ -64,7 +64,7 @@ class Buffer(NamedTuple):
         return values * self.width // 8 + 4 * values // BLOCKS[self.width] + 4 * 2**self.width  # and a table of the levels
 
 
-def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
+def allocate(parameter: nn.Parameter, buffer: Buffer) -> Tensor:
     """Return a tensor of zeros for the state of a sharded parameter."""
     shard = local(parameter)
     shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
@@ -85,8 +85,8 @@ def local(tensor: Any) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
 
 
-def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:
-    """Return this rank's part as a tensor that is laid out as `parameter`.
+def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> Tensor:
+    """Return this rank's part as a tensor that is laid out as `parameter`; the part itself if that is not sharded.
 
     Args:
         parameter: sharded parameter whose mesh and placements are used.
@@ -94,6 +94,8 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
         shape: shape over all ranks, by default that of the parameter.
         replicated: whether each rank holds the whole tensor instead.
     """
+    if not isinstance(parameter, DTensor):
+        return part
     spec = parameter._spec
     if shape is None and not replicated and part.dtype == parameter.dtype:
         return DTensor(part, spec, requires_grad=False)
@@ -104,20 +106,21 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
     return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
-def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, DTensor]:
+def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, Tensor]:
     """Return the tensors of a parameter's state that a checkpoint holds, without the step count; they share its storage.
 
     Args:
         state: state of the parameter, as the optimizer has it.
         buffers: layout of its tensors.
     """
-    tensors: dict[str, DTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, buffer in buffers.items():
         tensor = state[key]
         if not buffer.quantised:
             tensors[key] = tensor
             continue
-        part, row = tensor.to_local(), math.prod(buffer.shape[1:])
+        part: Any = local(tensor)
+        row = math.prod(buffer.shape[1:])
         if part.numel():
             codes, scale = part.codes, part.scale
         else:  # a rank without rows holds an empty tensor, which has no blocks
@@ -270,6 +273,9 @@ def plain(optimizer: Optimizer) -> Iterator[None]:
 
     An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
     """
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        yield
+        return
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     parts = list[nn.Parameter]()
     try:

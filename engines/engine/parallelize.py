@@ -16,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig
-from fluvial.engines.engine.whole import keep_whole
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models.device import is_accelerator
@@ -60,8 +59,9 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
-    """Prepare and shard a module in place, each block as a unit of communication, and return it on its device.
+    """Prepare a module in place, shard it unless it `is_whole`, and return it on its device.
 
+    Each block is a unit of communication.
     Parameters on the meta device stay there, sharded, until `weights.load_weights` fills them.
 
     Raises:
@@ -86,16 +86,15 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     _move(module, config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
     for part in module.modules():
         if isinstance(part, Routed):
             part.ranks = world.size
+    if is_whole(module, config, ranks=world.size):
+        return module
     # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
     # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
     policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)
-    if is_whole(module, config, ranks=world.size):
-        keep_whole(module, blocks, mesh, policy)
-        return module
+    mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
     offloads = config.offload == "always"
     for unit in [*blocks, module]:
         fully_shard(

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.weights import gather
+
 
 class Info(NamedTuple):
     """Diagnostics of the test's loss."""
@@ -54,6 +57,11 @@ def squared(module: nn.Module) -> Any:
         return error, Info(error.detach())
 
     return loss
+
+
+def gather_state(engine: Engine) -> dict[str, Tensor]:
+    """Return copies of an engine's weights, optimizer state and average, whole; every rank must take part."""
+    return {name: gather(tensor).clone() for name, tensor in engine.state().items()}
 
 
 # The ways that a module can lie on the ranks; a new one is a row.

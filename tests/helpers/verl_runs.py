@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.methods import LossConfig
 from fluvial.engines.methods.table import Clipped
 from fluvial.engines.sampling.items import RecordedSteps, recorded_steps
@@ -203,11 +204,7 @@ def move(module: nn.Module, *, seed: int = 3) -> None:
 
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Return the full gradients that an engine holds, by parameter."""
-    return {
-        name: p.grad.full_tensor().clone() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-        for name, p in engine.module.named_parameters()
-        if p.grad is not None
-    }
+    return {name: gather(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
 
 
 def own_update(
@@ -225,7 +222,7 @@ def own_update(
 
     info = engine.update(flat, loss, flat.weight, count=len(flat.level), micro_batch=4, pad_to=len(flat.level))
     moments = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
-    found = {name.removeprefix("exp_avg."): 10 * tensor.full_tensor() for name, tensor in moments.items()}  # type: ignore[attr-defined]
+    found = {name.removeprefix("exp_avg."): 10 * gather(tensor) for name, tensor in moments.items()}
     return info.loss, found
 
 

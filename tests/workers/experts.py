@@ -9,6 +9,7 @@ from tiny_pipelines import TEXT
 from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import export
 from fluvial.models.pipelines.open import open_model
@@ -49,7 +50,7 @@ def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
     engine.update(items, loss, torch.ones(each), count=len(SIGMA), micro_batch=2, pad_to=each)
     export(engine.module, out, world=world)
     state = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
-    return {name: tensor.full_tensor().clone() for name, tensor in state.items()}  # type: ignore[attr-defined]
+    return {name: gather(tensor).clone() for name, tensor in state.items()}
 
 
 def exported(world: World, folder: str, to: str) -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import real_torchao
 import torch
-from tiny_models import Wide, data, squared
-from torch.distributed.tensor import DTensor
+from tiny_models import Wide, data, gather_state, squared
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
@@ -33,4 +32,4 @@ def _updated(engine: Engine, world: World) -> dict[str, Any]:
     with torch.compiler.set_stance("force_eager"):  # torchao would compile the step of each shape
         for _ in range(3):
             engine.update(share, squared(engine.module), weight[mine], micro_batch=5)
-    return {key: t.full_tensor().tolist() for key, t in engine.state().items() if isinstance(t, DTensor)}
+    return {key: tensor.tolist() for key, tensor in gather_state(engine).items()}

@@ -323,7 +323,7 @@ def recover(engine: Engine) -> None:
     Raises:
         RunError: this version of torch cannot.
     """
-    reset = getattr(engine.module, "reset_iter_state", None)
+    reset = getattr(engine.sharded.copies or engine.module, "reset_iter_state", None)
     if reset is None:
         raise RunError(
             f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set `micro_batch` "

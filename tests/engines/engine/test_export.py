@@ -169,7 +169,7 @@ def test_the_layout_is_that_of_the_weights(options: dict[str, Any]) -> None:
 
 def test_averages_are_written_in_place_of_weights(tmp_path: Path, one: World) -> None:
     """Sharded or full; what has none is the module's own."""
-    module, want = sharded(MODEL.build(), one), MODEL.build()
+    module, want = sharded(MODEL.build(), one, offload="always"), MODEL.build()
     average: dict[str, Tensor] = {}
     for k, (name, parameter) in enumerate(module.named_parameters()):
         assert isinstance(parameter, DTensor)
@@ -230,7 +230,7 @@ def test_one_layer_is_gathered_at_a_time(
     tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """When a tensor is gathered none of an earlier layer's is left: one at a time, three where two factors are merged."""
-    module = sharded(adapted("default", "old") if options else MODEL.build(), one)
+    module = sharded(adapted("default", "old") if options else MODEL.build(), one, offload="always")
     alive: list[weakref.ref[Tensor]] = []
     most = 0
     gather = DTensor.full_tensor

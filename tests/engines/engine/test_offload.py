@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_models import Net, data, squared
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World, init_world
 
 
@@ -39,7 +39,7 @@ def held(engine: Engine) -> dict[str, int]:
     moments = [t for state in engine.optimizer.state.values() for t in state.values() if t.ndim]
     kinds = {
         "parameters": list(engine.sharded.shards().values()),
-        "optimizer": [t.to_local() for t in moments],
+        "optimizer": [local(t) for t in moments],
         "average": list(engine.average.values()),
     }
     return {kind: sum(t.untyped_storage().nbytes() for t in tensors) for kind, tensors in kinds.items()}
@@ -87,7 +87,7 @@ def test_gradients_wait_on_the_host_too(one: World) -> None:
     """An update that was cut short leaves gradients; they are moved with the rest."""
     engine, items = trained(one), data(3)[0]
     squared(engine.module)(items)[0].sum().backward()
-    gradients = [p.grad.to_local() for p in engine.trainable.values() if isinstance(p.grad, DTensor)]
+    gradients = [local(p.grad) for p in engine.trainable.values() if p.grad is not None]
     values = [gradient.clone() for gradient in gradients]
     assert values
     engine.offload()

@@ -15,8 +15,8 @@ from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.weights import base_tensors
-from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.export.model_folder import export
@@ -92,7 +92,7 @@ def test_the_base_takes_the_bytes_of_its_format(one: World, base: Base) -> None:
 def test_each_sharding_has_the_same_bits(one: World, base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2, a second forward pass and a base that waits on the host, against a whole copy."""
     expected = engine(one, base)
-    assert isinstance(expected.module, WholeModule)
+    assert expected.sharded.is_whole
     losses = steps(expected, 2)
     others = [engine(one, base, checkpointing="block"), engine(one, base, offload="phases")]
     monkeypatch.setattr(parallelize, "is_whole", lambda *_, **__: False)
@@ -151,12 +151,6 @@ def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path,
     plain_tensors = base_tensors(trained.module)
     assert set(plain_tensors) == set(plain.state_dict())
     assert torch.equal(plain_tensors[name.replace("base_layer", "weight")], layer.weight)
-
-
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
-    part: Tensor = tensor.to_local().detach()
-    return part
 
 
 def test_a_module_without_frozen_layers_is_refused(one: World) -> None:

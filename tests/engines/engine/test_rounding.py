@@ -8,9 +8,7 @@ from typing import Any
 import launch
 import pytest
 import torch
-from tiny_models import Net, Wide, data, squared
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from tiny_models import Net, Wide, data, gather_state, squared
 
 from fluvial.core.random import bits, fold_in, key
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
@@ -101,11 +99,6 @@ def test_training_is_that_of_float32_weights_to_rounding(one: World, name: str) 
         assert mine == pytest.approx(expected, rel=0.1)
 
 
-def values(trained: Engine) -> dict[str, Tensor]:
-    """Return the state, copied."""
-    return {key: t.full_tensor().clone() for key, t in trained.state().items() if isinstance(t, DTensor)}
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_run_resumes_to_the_bit(one: World, tmp_path: Path, name: str) -> None:
     """The draws of an update follow from its number."""
@@ -118,13 +111,13 @@ def test_a_run_resumes_to_the_bit(one: World, tmp_path: Path, name: str) -> None
     state = resumed.state()
     resumed.restore(state, checkpoint.load(path, state, **told))
     steps(resumed, 3)
-    expected, found = values(straight), values(resumed)
+    expected, found = gather_state(straight), gather_state(resumed)
     assert expected.keys() == found.keys()
     assert {key for key in expected if not torch.equal(expected[key], found[key])} == set()
     again = engine(one, name)
     again.updates = 1  # draws of other updates
     steps(again, 6)
-    assert not torch.equal(values(again)["weight.first.weight"], expected["weight.first.weight"])
+    assert not torch.equal(gather_state(again)["weight.first.weight"], expected["weight.first.weight"])
 
 
 @pytest.mark.long
@@ -132,7 +125,7 @@ def test_ranks_round_as_one_process_does(one: World) -> None:
     """Each row alike, so weights differ by the rounding of gradients alone."""
     trained = engine(one)
     steps(trained, 3)
-    expected = values(trained)
+    expected = gather_state(trained)
     found = launch.on_ranks(3, "optimizers:updates_in_bfloat16")[0]
     weight = torch.tensor(found["weight.first.weight"])
     assert (weight == expected["weight.first.weight"].float()).float().mean() > 0.95

@@ -136,7 +136,7 @@ def test_numbers_per_sample_keep_their_digits(one: World) -> None:
     engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(compute="bfloat16"))
     assert engine.module(torch.zeros(2, 3), timestep=torch.tensor([987.5, 3.25])).dtype == torch.bfloat16
     assert seen == {"x": torch.bfloat16, "timestep": torch.float32}
-    assert all(parameter.dtype == torch.float32 for parameter in engine.trainable.values())
+    assert {tensor.dtype for tensor in engine.state().values()} == {torch.float32}
 
 
 def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
