@@ -21,6 +21,9 @@ FLOORS = (
     ("kernels", "models"),
     (
         "engines.errors",
+        "engines.attention",
+        "engines.files",
+        "engines.rendezvous",
         "engines.plugins",
         "engines.choices",
         "engines.streams",

@@ -34,11 +34,11 @@ from fluvial.bench.update.cases import (
     update_engine,
 )
 from fluvial.engines.engine.engine import Engine, EngineConfig
-from fluvial.engines.engine.items import FlopCounter
 from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.run.monitoring import mfu as utilisation
 from fluvial.engines.run.passes.storages import LiveStorages
+from fluvial.models.flops import FlopCounter
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 

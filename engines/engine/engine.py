@@ -18,12 +18,13 @@ from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
-from fluvial.engines.engine.items import Diagnostics, FlopCounter, Numbers, Parts, check_items, micro_batches, split
+from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
 from fluvial.engines.engine.module import HostOffload, LastBackward, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved, local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 
@@ -309,25 +310,6 @@ class Engine:
         finally:
             self._keeps = before
             self.sharded.reshard()
-
-    @contextmanager
-    def without_zeros(self) -> Iterator[None]:
-        """Compute with noise in place of trained parameters that are all 0, as the second factors of new adapters are.
-
-        Their values are drawn by torch's generator, and they are 0 again when the context ends.
-        """
-        self.sharded.reshard()
-        names = [name for name, shard in self._local().items() if not shard.any()]
-        with torch.no_grad():
-            for name in names:
-                self._local()[name].normal_(std=0.02)
-        try:
-            yield
-        finally:
-            self.sharded.reshard()
-            with torch.no_grad():
-                for name in names:
-                    self._local()[name].zero_()
 
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.

@@ -1,51 +1,16 @@
-"""Items of an update: a pytree of tensors with one row per item, split into micro-batches, and the numbers they leave.
-
-What is promised of bits:
-
-- The same machine, versions, ranks, threads and micro-batch give the same bits, run after run. A GPU needs `deterministic`.
-- The first ratio of a rollout is exactly 1 if the old log-probabilities were recorded in micro-batches of the size that the
-  update uses, with the same parameters requiring gradients. Every processor and number of threads keeps this promise.
-- Otherwise results agree to rounding: another processor, number of threads or micro-batch sums in another order.
-  `max_log_ratio` bounds how far rollout and update may differ.
-
-Two causes would break the second promise. The bits of a matrix product can depend on its operands' addresses: MKL's do on
-an AMD CPU, modulo 16 bytes. So the network gets its inputs from `fresh_copy`, in a rollout and in an update. And torch
-multiplies a batch as one matrix if the weight requires a gradient, else as many. So adapters are added before the first
-rollout.
-
-MKL_CBWR=COMPATIBLE would also remove the first cause. It is not set, because MKL accepts it only before its first product,
-never takes it back, and computes up to five times slower with it.
-"""
+"""Items of an update: a pytree of tensors with one row per item, split into micro-batches, and the numbers they leave."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from optree import PyTree
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-from torch.utils.module_tracker import ModuleTracker
 
 from fluvial.engines.errors import UsageError
-from fluvial.models.host_values import recall, remember, rows, to_device
-
-
-def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
-    """Return contiguous copies on a device, each at the start of its own storage, which torch aligns to 64 bytes or more."""
-
-    def copy_tensor(tensor: Tensor) -> Tensor:
-        if tensor.device.type != device.type:
-            return to_device(tensor.contiguous(), device)
-        copy = tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
-        host = recall(tensor)
-        return copy if host is None else remember(copy, host)
-
-    return optree.tree_map(copy_tensor, tensors)
+from fluvial.models.host_values import fresh_copy, rows, to_device
 
 
 def check_items(items: PyTree[Tensor], weight: Tensor | None, *, sizes: Sequence[int], pad_to: int | None) -> int:
@@ -181,74 +146,3 @@ class Numbers(NamedTuple):
 def _max(values: Sequence[float]) -> float:
     """Return the largest value, NaN if one of them is NaN."""
     return math.nan if any(math.isnan(value) for value in values) else max(values)
-
-
-aten = torch.ops.aten
-
-# FLOPs per operation by PyTorch's formulas, which leave out the CPU's attention kernels.
-FORMULAS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
-}
-
-
-class FlopCounter(TorchDispatchMode):
-    """Count the floating-point operations of matrix products, convolutions and attention while the mode is on.
-
-    The product of an `m x k` and a `k x n` matrix counts 2 m k n. A linear layer's backward pass counts as much for the
-    gradient of its weight, if that is trained, and for that of its input, if that is needed. Operations on sharded tensors
-    count as this rank computes them. Elementwise work and custom kernels (fluvial's own) count 0. PyTorch's formula for
-    fused attention counts the scores once more in the backward pass, because its kernels compute them again.
-    PyTorch's own `FlopCounterMode` takes apart operations that have a kernel, such as `silu_backward`, and so changes bits.
-
-    Attributes:
-        model: operations of the forward and backward passes.
-        recomputed: operations of the backward passes that activation checkpointing runs a second time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.recomputed = 0
-        self._where = ModuleTracker()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it returns here as operations on local tensors
-        kwargs = kwargs or {}
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **kwargs)  # computes shapes only, for an operation on sharded tensors
-        formula = FORMULAS.get(func.overloadpacket)
-        if formula is None:
-            if _has_kernel(func):
-                return func(*args, **kwargs)
-            with self:  # a composite operation, which inference mode does not take apart
-                decomposed = func.decompose(*args, **kwargs)
-            return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
-        out = func(*args, **kwargs)
-        flops = int(formula(*args, **kwargs, out_val=out))
-        if self._where.is_bw and _in_forward():
-            self.recomputed += flops
-        else:
-            self.model += flops
-        return out
-
-
-def _in_forward() -> bool:
-    """Return whether a backward pass is computing a part of the forward pass again.
-
-    A backward pass itself records no gradients and saves no tensors. The forward pass of an `autograd.Function` records none
-    either, but checkpointing's hooks for saved tensors are in place around it.
-    """
-    return torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-@cache
-def _has_kernel(func: Any) -> bool:
-    """Return whether an operation has its own kernel. Taken apart it would round differently."""
-    if func.namespace == "prim":  # asks a tensor for its device
-        return True
-    keys = ("CPU", "CUDA", "CompositeExplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine.files import read_weights, shapes, weight_files
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.files import read_weights, shapes, weight_files
 from fluvial.models.lora import adapter_names, adapter_parts, is_adapter, lora_layers
 from fluvial.models.lora_layer import MAGNITUDE, merge_weight, row_norms, widen
 from fluvial.models.protocol import Weights
@@ -203,13 +203,3 @@ def _sources(
 def gather(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded as a whole one. Every rank must take part."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
-    """Return a network's tensors without adapters (with `parameters`, also without buffers).
-
-    They share its storage, except the weights of quantised layers, which are dequantised.
-    """
-    tensors: dict[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
-    tensors.update((f"{name}.weight", layer.weight) for name, layer in find_quantised(network).items())
-    return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}

@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fluvial.engines.engine.files import LORA, MODEL, save_tensors, sync
-from fluvial.engines.engine.weights import gather_weights, layout
+from fluvial.engines.engine.weights import gather_weights, layout, plain_name
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.models.lora import Dora, read_form
+from fluvial.engines.files import LORA, MODEL, save_tensors, sync
+from fluvial.models.lora import Dora, is_adapter, read_form
+from fluvial.models.quantised import find_quantised
 
 
 def export(
@@ -164,6 +165,16 @@ def component(network: nn.Module) -> str:
 def components(module: nn.Module) -> dict[str, nn.Module]:
     """Return the networks of a module by their names in diffusers' pipelines; an nn.ModuleDict names them itself."""
     return dict(module.items()) if isinstance(module, nn.ModuleDict) else {component(module): module}
+
+
+def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
+    """Return a network's tensors without adapters (with `parameters`, also without buffers).
+
+    They share its storage, except the weights of quantised layers, which are dequantised.
+    """
+    tensors: dict[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
+    tensors.update((f"{name}.weight", layer.weight) for name, layer in find_quantised(network).items())
+    return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
 
 
 def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:

@@ -26,11 +26,10 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import nn
 
-from fluvial.engines.engine.files import LORA, read_weights
-from fluvial.engines.engine.weights import base_tensors, gather, gather_weights, layout
+from fluvial.engines.engine.weights import gather, gather_weights, layout
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.export.model_folder import components, write_lora, write_model
+from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
 from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
@@ -46,6 +45,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     flatten,
     policy_checksums,
 )
+from fluvial.engines.files import LORA, read_weights
 from fluvial.engines.sampling.source import Holder
 from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product

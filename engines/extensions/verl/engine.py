@@ -10,17 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.weights import base_tensors, gather, gather_weights
-from fluvial.engines.engine.world import deterministic, join_world
+from fluvial.engines.engine.weights import gather, gather_weights
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.export.model_folder import export, write_lora
+from fluvial.engines.export.model_folder import base_tensors, export, write_lora
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
@@ -28,6 +30,7 @@ from fluvial.engines.extensions.verl.passes import LossFunction, Passes
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models import add_lora
+from fluvial.models.device import default_device, deterministic, is_accelerator
 from fluvial.models.lora import LowRank, blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
 
@@ -58,7 +61,7 @@ class VerlEngine:
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
-        world = join_world()
+        world = _join_world()
         self.settings: Settings = read_settings(
             model_config, engine_config, optimizer_config, checkpoint_config, ranks=world.size
         )
@@ -426,3 +429,18 @@ def _check_remote(path: str | None) -> None:
 
 def _shard(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _join_world() -> World:
+    """Return the world of the process group that verl's worker has opened, on the current GPU or the CPU.
+
+    Raises:
+        UsageError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise UsageError("there is no process group: call torch.distributed.init_process_group first")
+    device = default_device()
+    if is_accelerator(device):
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))

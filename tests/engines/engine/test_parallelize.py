@@ -15,8 +15,9 @@ from torch._dynamo import eval_frame
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
-from fluvial.engines.engine.world import World, deterministic, init_world
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.models.device import deterministic
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
 
@@ -128,7 +129,7 @@ def test_compilation_decides_itself_what_it_keeps() -> None:
 
 def test_checkpointing_trades_memory_for_operations(one: World) -> None:
     """Selective keeps less than none and more than block, and recomputes less than block; gradients are the same."""
-    from fluvial.engines.engine.items import FlopCounter
+    from fluvial.models.flops import FlopCounter
 
     kept, again = {}, {}
     expected = gradients(engine(one))

@@ -16,10 +16,9 @@ from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.optimizers import local
-from fluvial.engines.engine.weights import base_tensors
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
-from fluvial.engines.export.model_folder import export
+from fluvial.engines.export.model_folder import base_tensors, export
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter

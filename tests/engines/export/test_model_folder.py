@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fluvial.engines.export.model_folder as exporting
-from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.export.model_folder import export, write_lora, write_model
+from fluvial.engines.files import save_tensors
 
 
 @pytest.fixture(scope="module")

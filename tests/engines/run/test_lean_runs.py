@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.eval_models import open_networks, settings_of_run
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import FluvialError, UsageError
+from fluvial.engines.files import LORA
 from fluvial.engines.run import train
 from fluvial.engines.run.exports import export_run
 from fluvial.engines.sampling.config import ServersConfig

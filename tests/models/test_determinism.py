@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
-from fluvial.engines.engine.items import fresh_copy, micro_batches
+from fluvial.engines.engine.items import micro_batches
 from fluvial.engines.engine.world import World, init_world
+from fluvial.models.host_values import fresh_copy
 
 pytestmark = pytest.mark.bits
 

@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.items import FORMULAS, FlopCounter
 from fluvial.engines.engine.parallelize import checkpoint_blocks
 from fluvial.engines.engine.world import World, init_world
+from fluvial.models.flops import FORMULAS, FlopCounter
 from fluvial.models.lora import LoraConfig, LowRank, add_lora
 
 ROWS, IN, OUT = 5, 8, 16
