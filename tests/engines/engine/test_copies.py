@@ -1,7 +1,6 @@
 """Ranks that hold whole copies compute without FSDP2: the bits are FSDP2's, and parameters have no second copy."""
 
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from fluvial.engines.engine import module, parallelize
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
 from fluvial.engines.engine.optimizers import local
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.models.lora import copy_adapter, use_adapter
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -33,13 +32,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bfloat16, offload between phases": {"compute": "bfloat16", "offload": "phases"},
     "compiled": {"compute": "bfloat16", "compile": True},
 }
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def trained(one: World, config: EngineConfig) -> Engine:

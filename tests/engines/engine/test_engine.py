@@ -3,7 +3,6 @@
 import contextvars
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Net, data, gather_state, squared
+from tiny_models import Net, data, gather_state, squared, take_plain_step
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, *, comm: Any = "keep", sharding: dict[str, Any] | None = None, **config: Any) -> Engine:
@@ -41,16 +33,6 @@ def full(trained: Engine) -> dict[str, Tensor]:
     return dict(trained.weights(average=False))
 
 
-def plain_step(items: dict[str, Tensor], weight: Tensor, *, count: int, max_grad_norm: float = 1.0) -> dict[str, Tensor]:
-    """Take the update, written with torch alone."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    ((squared(net)(items)[0] * weight).sum() / count).backward()
-    nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
-    optimizer.step()
-    return net.state_dict()
-
-
 @settings(max_examples=25)
 @given(
     count=st.integers(1, 13), micro_batch=st.integers(1, 6), pad=st.integers(0, 9), comm=st.sampled_from(["keep", "reshard"])
@@ -60,7 +42,7 @@ def test_an_update_is_that_of_plain_torch(one: World, count: int, micro_batch: i
     items, weight = data(count)
     trained = engine(one, comm=comm)
     info = trained.update(items, squared(trained.module), weight, count=7, micro_batch=micro_batch, pad_to=count + pad)
-    expected = plain_step(items, weight, count=7)
+    expected = take_plain_step(squared, Net(), items=count, count=7)
     for name, tensor in full(trained).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     error = squared(Net())(items)[1].error

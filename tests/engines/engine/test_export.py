@@ -3,7 +3,6 @@
 import gc
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,9 @@ from torch.distributed.tensor import DTensor
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.weights import gather_weights, layout
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.models.lora import merge_lora, use_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Changes to a module's blocks: compilation, attention, selective checkpointing, deterministic algorithms."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,11 @@ from torch._dynamo import eval_frame
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.parallelize import cast_samples
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models.device import deterministic
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 class Block(nn.Module):
@@ -120,11 +112,6 @@ def test_a_resumed_engine_runs_the_programs_that_a_straight_one_runs(one: World,
         assert programs(resumed, micro_batch) == programs(straight, micro_batch)
     assert "eager" in runs  # of the shape that is new to both
     assert "flops" not in engine(one).counters()
-
-
-def test_compilation_decides_itself_what_it_keeps() -> None:
-    with pytest.raises(ValueError, match=r"engine\.checkpointing is .selective., expected none, block or host"):
-        EngineConfig(compile=True, checkpointing="selective")
 
 
 def test_checkpointing_trades_memory_for_operations(one: World) -> None:

@@ -1,6 +1,5 @@
 """A quantised base under adapters: the same bits in every pass and on every sharding, fewer bytes, and plain exports."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,30 +8,21 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from lora_model import LORA, MODEL, adapted, inputs, velocity
-from torch import Tensor, nn
+from torch import Tensor
 
 from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.optimizers import local
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.world import World
 from fluvial.engines.export.model_folder import base_tensors, export
-from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter
 from fluvial.models.quantised import FORMATS, Base, find_quantised
 
 SHORT = ("nf4",)
 BASES = [base if base in SHORT else pytest.param(base, marks=pytest.mark.long) for base in get_args(Base)]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, base: Any, *, seed: int = 0, **config: Any) -> Engine:
@@ -119,22 +109,6 @@ def test_an_empty_module_is_quantised_as_it_is_read(one: World, base: Base) -> N
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_run_resumes_to_the_bit(one: World, tmp_path: Path, base: Base) -> None:
-    """From a checkpoint, which holds the adapters alone, into an engine with others."""
-    told: dict[str, Any] = {"fingerprint": {}, "world": one}
-    straight = engine(one, base)
-    steps(straight, 2)
-    assert not any("base_layer" in name or "codes" in name for name in straight.state())
-    path = checkpoint.save(tmp_path, straight.state(), straight.counters(), update=2, keep=1, **told)
-    expected = steps(straight, 2)
-    resumed = engine(one, base, seed=1)
-    state = resumed.state()
-    resumed.restore(state, checkpoint.load(path, state, **told))
-    assert steps(resumed, 2) == expected
-    assert torch.equal(predicted(resumed), predicted(straight))
-
-
-@pytest.mark.parametrize("base", BASES)
 def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path, base: Base) -> None:
     """W + (alpha / rank) B A over the dequantised W; diffusers opens the folder, which predicts the same."""
     trained = engine(one, base)
@@ -150,14 +124,3 @@ def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path,
     plain_tensors = base_tensors(trained.module)
     assert set(plain_tensors) == set(plain.state_dict())
     assert torch.equal(plain_tensors[name.replace("base_layer", "weight")], layer.weight)
-
-
-def test_a_module_without_frozen_layers_is_refused(one: World) -> None:
-    net = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(UsageError, match=r"engine.base is 'nf4': no linear layer .* is frozen"):
-        Engine(net, world=one, sharding=EngineConfig(base="nf4"))
-
-
-def test_a_base_on_the_host_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"engine.offload is 'always'.*engine.base is int8"):
-        EngineConfig(base="int8", offload="always")

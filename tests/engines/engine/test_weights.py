@@ -1,7 +1,6 @@
 """Base weights are read shard by shard, and refused by name when they are not the model's."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import launch
@@ -16,19 +15,12 @@ from torch import Tensor
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.weights import load_weights
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.files import MODEL, digest_weights
 from fluvial.models.digests import join_digests
 from fluvial.models.handwriting import BASE, Handwriting
 from fluvial.models.lora import LoraConfig, add_lora
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.slow
