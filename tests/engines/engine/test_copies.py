@@ -154,6 +154,7 @@ def test_what_is_written_to_parameters_is_computed_with(one: World) -> None:
         copy_adapter(net, "default", "old")
         assert not torch.equal(before, expected)
         assert torch.equal(compute("old"), expected)
+    assert torch.equal(compute("old"), expected)  # and it stays
 
 
 TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False)}

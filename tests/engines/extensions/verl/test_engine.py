@@ -18,6 +18,7 @@ import torch
 import verl_runs
 from torch import Tensor
 
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.settings import lr_factor
@@ -33,7 +34,7 @@ def weights(engine: Any, **options: Any) -> dict[str, Tensor]:
 
 def full(engine: Any) -> dict[str, Tensor]:
     """Return all parameters of an engine."""
-    return {name: tensor.full_tensor().clone() for name, tensor in engine.module.named_parameters()}
+    return {name: gather(tensor).clone() for name, tensor in engine.module.named_parameters()}
 
 
 def trained(folders: dict[str, Path], made: verl_runs.Made, **more: Any) -> Any:
