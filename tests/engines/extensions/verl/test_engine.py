@@ -18,6 +18,7 @@ import torch
 import verl_runs
 from torch import Tensor
 
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -273,7 +274,7 @@ def test_what_lies_on_the_host_comes_back_to_the_bit(folders: dict[str, Path], w
     before = {**full(engine), **{name: tensor.clone() for name, tensor in engine.engine.state().items()}}
     sent = weights(engine, base_sync_done=True)
     engine.move(True, model=True, optimizer=True, grad=True)
-    assert all(p.to_local().untyped_storage().nbytes() == 0 for p in engine.module.parameters())
+    assert all(local(p).untyped_storage().nbytes() == 0 for p in engine.module.parameters())
     assert all(torch.equal(tensor, sent[name]) for name, tensor in weights(engine, base_sync_done=True).items())
     with pytest.raises(ValueError, match="offloaded"):
         engine.infer_batch(verl_runs.batch("sd3", made))
