@@ -21,6 +21,9 @@ FLOORS = (
     ("kernels", "models"),
     (
         "engines.errors",
+        "engines.attention",
+        "engines.files",
+        "engines.rendezvous",
         "engines.plugins",
         "engines.choices",
         "engines.streams",
@@ -34,6 +37,7 @@ FLOORS = (
         "engines.sampling",
         "engines.run.passes.micro_batch",
         "engines.run.passes.warm_up",
+        "engines.run.passes.storages",
     ),
     ("engines.scoring", "engines.export"),
     # What a method sees.

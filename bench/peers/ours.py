@@ -11,7 +11,6 @@ from unittest.mock import patch
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
@@ -19,6 +18,7 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import metrics
@@ -197,7 +197,7 @@ class Ours:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""
         engine, short = self.parts.engine, adapter_names(self.parts.engine.module, "default")
         moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}
-        return {name: moment.full_tensor() if isinstance(moment, DTensor) else moment for name, moment in moments.items()}
+        return {name: gather(moment) for name, moment in moments.items()}
 
 
 def _mean(images: Tensor, prompts: Sequence[str]) -> Tensor:

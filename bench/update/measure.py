@@ -33,10 +33,12 @@ from fluvial.bench.update.cases import (
     make_rollout,
     update_engine,
 )
-from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, EngineConfig
-from fluvial.engines.engine.storages import LiveStorages
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.run.monitoring import mfu as utilisation
+from fluvial.engines.run.passes.storages import LiveStorages
+from fluvial.models.flops import FlopCounter
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 
@@ -105,9 +107,7 @@ def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop
     """Return |g - g'| / |g'| of the gradients of two sides' first updates, which AdamW's first moment holds."""
     sums = torch.zeros(2, dtype=torch.float64)
     for name in one.trainable:
-        left, right = (
-            side.optimizer.state[side.trainable[name]]["exp_avg"].to_local().double().cpu() for side in (one, other)
-        )
+        left, right = (local(side.optimizer.state[side.trainable[name]]["exp_avg"]).double().cpu() for side in (one, other))
         sums += torch.stack([((left - right) ** 2).sum(), (right**2).sum()])
     difference, norm = world.gather(sums[None].to(world.device)).sum(0).sqrt().tolist()
     return difference / norm
@@ -193,12 +193,12 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
         return statistics.median(b / t for b, t in zip(seconds[baseline], seconds[provider], strict=True))
 
     mfu: dict[str, float] = {}
-    most = flops.peak(world.device, EngineConfig().compute_dtype(world.device))
+    most = utilisation.peak(world.device, EngineConfig().compute_dtype(world.device))
     if most is not None:
-        with flops.FlopCounter() as counter:
+        with FlopCounter() as counter:
             sides["keep"].update()
         mfu = {
-            provider: flops.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
+            provider: utilisation.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
             for provider, times in seconds.items()
         }
     ratios = {provider: speedup(provider) for provider in seconds}

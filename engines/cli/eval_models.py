@@ -15,7 +15,6 @@ from fluvial.core.checks import check_fields
 from fluvial.engines.cli.parse import one_size
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError, no_effect
@@ -36,7 +35,7 @@ from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import strip_weight
 from fluvial.models import is_recorded
-from fluvial.models.device import default_device
+from fluvial.models.device import default_device, deterministic
 
 START = "start"
 HELDOUT = "held-out prompts"

@@ -86,7 +86,6 @@ def run(args: list[str]) -> None:
 def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
-    from fluvial.engines.engine.determinism import deterministic
     from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
     from fluvial.engines.extensions.servers.rollout.opening import open_policy
@@ -96,6 +95,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
     from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
+    from fluvial.models.device import deterministic
 
     key, admin = key_of(config.host), admin_key()
     one_size(config.pipeline)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fluvial.engines.data.images import read_image, read_size
 from fluvial.engines.data.sizes import Size, fits, nearest_size
-from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.files import save_tensors
 from fluvial.models.digests import digest_file, encoding_code
 from fluvial.models.images import describe_file
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines import plugins
-from fluvial.engines.engine.files import LORA
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
+from fluvial.engines.files import LORA
 from fluvial.engines.run.log.records import flat, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"

@@ -14,10 +14,10 @@ from fluvial.engines.data.prompts import weights_by_source
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.files import digest_weights
 from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs

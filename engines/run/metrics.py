@@ -15,7 +15,6 @@ from fluvial.core.correction import CorrectionInfo
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import Parts
 from fluvial.engines.run.batch import Batch
@@ -23,6 +22,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
+from fluvial.engines.run.monitoring import mfu
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.sampling.text import Padding
@@ -229,8 +229,8 @@ def measure_speed(
         "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
-    if (most := flops.peak(device, dtype)) is not None:
-        found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
+    if (most := mfu.peak(device, dtype)) is not None:
+        found["mfu"] = mfu.mfu(work, seconds["update"], peak=most, ranks=1)
     if scored and rewards is not None:
         found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return found

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.engine.determinism import deterministic
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig
@@ -30,6 +29,7 @@ from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
 from fluvial.engines.sampling.solvers import serving_solver
+from fluvial.models.device import deterministic
 
 
 class Trainer:

@@ -23,7 +23,6 @@ from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan,
 from fluvial.core.table import Plan, Record, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.items.steps import concatenate
@@ -36,7 +35,7 @@ from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, host_values, is_recorded
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
-from fluvial.models.host_values import to_device
+from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
 from fluvial.models.prompt_layers import PromptLayers
 from fluvial.models.step_cache import StepCache

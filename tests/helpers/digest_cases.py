@@ -314,16 +314,6 @@ def machine_cases() -> dict[str, TrainConfig]:
         **{f"base-{name}": grpo(**KL, engine=EngineConfig(base=name)) for name in ("bfloat16", "int8", "int4", "nf4")},
         "lora-sharded": nft(engine=EngineConfig(replicas=1, comm="reshard")),
         "lora-offload": nft(engine=EngineConfig(offload="phases"), **KL),
-        "sft-step": run(
-            o.Sft(),
-            READ,
-            noising=replace(NOISED, each=1),
-            rewards=(),
-            micro_batch=12,
-            train="full",
-            engine=EngineConfig(grad_sync="step", replicas=1),
-            optimizer=OptimizerConfig(lr=1e-4),
-        ),
     }
 
 
@@ -350,10 +340,10 @@ ON_ONE_RANK = (
         "d3po",
         "nft-kl",
     ),
-    *("sd3-full-bfloat16", "flux-grpo", "sd1-grpo", "wan-nft", "loop-grpo", "sft-step", "resumed-floors"),
+    *("sd3-full-bfloat16", "flux-grpo", "sd1-grpo", "wan-nft", "loop-grpo", "resumed-floors"),
     *("dpo-online", "grpo-autocast", "grpo-history", "crd"),
 )
-ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "sft-step-copies", "context-parallel")
+ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "context-parallel")
 
 
 def cases(folder: Path) -> dict[str, Case]:
@@ -367,11 +357,9 @@ def cases(folder: Path) -> dict[str, Case]:
     guided = replace(SDE, guidance=Guidance(3.0), window=RandomWindow(1, high=2))
     split = replace(SDE, guidance=Guidance(2.0))
     configs = {**clipped_cases(), **sampling_cases(), **noised_cases(folder), **machine_cases()}
-    step = configs["sft-step"]
     sizes: dict[str, Any] = {"sizes": ("16x16", "16x24"), "kind": "sizes"}
     table = {
         **{name: Case(config) for name, config in configs.items()},
-        "sft-step-copies": Case(replace(step, engine=replace(step.engine, replicas=2))),
         "raft-caption": Case(run(o.Raft(best=0.5, compare="caption"), ODE, noising=NOISED), captioned_job),
         "unet-grpo": Case(
             run(o.Grpo(), replace(SDE, sampler=Stochastic("ddim", 1.0)), **KL, **{"passes.minibatches": 2}),

@@ -1,9 +1,13 @@
 """The real torchao of one version, outside of the environment, where PEFT would import it in every process."""
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import torch
 import wheels
 
 VERSION = "0.18.0"  # as in constraints.txt
@@ -16,3 +20,16 @@ def load(module: str) -> Any:
     if folder not in sys.path:
         sys.path.append(folder)
     return wheels.module(module)
+
+
+@contextmanager
+def available(name: str) -> Iterator[None]:
+    """Make torchao known for the quantised optimizers, and run its step without compiling it."""
+    if name not in ("adamw8bit", "adamw4bit"):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load("torchao.optim")
+        with torch.compiler.set_stance("force_eager"):
+            yield

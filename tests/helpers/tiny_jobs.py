@@ -13,6 +13,7 @@ from fluvial.core.random import Key, normal
 from fluvial.core.sigmas import shifted
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig, with_values
@@ -185,4 +186,4 @@ class Run:
     def gradient(self) -> dict[str, Tensor]:
         """Return the first moments of AdamW, which after one update are the gradient times 1 - beta."""
         state = self.trainer.engine.state()
-        return {name: t.full_tensor().clone() for name, t in state.items() if name.startswith("exp_avg.")}  # type: ignore[attr-defined]
+        return {name: gather(t).clone() for name, t in state.items() if name.startswith("exp_avg.")}

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.weights import gather
+
 
 class Info(NamedTuple):
     """Diagnostics of the test's loss."""
@@ -54,6 +57,27 @@ def squared(module: nn.Module) -> Any:
         return error, Info(error.detach())
 
     return loss
+
+
+def take_plain_step(loss: Any, net: nn.Module, *, items: int = 6, count: float | None = None) -> dict[str, Tensor]:
+    """Return the weights after an update of `data(items)` that is written with torch alone, of AdamW at a rate of 0.01."""
+    rows, weight = data(items)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    ((loss(net)(rows)[0] * weight).sum() / (items if count is None else count)).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    return net.state_dict()
+
+
+def take_updates(engine: Engine, count: int) -> list[float]:
+    """Take updates of two micro-batches and a rest, and return their losses."""
+    items, weight = data(12)
+    return [engine.update(items, squared(engine.module), weight, micro_batch=5).loss for _ in range(count)]
+
+
+def gather_state(engine: Engine) -> dict[str, Tensor]:
+    """Return copies of an engine's weights, optimizer state and average, whole; every rank must take part."""
+    return {name: gather(tensor).clone() for name, tensor in engine.state().items()}
 
 
 # The ways that a module can lie on the ranks; a new one is a row.

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from tiny_models import Info
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.weights import gather
 
 ITEMS, WIDTH = 4, 8  # items of data; channels of the latents
 
@@ -122,4 +122,4 @@ def loss_of(velocity: Callable[[nn.Module, dict[str, Tensor]], Tensor], module: 
 def gradients(engine: Engine) -> dict[str, Tensor]:
     """Return the clipped gradients of an engine's first update: ten times AdamW's first moments."""
     moments = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
-    return {name: 10 * tensor.full_tensor() for name, tensor in moments.items() if isinstance(tensor, DTensor)}
+    return {name: 10 * gather(tensor) for name, tensor in moments.items()}

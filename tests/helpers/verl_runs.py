@@ -16,7 +16,7 @@ from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler, bind
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import gather
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.sampling.items import Pairs, RecordedSteps, recorded_steps
 from fluvial.models import LoraConfig, Schedule, add_lora
@@ -245,11 +245,7 @@ def move(module: nn.Module, *, seed: int = 3) -> None:
 
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Return the full gradients that an engine holds, by parameter."""
-    return {
-        name: p.grad.full_tensor().clone() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-        for name, p in engine.module.named_parameters()
-        if p.grad is not None
-    }
+    return {name: gather(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
 
 
 def items(made: Made) -> RecordedSteps:

@@ -16,12 +16,13 @@ from marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.files import LORA, read_weights
+from fluvial.engines.engine.weights import gather_weights, layout
 from fluvial.engines.engine.world import World
 from fluvial.engines.export.formats import COMFY_LORA, write
+from fluvial.engines.export.model_folder import write_lora
+from fluvial.engines.files import LORA, read_weights
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora import (
     Dora,
@@ -88,7 +89,7 @@ def of_peft(form: Form, module: nn.Module) -> nn.Module:
     else:
         settings = peft.LoraConfig(lora_alpha=ALPHA, use_dora=True, **given)
     peft.inject_adapter_in_model(settings, plain)
-    tensors = dict(export.weights(module, adapter="default"))
+    tensors = dict(gather_weights(module, adapter="default"))
     peft.set_peft_model_state_dict(plain, tensors)
     return plain
 
@@ -193,9 +194,9 @@ def test_a_float64_module_keeps_its_digits(form: Form) -> None:
     expected = module(x)
     torch.testing.assert_close(single(x.float()).double(), expected, rtol=1e-4, atol=1e-4)
     plain = layers(torch.float64)
-    plain.load_state_dict(dict(export.weights(module, merge=True)))
-    exported = {tensor.dtype for tensor in dict(export.weights(module, adapter="default")).values()}
-    assert exported == {torch.float64} == {tensor.dtype for tensor in export.layout(module, adapter="default").values()}
+    plain.load_state_dict(dict(gather_weights(module, merge=True)))
+    exported = {tensor.dtype for tensor in dict(gather_weights(module, adapter="default")).values()}
+    assert exported == {torch.float64} == {tensor.dtype for tensor in layout(module, adapter="default").values()}
     merge_lora(module)
     for merged in (module, plain):
         torch.testing.assert_close(merged(x), expected, rtol=1e-11, atol=1e-11)
@@ -211,7 +212,7 @@ def test_merged_is_the_same_function(form: Form) -> None:
         x = torch.randn(5, 24)
         before = module(x)
         plain = layers()
-        plain.load_state_dict(dict(export.weights(module, merge=True)))
+        plain.load_state_dict(dict(gather_weights(module, merge=True)))
         torch.testing.assert_close(plain(x), before, rtol=1e-4, atol=1e-4)
         merge_lora(module)
         torch.testing.assert_close(module(x), before, rtol=1e-4, atol=1e-4)
@@ -286,7 +287,7 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     targets = built_in()["StableDiffusion3Pipeline"].lora_targets
     add_lora(network, config(form), targets)
     perturbed(network)
-    export.write_lora(network, tmp_path, world=one)
+    write_lora(network, tmp_path, world=one)
     found = read_lora(tmp_path, plain)
     assert (found.rank, found.alpha, found.form) == (RANK, ALPHA, form)
     again = copy.deepcopy(plain)
@@ -363,14 +364,14 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
     again = {kind: copy.deepcopy(network) for kind in ("lora", "comfyui")}
     add_lora(network, config(form), built_in()[pipeline].lora_targets)
     perturbed(network)
-    merged = dict(export.weights(network, merge=True))
+    merged = dict(gather_weights(network, merge=True))
     for kind, other in again.items():
         write(kind, network, model, tmp_path / kind, world=one)  # type: ignore[arg-type]
         held = read_lora(tmp_path / kind, other, convert=converter(pipeline, other))
         assert (held.layers, type(held.form)) == (tuple(sorted(lora_layers(network))), type(form))
         add_lora(other, LoraConfig(rank=held.rank, alpha=held.alpha, form=held.form), held.layers)
         load_lora(other, held.tensors, "default")
-        for key, tensor in export.weights(other, merge=True):
+        for key, tensor in gather_weights(other, merge=True):
             torch.testing.assert_close(tensor, merged[key], rtol=1e-5, atol=1e-5)
     write("merged", network, model, tmp_path / "merged", world=one)
     assert all(torch.equal(tensor, merged[key]) for key, tensor in read_weights(tmp_path / "merged"))

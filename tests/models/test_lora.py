@@ -8,10 +8,10 @@ import pytest
 import torch
 from lora_model import LORA, MODEL, perturb, run
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.lora import (
@@ -30,10 +30,7 @@ ALL = ("default", "old", "ref")
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return a copy of an adapter, gathered."""
-    return {
-        name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
-        for name, parameter in adapter_parameters(module, adapter).items()
-    }
+    return {name: gather(parameter).detach().clone() for name, parameter in adapter_parameters(module, adapter).items()}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -290,6 +287,6 @@ def test_sharded_adapters_are_copied_and_blended(one: World, sharding: dict[str,
     blend_adapter(module, "default", "old", 0.75)
     state = module.state_dict()  # the shards, and not what a forward pass gathered
     for short, name in adapter_names(module, "old").items():
-        torch.testing.assert_close(state[name].full_tensor(), 0.75 * old[short] + 0.25 * default[short])
+        torch.testing.assert_close(gather(state[name]), 0.75 * old[short] + 0.25 * default[short])
     assert same(values(module, "ref"), default)
     assert same(values(module, "default"), default)

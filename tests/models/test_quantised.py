@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import jvp
 
-from fluvial.engines.engine.storages import LiveStorages
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, LowRank, add_lora, merge_lora
 from fluvial.models.quantised import (
     FORMATS,

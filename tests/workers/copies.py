@@ -1,4 +1,4 @@
-"""Trains adapters on ranks that hold whole copies and on ranks that hold shards, for test_whole.py."""
+"""Trains adapters on ranks that hold whole copies and on ranks that hold shards, for test_copies.py."""
 
 import math
 from pathlib import Path
@@ -7,15 +7,14 @@ from typing import Any
 import optree
 import torch
 from lora_model import perturb
-from tiny_models import Info, Wide, data
+from tiny_models import Info, Wide, data, gather_state
 from torch import Tensor, nn
 
 from fluvial.bench.counting import Collectives, HostReads
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine, UpdateInfo
-from fluvial.engines.engine.export import write_lora
-from fluvial.engines.engine.whole import WholeModule
 from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import write_lora
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.lora import LoraConfig, add_lora, blend_adapter, use_adapter
 
@@ -71,11 +70,6 @@ def train(engine: Engine) -> list[bool]:
     return skipped
 
 
-def full(engine: Engine) -> dict[str, Tensor]:
-    """Return the state of an engine, gathered."""
-    return {name: tensor.full_tensor().clone() for name, tensor in engine.state().items()}  # type: ignore[attr-defined]
-
-
 def restored(path: Path, world: World, **sharding: Any) -> Engine:
     """Return an engine with the state of a checkpoint."""
     engine = start(world, **sharding)
@@ -92,23 +86,23 @@ def checkpoints(world: World, folder: str) -> dict[str, Any]:
     for kind, sharding in KINDS.items():
         engine, place = start(world, **sharding), Path(folder) / kind
         skipped = train(engine)
-        state = full(engine)
+        state = gather_state(engine)
         checkpoint.save(place, engine.state(), engine.counters(), update=3, fingerprint={}, world=world, keep=1)
         write_lora(engine.module, place / "export", world=world)
         with Collectives() as collectives, HostReads() as reads:
             update(engine)
-        ends[kind] = full(engine)
+        ends[kind] = gather_state(engine)
         other = restored(place / "000003", world, **KINDS["shards" if kind == "copies" else "copies"])
-        seen = full(other)
+        seen = gather_state(other)
         update(other)
         found[kind] = {
-            "whole": isinstance(engine.module, WholeModule),
+            "whole": engine.sharded.is_whole,
             "skipped": skipped,
             "counters": engine.counters(),
             "collectives": dict(collectives.counts),
             "reads": reads.total,
             "restored as the other": all(torch.equal(seen[name], tensor) for name, tensor in state.items()),
-            "goes on as the other": apart(full(other), ends[kind]),
+            "goes on as the other": apart(gather_state(other), ends[kind]),
         }
     found["apart"] = apart(ends["copies"], ends["shards"])
     total = float(sum(tensor.double().sum() for tensor in ends["copies"].values()))

@@ -9,8 +9,9 @@ from tiny_pipelines import TEXT
 from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.export import export
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import export
 from fluvial.models.pipelines.open import open_model
 
 SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)
@@ -49,7 +50,7 @@ def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
     engine.update(items, loss, torch.ones(each), count=len(SIGMA), micro_batch=2, pad_to=each)
     export(engine.module, out, world=world)
     state = {name: tensor for name, tensor in engine.state().items() if name.startswith("exp_avg.")}
-    return {name: tensor.full_tensor().clone() for name, tensor in state.items()}  # type: ignore[attr-defined]
+    return {name: gather(tensor).clone() for name, tensor in state.items()}
 
 
 def exported(world: World, folder: str, to: str) -> None:

@@ -8,24 +8,20 @@ import torch
 import torch.distributed as dist
 from lora_model import MODEL, adapted, inputs, loss_of, perturb, run
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-import fluvial.engines.engine.export as exporting
+import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import export, write_lora
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter, use_adapter
 
 
 def full(module: nn.Module, adapter: str) -> list[Tensor]:
     """Return an adapter's tensors, gathered."""
-    tensors = []
-    for parameter in adapter_parameters(module, adapter).values():
-        assert isinstance(parameter, DTensor)
-        tensors.append(parameter.full_tensor().detach().clone())  # a whole copy is the shard itself
-    return tensors
+    return [gather(parameter).detach().clone() for parameter in adapter_parameters(module, adapter).values()]
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:

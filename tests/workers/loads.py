@@ -8,10 +8,10 @@ import torch
 from accelerate import init_empty_weights
 from large_layers import tower
 from tiny_models import Net
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World
 
 
@@ -32,12 +32,12 @@ def load(world: World, folder: str) -> dict[str, Any]:
         wrong = []
         with torch.no_grad():
             for number, (name, parameter) in enumerate(sharded.module.named_parameters()):
-                assert isinstance(parameter, DTensor)
+                shard = local(parameter)
                 # Values count up along the first dimension, so that a shard says which rows it is.
                 first = -(-parameter.shape[0] // world.size) * world.rank
-                rows = torch.arange(first, first + len(parameter.to_local())) + 10000 * number
+                rows = torch.arange(first, first + len(shard)) + 10000 * number
                 expected = rows.float().reshape(-1, *[1] * (parameter.ndim - 1))
-                if not torch.equal(parameter.to_local(), expected.expand_as(parameter.to_local())):
+                if not torch.equal(shard, expected.expand_as(shard)):
                     wrong.append(name)
         result[offload] = {"grew": world.gather_items(grew), "wrong": world.gather_items(wrong)}
     return result

@@ -4,8 +4,7 @@ from typing import Any
 
 import real_torchao
 import torch
-from tiny_models import Wide, data, squared
-from torch.distributed.tensor import DTensor
+from tiny_models import Wide, data, gather_state, squared
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
@@ -26,18 +25,6 @@ def updates_in_bfloat16(world: World) -> dict[str, Any]:
     return _updated(Engine(Wide(), config=config, world=world, updates=20, sharding=sharding), world)
 
 
-def updates_in_backward(world: World) -> dict[str, Any]:
-    """Return the state after three updates whose steps are taken in the backward pass, of one whole copy per rank."""
-    config = OptimizerConfig(lr=0.01, ema_decay=0.9, schedule="cosine", warmup=2, max_grad_norm=1e9)
-    sharding = EngineConfig(grad_sync="step", replicas=world.size)
-    engine = Engine(Wide(), config=config, world=world, updates=8, sharding=sharding)
-    items, weight = data(12)
-    mine = slice(world.rank, None, world.size)
-    for _ in range(3):
-        engine.update({key: tensor[mine] for key, tensor in items.items()}, squared(engine.module), weight[mine])
-    return {key: t.full_tensor().tolist() for key, t in engine.state().items() if isinstance(t, DTensor)}
-
-
 def _updated(engine: Engine, world: World) -> dict[str, Any]:
     items, weight = data(12)
     mine = slice(0, 12 - world.size + 1) if world.rank == 0 else slice(12 - world.rank, 13 - world.rank)
@@ -45,4 +32,4 @@ def _updated(engine: Engine, world: World) -> dict[str, Any]:
     with torch.compiler.set_stance("force_eager"):  # torchao would compile the step of each shape
         for _ in range(3):
             engine.update(share, squared(engine.module), weight[mine], micro_batch=5)
-    return {key: t.full_tensor().tolist() for key, t in engine.state().items() if isinstance(t, DTensor)}
+    return {key: tensor.tolist() for key, tensor in gather_state(engine).items()}

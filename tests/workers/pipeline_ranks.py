@@ -18,6 +18,7 @@ from fluvial.core.gaussian import log_prob
 from fluvial.core.transitions import Sampler, ddim, flow_sde
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.generate import Guidance, on_device
@@ -114,7 +115,7 @@ def update(root: Path, name: str, world: World, *, context_parallel: int = 1, si
     steps = log_prob(sampler(now, later), x, v, x_next)
     info = engine.update(items, loss, torch.ones(each), count=ITEMS, micro_batch=2, pad_to=each)
     state = {key: tensor for key, tensor in engine.state().items() if key.startswith("exp_avg.")}
-    gradients = {key: tensor.full_tensor().clone() for key, tensor in state.items()}  # type: ignore[attr-defined]
+    gradients = {key: gather(tensor).clone() for key, tensor in state.items()}
     copies = (split.data_size, context_parallel, each)
     everyone, probabilities = split.gather(v), split.gather(steps)
     return Update(

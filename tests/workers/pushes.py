@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from weight_servers import adapted, base, engine_of, move, moved_base, run, served
 
-import fluvial.engines.engine.export as exporting
+import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.remote.weight_sync import Method, WeightSync

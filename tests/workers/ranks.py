@@ -10,6 +10,7 @@ import torch
 from tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
+from fluvial.engines import rendezvous
 from fluvial.engines.engine import world
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World
@@ -63,7 +64,7 @@ def passes(world: World) -> list[int]:
 
 def one_raises() -> None:
     """Raise on rank 1 while rank 0 waits for it as in a collective of NCCL, where nothing tells it."""
-    world.LOOK = world.GRACE = 0.2
+    rendezvous.LOOK = rendezvous.GRACE = 0.2
     with world.init_world() as joined:
         if joined.rank == 1:
             raise RunError("no memory here")

@@ -9,6 +9,7 @@ import torch
 from handwriting_jobs import config, job
 from torch import Tensor
 
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -50,6 +51,6 @@ def updates(world: World, folder: str) -> dict[str, Any]:
             "forwards": world.gather_items(sum(forwards)),
             "pairs": record["pairs"],
             "ratio": record["first_pass_max_abs_log_ratio"],
-            "gradient": torch.cat([t.full_tensor().flatten() for t in moments.values()]).tolist(),  # type: ignore[attr-defined]
+            "gradient": torch.cat([gather(t).flatten() for t in moments.values()]).tolist(),
         }
     return result

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.engine.files import LORA, find_shared_folder
 from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
+from fluvial.engines.files import LORA
 
 PREFIX, LOCK = "push-", ".lock"
 

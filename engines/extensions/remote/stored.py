@@ -24,9 +24,9 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import texts
-from fluvial.engines.engine.files import save_tensors, sync
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.files import save_tensors, sync
 from fluvial.engines.sampling.config import REPLAYED, ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fluvial.engines.engine.flops import FORMULAS
+from fluvial.models.flops import FORMULAS
 
 # The shape of these results does not follow from shapes, or they change the shape of an argument.
 UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.data.preferences import PREFERENCES
-from fluvial.engines.engine.files import sync
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.files import sync
 
 IMAGES = "images"
 LOCK = ".lock"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.files import read_weights
 from fluvial.engines.errors import UsageError
+from fluvial.engines.files import read_weights
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.models import LoraConfig

@@ -7,11 +7,9 @@ import launch
 import pytest
 import tiny_transformers
 import torch
-from tiny_models import Net
 
-from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine, OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.errors import UsageError
 
 
 @pytest.fixture(
@@ -58,14 +56,6 @@ def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]]
     """By the name of the input and its number of tokens."""
     _, result = ranks
     assert "context_parallel is 2: encoder_hidden_states has 3 tokens" in result[model]["odd"]
-
-
-def test_what_cannot_be_split_is_refused(one: World) -> None:
-    """Ranks that do not divide, and models that diffusers has no plan for."""
-    config = EngineConfig(context_parallel=2)
-    net = Net()
-    with pytest.raises(UsageError, match="context_parallel is 2, expected a divisor of the 1 ranks"):
-        Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=config)
 
 
 @pytest.mark.long

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.eval_models import open_networks, settings_of_run
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import FluvialError, UsageError
+from fluvial.engines.files import LORA
 from fluvial.engines.run import train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.exports import export_run
@@ -30,7 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "dora": {"train": "lora", "lora": LoraConfig(rank=4, form=Dora()), "engine": EngineConfig(base="int8")},
     "lokr": {"train": "lora", "lora": LoraConfig(rank=4, form=Lokr()), "engine": EngineConfig(compute="bfloat16")},
     "masters": {"train": "full", "engine": EngineConfig(masters="bfloat16")},
-    "step": {"train": "full", "engine": EngineConfig(grad_sync="step", masters="bfloat16"), "update_micro_batch": 64},
 }
 
 

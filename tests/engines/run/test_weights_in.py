@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import parse_config
-from fluvial.engines.engine.export import export, write_lora
-from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
+from fluvial.engines.export.model_folder import export, write_lora
+from fluvial.engines.files import LORA
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig

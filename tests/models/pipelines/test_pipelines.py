@@ -14,8 +14,8 @@ from tolerances import rounding_tolerance
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import LoraConfig, add_lora
 

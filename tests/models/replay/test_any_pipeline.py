@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fluvial.core.random import key
 from fluvial.core.transitions import flow_sde
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate, on_device
 from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.check import measure
 from fluvial.engines.extensions.plan.memory import Accounting, Stretch, account, activations
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.quantised import FORMATS
 

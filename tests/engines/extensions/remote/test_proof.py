@@ -15,7 +15,7 @@ from marks import long
 from torch import Tensor
 
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.export import weights
+from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
@@ -57,7 +57,9 @@ class Sync:
     def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
         """Copy the weights."""
         self.pushed.append(version)
-        given = {name: tensor.clone() for name, tensor in weights(engine.module, adapter=None, merge=False, dtype=None)}
+        given = {
+            name: tensor.clone() for name, tensor in gather_weights(engine.module, adapter=None, merge=False, dtype=None)
+        }
         for place, fake in enumerate(self.fakes):
             wrong = version in self.bad.get(place, ())
             fake.module.load_state_dict({name: tensor + 0.1 * wrong for name, tensor in given.items()})

@@ -17,6 +17,8 @@ import torch
 import verl_runs
 from torch import Tensor
 
+from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.settings import lr_factor
 
@@ -31,7 +33,7 @@ def weights(engine: Any, **options: Any) -> dict[str, Tensor]:
 
 def full(engine: Any) -> dict[str, Tensor]:
     """Return all parameters of an engine."""
-    return {name: tensor.full_tensor().clone() for name, tensor in engine.module.named_parameters()}
+    return {name: gather(tensor).clone() for name, tensor in engine.module.named_parameters()}
 
 
 def trained(made: verl_runs.Made, **more: Any) -> Any:
@@ -254,7 +256,7 @@ def test_what_lies_on_the_host_comes_back_to_the_bit(made: verl_runs.Made) -> No
     before = {**full(engine), **{name: tensor.clone() for name, tensor in engine.engine.state().items()}}
     sent = weights(engine, base_sync_done=True)
     engine.move(True, model=True, optimizer=True, grad=True)
-    assert all(p.to_local().untyped_storage().nbytes() == 0 for p in engine.module.parameters())
+    assert all(local(p).untyped_storage().nbytes() == 0 for p in engine.module.parameters())
     assert all(torch.equal(tensor, sent[name]) for name, tensor in weights(engine, base_sync_done=True).items())
     with pytest.raises(ValueError, match="offloaded"):
         engine.infer_batch(verl_runs.batch(made))

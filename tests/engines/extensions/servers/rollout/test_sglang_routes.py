@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from weight_servers import base, moved_base
 
-from fluvial.engines.engine.export import base_tensors
+from fluvial.engines.export.model_folder import base_tensors
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.sampling.generate import NO_GUIDANCE

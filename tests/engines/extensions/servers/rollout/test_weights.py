@@ -17,8 +17,8 @@ from torch import Tensor
 from weight_servers import Served, adapted, ask, base, engine_of, listed, move, moved_base, run, served
 
 import fluvial.engines.extensions.servers.rollout.served_weights as serving
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import init_world
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.extensions.wire.weight_buckets import (
     SHARED_FILES,
     UNKNOWN,

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
 from fluvial.engines.engine.items import micro_batches
 from fluvial.engines.engine.world import World
+from fluvial.models.host_values import fresh_copy
 
 pytestmark = pytest.mark.bits
 

@@ -16,11 +16,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fluvial.engines.engine.export as exporting
-from fluvial.engines.engine.export import export, write_lora, write_model
-from fluvial.engines.engine.files import save_tensors
+import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
+from fluvial.engines.export.model_folder import export, write_lora, write_model
+from fluvial.engines.files import save_tensors
 
 
 def test_a_file_of_weights_is_as_readable_as_any_other(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from tiny_models import Net, data
 from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.files import MODEL, digest_weights
-from fluvial.engines.engine.loading import load_weights
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.weights import load_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.files import MODEL, digest_weights
 from fluvial.models.digests import join_digests
 from fluvial.models.handwriting import BASE, Handwriting
 from fluvial.models.lora import LoraConfig, add_lora

@@ -1,30 +1,28 @@
-"""Export: full tensors one at a time, and the files that diffusers' from_pretrained and load_lora_weights open."""
+"""The files that diffusers' from_pretrained and load_lora_weights open."""
 
 import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine.files import LORA, MODEL, save_tensors, sync
-from fluvial.engines.engine.loading import plain_name
+from fluvial.engines.engine.weights import gather_weights, layout, plain_name
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.models.lora import Dora, adapter_names, adapter_parts, is_adapter, lora_layers, read_form
-from fluvial.models.lora_layer import MAGNITUDE, merge_weight, row_norms, widen
-from fluvial.models.quantised import QuantisedLinear, find_quantised
+from fluvial.engines.files import LORA, MODEL, save_tensors, sync
+from fluvial.models.lora import Dora, is_adapter, read_form
+from fluvial.models.quantised import find_quantised
 
 
 def export(
@@ -46,64 +44,17 @@ def export(
     Args:
         module: diffusers model, written with its config.json, or any other module, written without.
         out: folder. Its other files stay.
-        average, merge, dtype: see `weights`.
+        average, merge, dtype: see `gather_weights`.
         max_shard_size: bytes per file, or text such as "5GB".
         world: process group the module is sharded over.
 
     Raises:
         RunError: the folder cannot be written. Its earlier weights stay until all files are written.
     """
-    tensors = weights(module, average=average, merge=merge, dtype=dtype)
+    tensors = gather_weights(module, average=average, merge=merge, dtype=dtype)
     for name, network, like in _networks(module, layout(module, average=average, merge=merge, dtype=dtype)):
         named = zip(like, (tensor for _, tensor in islice(tensors, len(like))), strict=True)
         write_model(named, out / name, like=like, config=_config(network), max_shard_size=max_shard_size, world=world)
-
-
-def weights(
-    module: nn.Module,
-    *,
-    average: Mapping[str, Tensor] | None = None,
-    adapter: str | None = None,
-    merge: bool = False,
-    dtype: torch.dtype | None = None,
-    names: Sequence[str] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
-
-    Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
-    `merge` yields the tensors of the plain module, e.g. W + (alpha / rank) B A, computed in float32. Otherwise `adapter`
-    yields the tensors of that adapter alone, with the names of PEFT and diffusers. At most one layer is gathered at a time.
-
-    Args:
-        module: module, sharded or not.
-        average: (sharded) tensors to use instead of the module's own, by name of the parameter.
-        adapter: adapter to yield or to merge; by default `default` is merged.
-        merge: whether the adapter is folded into the weights.
-        dtype: dtype that floating-point tensors are cast to at the end; by default each keeps its own.
-        names: exported names to yield, in their order, the same on all ranks; by default all.
-
-    Raises:
-        ValueError: the module has adapters and neither argument is given, it has no adapter of that name, or `average` does
-            not fit it.
-    """
-    sources = _sources(module, average, adapter, merge)
-    for name in sources if names is None else names:
-        yield name, sources[name].full(dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def layout(
-    module: nn.Module,
-    *,
-    average: Mapping[str, Tensor] | None = None,
-    adapter: str | None = None,
-    merge: bool = False,
-    dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:
-    """Return the tensors that `weights` yields for the same arguments, on the meta device."""
-    return {
-        name: torch.empty(source.shape, dtype=source.dtype(dtype), device="meta")
-        for name, source in _sources(module, average, adapter, merge).items()
-    }
 
 
 def write_model(
@@ -172,7 +123,7 @@ def write_lora(
         module: module with adapters, sharded or not.
         out: folder.
         adapter: name of the adapter.
-        average, dtype: see `weights`.
+        average, dtype: see `gather_weights`.
         world: process group the module is sharded over.
 
     Raises:
@@ -193,7 +144,7 @@ def write_lora(
         scale |= {"use_dora": True} if isinstance(form, Dora) else {}
     else:
         scale |= {"alpha": settings.alpha, "decompose_factor": settings.decompose_factor}
-    tensors = weights(module, average=average, adapter=adapter, dtype=dtype)
+    tensors = gather_weights(module, average=average, adapter=adapter, dtype=dtype)
     for name, network, own in _networks(module, like):
         part = component(network)
         text = json.dumps({f"{part}.{key}": value for key, value in scale.items()}, indent=2, sort_keys=True)
@@ -216,91 +167,6 @@ def components(module: nn.Module) -> dict[str, nn.Module]:
     return dict(module.items()) if isinstance(module, nn.ModuleDict) else {component(module): module}
 
 
-def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
-    """Yield the name of each model of a module, the model, and its part of `like`. A model alone has an empty name."""
-    if not isinstance(module, nn.ModuleDict):
-        yield "", module, dict(like)
-        return
-    for name, network in module.items():
-        prefix = f"{name}."
-        yield name, network, {each.removeprefix(prefix): tensor for each, tensor in like.items() if each.startswith(prefix)}
-
-
-class _Source(NamedTuple):
-    """Source of one exported tensor: W, W with an adapter, or the lengths of rows of DoRA."""
-
-    weight: Tensor | QuantisedLinear  # a quantised layer is dequantised when its turn comes
-    parts: Mapping[str, Tensor] | None = None  # of an adapter that is merged into it
-    scaling: float = 1.0
-    longer: Tensor | None = None  # than the rows of `weight`: what is exported are the lengths
-
-    def full(self, dtype: torch.dtype | None) -> Tensor:
-        """Gather the shards, and return the full tensor on their device."""
-        tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gather(self.weight)
-        if self.longer is not None:
-            return (row_norms(tensor) + gather(self.longer)).to(self.dtype(dtype))
-        if self.parts is not None:
-            parts = {part: gather(factor) for part, factor in self.parts.items()}
-            tensor = merge_weight(widen(tensor), parts, self.scaling)
-        return tensor.to(self.dtype(dtype))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
-        weight = self.weight
-        if self.longer is not None:
-            return tuple(self.longer.shape)
-        return (weight.out_features, weight.in_features) if isinstance(weight, QuantisedLinear) else tuple(weight.shape)
-
-    def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
-        if self.longer is not None:
-            return widen(self.longer).dtype  # few numbers, of which others depend on small differences
-        floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
-        return dtype if dtype is not None and floats else self.weight.dtype
-
-
-def _sources(
-    module: nn.Module, average: Mapping[str, Tensor] | None, adapter: str | None, merge: bool
-) -> dict[str, _Source]:
-    """Return the source of each exported tensor, by its exported name."""
-    state: dict[str, Any] = module.state_dict()
-    state.update((f"{name}.weight", layer) for name, layer in find_quantised(module).items())
-    for name, tensor in (average or {}).items():
-        if name not in state or state[name].shape != tensor.shape:
-            here = list(state[name].shape) if name in state else "nothing"
-            raise ValueError(f"export: the average of {name} has shape {list(tensor.shape)}, the module has {here} there")
-        state[name] = tensor.detach()
-    layers = lora_layers(module)
-    if adapter is None and not layers:
-        return {name: _Source(tensor) for name, tensor in state.items()}
-    if adapter is None and not merge:
-        raise ValueError("export: the module has adapters: name one with `adapter`, or set merge=True")
-    chosen = adapter or "default"
-    names, parts = adapter_names(module, chosen), adapter_parts(module, chosen)
-    if not merge:
-        lengths = {held[MAGNITUDE]: f"{layer}.base_layer.weight" for layer, held in parts.items() if MAGNITUDE in held}
-        return {
-            short: _Source(state[lengths[short]], longer=state[full]) if short in lengths else _Source(state[full])
-            for short, full in names.items()
-        }
-    sources = {}
-    for name, tensor in state.items():
-        layer, _, leaf = name.rpartition(".base_layer.")
-        if layer in layers:
-            held = {part: state[names[short]] for part, short in parts[layer].items()}
-            update = {"parts": held, "scaling": layers[layer].scaling[chosen]} if leaf == "weight" else {}
-            sources[f"{layer}.{leaf}"] = _Source(tensor, **update)
-        elif not is_adapter(name):
-            sources[name] = _Source(tensor)
-    return sources
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded as a whole one. Every rank must take part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, Tensor]:
     """Return a network's tensors without adapters (with `parameters`, also without buffers).
 
@@ -309,6 +175,16 @@ def base_tensors(network: nn.Module, *, parameters: bool = False) -> dict[str, T
     tensors: dict[str, Tensor] = dict(network.named_parameters()) if parameters else network.state_dict()
     tensors.update((f"{name}.weight", layer.weight) for name, layer in find_quantised(network).items())
     return {plain_name(name): tensor.detach() for name, tensor in tensors.items() if not is_adapter(name)}
+
+
+def _networks(module: nn.Module, like: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """Yield the name of each model of a module, the model, and its part of `like`. A model alone has an empty name."""
+    if not isinstance(module, nn.ModuleDict):
+        yield "", module, dict(like)
+        return
+    for name, network in module.items():
+        prefix = f"{name}."
+        yield name, network, {each.removeprefix(prefix): tensor for each, tensor in like.items() if each.startswith(prefix)}
 
 
 def _config(module: nn.Module) -> str | None:

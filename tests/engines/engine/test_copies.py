@@ -1,5 +1,6 @@
-"""Ranks that hold whole copies compute without FSDP2: the bits are FSDP2's, and no second copy of the parameters exists."""
+"""Ranks that hold whole copies compute without FSDP2: the bits are FSDP2's, and parameters have no second copy."""
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,16 @@ import launch
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import Net, data, squared
+from tiny_models import Net, data, gather_state, squared
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine import parallelize, whole
+from fluvial.engines.engine import module, parallelize
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
-from fluvial.engines.engine.whole import WholeModule
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World
+from fluvial.models.lora import copy_adapter, use_adapter
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -49,44 +51,63 @@ def test_the_bits_are_those_of_fsdp(one: World, config: str, monkeypatch: pytest
     alone = trained(one, EngineConfig(**CONFIGS[config]))
     monkeypatch.setattr(parallelize, "is_whole", lambda *_, **__: False)
     wrapped = trained(one, EngineConfig(**CONFIGS[config]))
-    assert isinstance(alone.module, WholeModule)
+    assert alone.sharded.is_whole
     assert isinstance(wrapped.module, FSDPModule)
-    assert not isinstance(wrapped.module, WholeModule)
     found, expected = alone.state(), wrapped.state()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        mine = found[name]
-        assert isinstance(mine, DTensor)
         assert isinstance(tensor, DTensor)
-        assert mine.placements == tensor.placements
-        assert torch.equal(mine.to_local(), tensor.to_local()), name
+        assert torch.equal(found[name], tensor.to_local()), name
 
 
-def test_computation_shares_the_shards_storage(one: World) -> None:
+def test_the_module_computes_with_the_parameters_that_are_trained(one: World) -> None:
+    """None of them is copied, and none is a tensor over ranks."""
     engine = trained(one, EngineConfig())
     held = {name: shard.data_ptr() for name, shard in engine.sharded.shards().items()}
-    with engine.inference() as module:
-        module(data(6)[0]["x"])
-        computed = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
-        assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
-        plain = list(module.parameters())
-    assert computed == held
+    with engine.inference() as network:
+        network(data(6)[0]["x"])
+        assert {name: parameter.data_ptr() for name, parameter in network.named_parameters()} == held
     engine.update(data(6)[0], squared(engine.module), micro_batch=2)
-    assert all(parameter.grad is None for parameter in plain)  # the optimizer has freed the gradients
-    assert all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+    assert all(parameter.grad is None for parameter in engine.module.parameters())  # the optimizer has freed the gradients
+    assert not any(isinstance(tensor, DTensor) for tensor in engine.state().values())
 
 
-def test_gradients_add_up_over_backward_passes_outside_of_an_update(one: World) -> None:
-    """As with FSDP2: a backward pass leaves its gradient on the shards, and a second one adds to it."""
-    engine = trained(one, EngineConfig())
+@pytest.mark.parametrize("options", [{}, {"compute": "bfloat16"}, {"compute": "bfloat16", "masters": "bfloat16"}], ids=str)
+def test_gradients_add_up_over_backward_passes_outside_of_an_update(one: World, options: dict[str, Any]) -> None:
+    """As with FSDP2: a backward pass leaves its gradient on the parameters, and a second one adds to it."""
+    engine = trained(one, EngineConfig(**options))
     loss, (items, _) = squared(engine.module), data(6)
     gradients = []
     for _ in range(2):
         loss(items)[0].sum().backward()
-        gradients.append({name: p.grad.to_local().clone() for name, p in engine.trainable.items() if p.grad is not None})  # type: ignore
+        with engine.inference() as network:  # computes with what was cast, and leaves the gradients
+            network(items["x"])
+        gradients.append({name: p.grad.clone() for name, p in engine.trainable.items() if p.grad is not None})
+        assert all(gradient.dtype == engine.trainable[name].dtype for name, gradient in gradients[-1].items())
     assert gradients[0].keys() == engine.trainable.keys()
     for name, gradient in gradients[1].items():
         assert torch.equal(gradient, 2 * gradients[0][name])
+
+
+def test_a_pass_that_ended_halfway_leaves_nothing(one: World) -> None:
+    """Neither cast parameters nor gradients; what an earlier pass left stays, and the next update is as without it."""
+    sharding, (items, weight) = EngineConfig(compute="bfloat16"), data(6)
+    broken, other = trained(one, sharding), trained(one, sharding)
+    loss = squared(broken.module)
+    loss(items)[0].sum().backward()
+    before = {name: local(p.grad).clone() for name, p in broken.trainable.items()}
+    broken.set_last(False)
+    loss(items)[0].sum().backward()
+    broken.module(items["x"])
+    assert broken.sharded.copies is not None
+    broken.sharded.copies.reset_iter_state()
+    for name, parameter in broken.trainable.items():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(local(parameter.grad), before[name])
+    broken.optimizer.zero_grad()
+    for engine in (broken, other):
+        engine.update(items, squared(engine.module), weight, count=6, micro_batch=2)
+    assert all(torch.equal(tensor, other.state()[name]) for name, tensor in broken.state().items())
 
 
 ADAPTED = copies.adapted()
@@ -106,29 +127,34 @@ def test_a_parameter_of_another_dtype_is_cast_only_while_the_module_computes(one
     net.blocks[0].requires_grad_(False)
     engine = Engine(net, list(net.blocks), OptimizerConfig(), one, sharding=EngineConfig(compute="bfloat16"))
     held = {name: shard.data_ptr() for name, shard in engine.sharded.shards().items()}
-    with engine.inference() as module:
-        module(data(6)[0]["x"])
-        computed = dict(module.named_parameters())
-        assert {parameter.dtype for parameter in computed.values()} == {torch.bfloat16}
-        shared = {name for name, parameter in computed.items() if parameter.data_ptr() == held[name]}
-        assert shared == {name for name, parameter in computed.items() if not parameter.requires_grad}
-    assert {parameter.untyped_storage().nbytes() > 0 for name, parameter in computed.items() if name in shared} == {True}
-    assert not any(parameter.untyped_storage().nbytes() for name, parameter in computed.items() if name not in shared)
+    with engine.inference() as network:
+        network(data(6)[0]["x"])
+        assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
+        shared = {name for name, parameter in network.named_parameters() if parameter.data_ptr() == held[name]}
+        assert shared == {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
+        cast = [
+            weakref.ref(parameter.data.untyped_storage()) for parameter in network.parameters() if parameter.requires_grad
+        ]
+    assert not any(storage() for storage in cast)
+    assert {name: shard.data_ptr() for name, shard in engine.sharded.shards().items()} == held
 
 
-def test_a_module_computes_with_shards_that_have_moved(one: World) -> None:
-    """As after an offload: the storage is another one, and so are the values."""
-    net = Net()
-    engine, x = Engine(net, list(net.blocks), OptimizerConfig(), one), data(6)[0]["x"]
-    with engine.inference() as module, torch.no_grad():
-        before = module(x).clone()
-    for parameter in net.parameters():
-        assert isinstance(parameter, DTensor)
-        parameter._local_tensor.data = torch.zeros_like(parameter._local_tensor)
-    with engine.inference() as module, torch.no_grad():
-        after = module(x)
-    assert before.any()
-    assert not after.any()
+def test_what_is_written_to_parameters_is_computed_with(one: World) -> None:
+    """An adapter that follows another, while what was cast for earlier passes is kept."""
+    net = copies.adapted()
+    engine = Engine(net, [], OptimizerConfig(), one, sharding=EngineConfig(compute="bfloat16"))
+    x = data(6)[0]["x"]
+
+    def compute(adapter: str) -> torch.Tensor:
+        with engine.inference() as network, use_adapter(network, adapter):
+            return network(x)
+
+    with engine.gathered_once():
+        before, expected = compute("old"), compute("default")
+        copy_adapter(net, "default", "old")
+        assert not torch.equal(before, expected)
+        assert torch.equal(compute("old"), expected)
+    assert torch.equal(compute("old"), expected)  # and it stays
 
 
 TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False)}
@@ -156,11 +182,11 @@ def test_auto_copies_what_would_be_gathered_anyway(trained: str, options: dict[s
 
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket holds at most its bytes, or one tensor; together they hold each tensor once, in order."""
-    monkeypatch.setattr(whole, "BUCKET", 40)
+    monkeypatch.setattr(module, "BUCKET", 40)
     sizes = [16, 24, 4, 120, 40]
-    assert [sizes[bucket] for bucket in whole.buckets(sizes)] == [[16, 24], [4], [120], [40]]
-    assert whole.largest_bucket(sizes) == 120
-    assert whole.largest_bucket([]) == 0
+    assert [sizes[bucket] for bucket in module.buckets(sizes)] == [[16, 24], [4], [120], [40]]
+    assert module.largest_bucket(sizes) == 120
+    assert module.largest_bucket([]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +228,7 @@ def test_checkpoints_of_copies_are_restored_as_shards_and_back(
     engine = copies.restored(folder / kind / "000003", one)
     alone = copies.start(one)
     copies.train(alone)
-    assert copies.apart(copies.full(engine), copies.full(alone)) < 1e-5
+    assert copies.apart(gather_state(engine), gather_state(alone)) < 1e-5
     exported = load_file(next((folder / kind / "export").glob("*.safetensors")))
     weights = {f"transformer.{name}": tensor for name, tensor in engine.weights(adapter="default", average=False)}
     assert exported.keys() == weights.keys()

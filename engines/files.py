@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.errors import UsageError
 from fluvial.models.digests import digest_tensors
 from fluvial.models.protocol import Weights
 
@@ -112,27 +111,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         if len(text) <= size:  # the rest is filled up with spaces, as safetensors does
             file.seek(8)
             file.write(text.ljust(size))
-
-
-def find_shared_folder() -> Path:
-    """Return the folder in which this user's trainers leave weights for servers on the same machine, in memory if possible.
-
-    It is made if it is not there. Nobody else can write to it.
-
-    Raises:
-        RunError: it cannot be made, or somebody else has made it.
-    """
-    memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    folder = parent / f"fluvial-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o22:
-        raise RunError(f"{folder} is not this user's own: remove it, or set `rollout.servers.weights_folder`")
-    return folder
 
 
 def sync(path: Path) -> None:
