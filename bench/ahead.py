@@ -20,6 +20,7 @@ from fluvial.engines.extensions.plan.simulate import simulate
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -47,8 +48,7 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
     config = TrainConfig(
         out=folder,
         updates=ROLLOUTS,
-        micro_batch=4,
-        update_micro_batch="rollout",
+        engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
         rollout=RolloutConfig(ahead=ahead),
         method=Grpo(
             sampling=SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),

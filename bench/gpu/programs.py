@@ -100,7 +100,9 @@ def train(config: GpuConfig, rows: Rows, until: float) -> None:
 
     def start(name: str, flags: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "fluvial.engines", "train", "handwriting", "--out", str(folder / name)]
-        return subprocess.Popen([*command, "--eval-every", "0", *few, *flags.split()], env={**os.environ, **environment})
+        return subprocess.Popen(
+            [*command, "--evaluation.every", "0", *few, *flags.split()], env={**os.environ, **environment}
+        )
 
     # Compilation takes longest, so that run goes on beside the others. Only theirs are timed alone, on cores of their own.
     beside = {

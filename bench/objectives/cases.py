@@ -110,7 +110,8 @@ class Case:
     def config(self) -> TrainConfig:
         """The run's settings; where time is the limit, with the recipe's own number of updates."""
         made = RECIPES[self.recipe.partition(",")[0]]()
-        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0, final_samples=EVALUATED)
+        few = {"evaluation.every": 0, "evaluation.final_samples": EVALUATED}
+        made = with_values(made, {"out": self.folder / "none", "seed": self.seed, **few})
         if self.rollouts:
             made = replace(made, updates=self.rollouts * made.updates_per_rollout)
         if self.recipe == "distill":

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,8 +22,9 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -80,7 +80,7 @@ class Ours:
             out=Path("unused"),  # nothing is written
             train="lora",
             lora=work.lora,
-            micro_batch=work.samples,
+            engine=MachineConfig(micro_batch=work.samples),
             optimizer=OptimizerConfig(lr=work.lr, max_grad_norm=work.max_grad_norm),
             method=Grpo(
                 clip_low=work.clip,
@@ -176,7 +176,7 @@ class Ours:
         if pairs is None:
             return self._update(parts.run, items)
         if pairs not in self.runs:
-            config, run = replace(parts.config, update_micro_batch=pairs), parts.run
+            config, run = with_values(parts.config, {"engine.update_micro_batch": pairs}), parts.run
             self.runs[pairs] = Run(
                 config,
                 parts.job,

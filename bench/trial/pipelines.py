@@ -14,7 +14,7 @@ from fluvial.bench.trial.forked import Ended, Forked, ranks, running, wait
 PROMPTS = ("a red fox", "two cats", "an owl")
 RUN = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 1 "
-    "--passes.minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+    "--passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 1"
 )
 MICRO_BATCH = ("--micro-batch", "2")
 COLUMNS = ("pipeline", "by", "conditions", "error", "first ratio", "LoRA opens", "two ranks", "served", "result")

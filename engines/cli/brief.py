@@ -35,7 +35,7 @@ TRAIN = Brief(
             "kl.coef",
         ),
         *("sampling.prompts", "sampling.group", "sampling.steps", "sampling.guidance.scale", "pipeline.height"),
-        *("pipeline.width", "engine.fit", "eval_every", "tracker"),
+        *("pipeline.width", "engine.fit", "evaluation.every", "tracker"),
     ),
     (
         "train grpo --rewards characters --updates 40",

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.cli.parse import one_size
+from fluvial.engines.cli.parse import check_pipeline
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
@@ -23,13 +23,13 @@ from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
 from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig, SuiteConfig
 from fluvial.engines.run.exports import export_run, policy_of
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives
 from fluvial.engines.run.jobs.media import media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
-from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.run.jobs.settings import MachineConfig, PipelineConfig
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
@@ -187,7 +187,7 @@ def drawing_settings(run: TrainConfig) -> dict[str, Any]:
     return {
         "steps": run.evaluation_steps,
         "guidance": replace(run.evaluation_guidance, update="guided"),
-        "pipeline": replace(run.pipeline, sizes=(), height=size.height, width=size.width),
+        "pipeline": replace(run.pipeline, sizes=(), height=size.height, width=size.width, weights=None),
     }
 
 
@@ -197,26 +197,26 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
     if source is None:
         return config
     run, own = source.config, source.config.evaluation
-    guidance, pipeline = run.evaluation_guidance, run.pipeline
+    guidance, pipeline = run.evaluation_guidance, replace(run.pipeline, weights=None)
     if own.height or own.width or pipeline.sizes:
         size = pipeline.size
         pipeline = replace(pipeline, sizes=(), height=own.height or size.height, width=own.width or size.width)
     return replace(
         config,
         seeds=own.seeds,
-        samples=None if own.seeds else run.final_samples,
+        samples=None if own.seeds else run.evaluation.final_samples,
         steps=run.evaluation_steps,
         guidance=guidance.scale,
         negative=guidance.negative,
         solver=own.solver,
         average=own.average,
-        micro_batch=own.micro_batch or (run.micro_batch if isinstance(run.micro_batch, int) else config.micro_batch),
+        micro_batch=own.micro_batch or (each if isinstance(each := run.engine.micro_batch, int) else config.micro_batch),
         compute=run.engine.compute,
         pipeline=pipeline,
     )
 
 
-def settings_of_suite(name: str, suite: EvaluationConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
+def settings_of_suite(name: str, suite: SuiteConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
     """Return the settings of a suite, and those given where it has none.
 
     Args:
@@ -260,7 +260,7 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
         UsageError: something that was asked for does not exist, or does not fit.
     """
     with world.agreed():
-        one_size(config.pipeline)
+        check_pipeline(config.pipeline)
         source = source_of(name)
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
@@ -314,7 +314,7 @@ def _of_weights(
         title, engine = str(lora or weights or name), _engine(config)
     else:
         run = source.config
-        start = _job(run.model, run.weights, config)
+        start = _job(run.model, run.pipeline.weights, config)
         weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
         title, engine = name, _engine_of_run(run, config)
         if not asked.rewards and not start.evaluators and run.method.is_scored:
@@ -346,7 +346,14 @@ def _of_checkpoint(
     with world.agreed():
         if config.negative != own:
             raise UsageError("negative", config.negative, repr(own), f"that is the negative prompt of the run of {name}")
-        pipeline = replace(config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width)
+        own_pipeline = run.pipeline
+        pipeline = replace(
+            config.pipeline,
+            sizes=own_pipeline.sizes,
+            height=own_pipeline.height,
+            width=own_pipeline.width,
+            weights=own_pipeline.weights,
+        )
         run = replace(run, evaluation=asked, engine=_engine_of_run(run, config), pipeline=pipeline)
     stack.enter_context(deterministic(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))
@@ -406,9 +413,9 @@ def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig
         run.pipeline,
         prompts=run.prompts,
         preferences=None if (given := run.method.source) is None else getattr(given, "folder", None),
-        data=run.data,
+        data=run.data.images,
         check=job.model.check_prompt,
-        media={} if run.data else media_columns(job.model, run.pipeline.media),
+        media={} if run.data.images else media_columns(job.model, run.pipeline.media),
     ).heldout
 
 
@@ -417,7 +424,7 @@ def _engine(config: EvalConfig) -> EngineConfig:
     return EngineConfig(compute=config.compute, compile=False)
 
 
-def _engine_of_run(run: TrainConfig, config: EvalConfig) -> EngineConfig:
+def _engine_of_run(run: TrainConfig, config: EvalConfig) -> MachineConfig:
     """Return the engine of a run, without the compilation that a run chooses by itself and warms up for."""
     uncompiled = run.engine.compile is True
     return replace(run.engine, compute=config.compute, compile=uncompiled, replicas="auto", context_parallel=1)

@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from fluvial.engines.cli.brief import Brief
 
 Config = TypeVar("Config")
-# Words for flags: most runs have one reward, and `lora` is a group of fields.
+# Words for flags, the first of them that a command has: words that other commands know, and last parts of several flags.
 ALIASES = {
-    "--reward": "--rewards",
-    "--transformer": "--weights",
-    "--lora": "--lora.weights",
+    "--reward": ("--rewards",),
+    "--transformer": ("--weights", "--pipeline.weights"),
+    "--weights": ("--pipeline.weights",),
+    "--lora": ("--lora.weights",),
+    "--data": ("--data.images",),
+    "--micro-batch": ("--engine.micro-batch",),
 }
 EXPECTED = {"INT": "a whole number", "FLOAT": "a number"}  # tyro's names of types
 
@@ -72,11 +75,11 @@ def parse_config(
     import tyro
     from tyro._errors import on_parse_error
 
-    names = field_names(base)
-    words = [word if word[2:] in names else _alias(word, names) for word in args]
     try:
         with flags_in_errors(base):
-            form = form_of(base, lambda name: next(iter(find_values(words, _flag(name))[-1:]), None))
+            typed = expand_flags(args, field_names(base))
+            form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None))
+        words = expand_flags(args, form.names)
         with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
                 form.type,
@@ -218,6 +221,8 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
 
     if isinstance(event, _errors.UnrecognizedArgs):
         unknown = next((token for token in event.tokens if token.startswith("-")), event.tokens[0]).partition("=")[0]
+        if len(meant := _find_flags(unknown, form.names)) > 1:
+            raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
         if form.bare and (hint := _explain_unknown(unknown[2:].replace("-", "_"), form.names)) is not None:
@@ -270,11 +275,28 @@ def _summary(docstring: str) -> str:
     return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
 
 
-def _alias(word: str, names: Sequence[str]) -> str:
-    """Return the flag that a word stands for, with its value if it has one; other words as they are."""
-    flag, equals, value = word.partition("=")
-    meant = ALIASES.get(flag, flag)
-    return meant + equals + value if meant[2:].replace("-", "_") in names else word
+def expand_flags(args: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of a command line with flags in full: `--lr` as `--optimizer.lr`.
+
+    Args:
+        args: words as they were typed.
+        names: names of the command's flags.
+    """
+    words = list[str]()
+    for word in args:
+        flag, equals, value = word.partition("=")
+        meant = _find_flags(flag, names)
+        words.append(meant[0] + equals + value if len(meant) == 1 else word)
+    return words
+
+
+def _find_flags(word: str, names: Sequence[str]) -> list[str]:
+    """Return the flags that a word stands for: by `ALIASES`, else each whose last part it is; none for a flag itself."""
+    name = word.removeprefix("--").replace("-", "_")
+    if name in names or not word.startswith("--"):
+        return []
+    known = [flag for flag in ALIASES.get(word, ()) if flag[2:].replace("-", "_") in names]
+    return known[:1] or [_flag(each) for each in names if "." not in name and each.endswith(f".{name}")]
 
 
 @contextlib.contextmanager
@@ -351,8 +373,10 @@ def check_server_packages(command: str) -> None:
         raise UsageError(f"{command} needs starlette and uvicorn: pip install 'fluvial[serve]'")
 
 
-def one_size(pipeline: Any) -> None:
-    """Raise UsageError for several sizes, which only training takes."""
+def check_pipeline(pipeline: Any) -> None:
+    """Raise UsageError for settings that only training takes: several sizes, and weights, which a command has itself."""
+    if pipeline.weights is not None:
+        raise UsageError("pipeline.weights", pipeline.weights, "None", "name the folder in `weights`")
     if len(pipeline.sizes) > 1:
         raise UsageError("pipeline.sizes", pipeline.sizes, "one size: only training takes several")
 

@@ -15,7 +15,7 @@ from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import flags_in_errors, one_size, parse_config, parse_name
+from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import claim_preferences, write_preferences
 from fluvial.engines.data.records import Prompt, model_inputs
@@ -107,7 +107,7 @@ def run(args: list[str]) -> None:
 
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
-    one_size(config.pipeline)
+    check_pipeline(config.pipeline)
     with open_model(name, weights=config.weights, lora=config.lora) as drawn:
         return _draw_and_write(drawn, config)
 

@@ -14,7 +14,7 @@ from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import flags_in_errors, one_size, parse_config, parse_name
+from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.prompts import check_prompts, is_prompt_file, read_prompts
 from fluvial.engines.data.records import Prompt, model_inputs, texts
@@ -100,7 +100,7 @@ def sample(name: str, config: SampleConfig) -> Path:
     """Draw with a model, without and with an adapter, and return the path of the image."""
     if config.out.suffix.lower() not in images.Image.registered_extensions():
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
-    one_size(config.pipeline)
+    check_pipeline(config.pipeline)
     files = tuple(filter(is_prompt_file, config.prompts))  # a missing one is refused before a checkpoint is read
     with open_model(name, weights=config.weights, lora=config.lora) as drawn:
         return _sample(name, drawn, config, files)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import may_be_model
-from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, one_size, parse_config, parse_name
+from fluvial.engines.cli.parse import check_pipeline, check_server_packages, flags_in_errors, parse_config, parse_name
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
@@ -98,7 +98,7 @@ def serve_model(name: str, config: ServeConfig) -> None:
     from fluvial.models.device import deterministic
 
     key, admin = key_of(config.host), admin_key()
-    one_size(config.pipeline)
+    check_pipeline(config.pipeline)
     check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     keep_freed_memory()
     with deterministic(config.deterministic):

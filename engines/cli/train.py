@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 from fluvial.engines import plugins
 from fluvial.engines.cli import listing
 from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
-from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name, split_flags
+from fluvial.engines.cli.parse import (
+    console,
+    expand_flags,
+    field_names,
+    find_values,
+    flags_in_errors,
+    parse_config,
+    parse_name,
+    split_flags,
+)
 from fluvial.engines.errors import LostProcessError, UsageError
 
 if TYPE_CHECKING:
@@ -80,10 +89,10 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
         name = parse_name(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
-    default, flags = _preset(default, flags)
+    default, flags = _preset(default, expand_flags(flags, field_names(default)))
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
-    resumes = "--resume" in flags or find_values(flags, "--resume-from")
+    resumes = "--resume" in flags or find_values(flags, "--checkpoint.resume-from")
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
     asked = default
     if resumes and not shows_help:
@@ -105,7 +114,7 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
         return config, others
     from fluvial.engines.run.recipes import on_gpus
 
-    if "--resume" in others or find_values(others, "--resume-from"):
+    if "--resume" in others or find_values(others, "--checkpoint.resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
         found, said = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])

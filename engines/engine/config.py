@@ -86,7 +86,7 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
+        check_fields(self, "engine", replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
         if self.checkpointed is not None and self.checkpointing == "none":
             raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":

@@ -16,11 +16,17 @@ from fluvial.engines.run.log.records import flat, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or what does not change the weights.
-MACHINE = "out model prompts data data_cache data_errors weights checkpoints resume resume_from engine collective_timeout"
-REPORTS = "keep_checkpoints checkpoint_every checkpoint_async eval_every eval_samples final_samples tracker"
-EXPORTS = "export_dtype export_every export_as"
-PRIVATE = {*MACHINE.split(), *REPORTS.split(), *EXPORTS.split()}
-PATHS = {"pipeline.heldout", "pipeline.text_cache", "method.preferences", "method.teacher", "lora.weights"}
+PRIVATE = {"out", "model", "prompts", "resume", "tracker", "engine", "checkpoint", "export"}
+PATHS = {
+    "pipeline.heldout",
+    "pipeline.text_cache",
+    "pipeline.weights",
+    "method.preferences",
+    "method.teacher",
+    "lora.weights",
+}
+MACHINE = {"data.images", "data.cache", "data.errors", "evaluation.every", "evaluation.samples", "evaluation.final_samples"}
+CHANGES_WEIGHTS = {"engine.micro_batch", "engine.update_micro_batch", "engine.init", "engine.implementation"}
 FORMS = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
 
@@ -133,7 +139,7 @@ def _introduction(card: Card) -> str:
         lines.append("It is the moving average of what was trained.")
     if card.settings["lora"]["weights"] is not None:
         lines.append("Training started from an adapter, which is part of it.")
-    if card.settings["weights"] is not None:
+    if card.settings["pipeline"]["weights"] is not None:
         lines.append(f"Training started from other weights of `{card.base}`, on which it has to be put." * card.is_adapter)
     return f"# {card.base}, post-trained with {card.method}\n\n{' '.join(filter(None, lines))}"
 
@@ -197,7 +203,8 @@ def _settings(card: Card) -> str:
     rows = [
         f"| `{name.removeprefix('method.')}` | `{json.dumps(value)}` |"
         for name, value in ours.items()
-        if name.split(".")[0] not in PRIVATE and name not in PATHS and theirs.get(name) != value
+        if theirs.get(name) != value
+        and (name in CHANGES_WEIGHTS or not {name, name.partition(".")[0]} & (PRIVATE | PATHS | MACHINE))
     ]
     if not rows:
         return f"## Training\n\nMethod `{card.method}` with its defaults."

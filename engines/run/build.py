@@ -22,7 +22,7 @@ from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Start, Teacher
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
@@ -37,7 +37,7 @@ from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, e
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.run import Memory, Run
 from fluvial.engines.run.sampler import Sampler
-from fluvial.engines.run.saving import runs_on
+from fluvial.engines.run.saving import read_micro_batch, runs_on
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
 
     config: TrainConfig  # its micro-batch a number
     choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
-    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `update_micro_batch` is auto
+    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `engine.update_micro_batch` is auto
     job: Job  # with evaluators, which are the rewards of the run where it names none
     evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
     engine: Engine
@@ -111,7 +111,7 @@ def build_parts(
             given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
             check_used([*job.prompts, *asked.heldout], given)
         _check_watched(config, asked, rewards)
-    group, tolerated = config.method.sampling.group, int(config.max_invalid * config.method.sampling.batch)
+    group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
     with ExitStack() as stack:
         stack.callback(runners.close)
@@ -136,7 +136,7 @@ def _built(
     """Return the parts of a run, whose rewards work; every rank must take part."""
     with world.agreed():
         module, adapter = _network_in_training(config, job)
-        weights = job.model.weights if config.init == "sharded" else None
+        weights = job.model.weights if config.engine.init == "sharded" else None
         share, digests = slice(world.rank, None, world.size), dict[str, str]()
         if has_values(world.device):
             tensors = sorted(module.state_dict().items())[share] if weights is None else ()
@@ -220,12 +220,12 @@ def _with_micro_batch(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
 ) -> tuple[TrainConfig, dict[str, Choice]]:
     """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
-    if config.micro_batch != "auto":
+    if config.engine.micro_batch != "auto":
         return config, {}
     if resume_from is not None:
-        return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), {}
+        return with_values(config, {"engine.micro_batch": read_micro_batch(resume_from, engine.world)}), {}
     choice = choose_micro_batch(config, job, engine, schedule)
-    return replace(config, micro_batch=choice.micro_batch), {choice.name: choice}
+    return with_values(config, {"engine.micro_batch": choice.micro_batch}), {choice.name: choice}
 
 
 def _pairs(
@@ -239,9 +239,9 @@ def _pairs(
     """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
 
     Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
-    `update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
+    `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
     """
-    if config.update_micro_batch != "auto" or explain_fixed_pairs(config, engine) is not None:
+    if config.engine.update_micro_batch != "auto" or explain_fixed_pairs(config, engine) is not None:
         return ()
     if resume_from is not None:
         known = checkpoint.meta(resume_from, "runs_on", world=engine.world)
@@ -280,7 +280,7 @@ def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) 
     """Return a second network, which samples while the engine's own is trained; every rank must take part."""
     with world.agreed():
         module, _ = _network_in_training(config, job)
-        weights = job.model.weights if config.init == "sharded" else None
+        weights = job.model.weights if config.engine.init == "sharded" else None
     return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=networks.sampling_adapter)
 
 
@@ -294,7 +294,7 @@ def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
     """Score a blank batch with every reward and evaluator, before anything expensive."""
-    count = 2 if isinstance(config.micro_batch, str) else config.micro_batch
+    count = 2 if isinstance(config.engine.micro_batch, str) else config.engine.micro_batch
     known = {id(runner.reward) for runner in runners.runners}
     others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
     images, latents = _blank(config, job), torch.zeros(1, *job.shape)
@@ -337,12 +337,12 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
 
 def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> None:
     """Raise UsageError for a run that cannot wait for people as long as a reward does, in seconds."""
-    ahead, timeout = config.rollout.ahead, config.collective_timeout
+    ahead, timeout = config.rollout.ahead, config.engine.timeout
     if ahead:
         raise UsageError("rollout.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
     if world.size > 1 and timeout <= wait:
         hint = f"processes wait for each other's scores, and the reward {name} waits for people, {wait:g} s at most"
-        raise UsageError("collective_timeout", timeout, f"more than {wait:g}", hint)
+        raise UsageError("engine.timeout", timeout, f"more than {wait:g}", hint)
 
 
 def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:
@@ -364,14 +364,14 @@ def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]])
 
 def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
     """Raise UsageError if a run is to stop when an unseen evaluator falls, and training sees that evaluator."""
-    if not config.stop_when_gamed:
+    if not config.evaluation.stop_when_gamed:
         return
     name = evaluator_of([*asked.evaluators]) if asked.evaluators else None
     if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
         what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
         raise UsageError(
-            "stop_when_gamed",
-            config.stop_when_gamed,
+            "evaluation.stop_when_gamed",
+            config.evaluation.stop_when_gamed,
             hint=f"{what}; name one that training does not see in `evaluation.rewards`",
         )
 
@@ -389,7 +389,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
         return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
         raise UsageError(
-            f"{config.method.method_name} learns from data, and this job has none: set `data` to a folder of "
+            f"{config.method.method_name} learns from data, and this job has none: set `data.images` to a folder of "
             "images with captions, or pass data to the job"
         )
     return ()
@@ -417,9 +417,9 @@ def _check_order(config: TrainConfig, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
     uneven = len({prompt.weight for prompt in job.prompts}) > 1 or len({*weights}) > 1
-    if config.prompt_order != "epochs" and uneven:
+    if config.data.order != "epochs" and uneven:
         raise UsageError(
-            f"`prompt_order` is {config.prompt_order}, which draws all prompts alike, and some have a weight: use epochs"
+            f"`data.order` is {config.data.order}, which draws all prompts alike, and some have a weight: use epochs"
         )
 
 
@@ -452,4 +452,4 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
 
 def _network(config: TrainConfig, job: Job) -> nn.Module:
     """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
-    return jobs.build(job, empty=config.init == "sharded" and job.model.weights is not None)
+    return jobs.build(job, empty=config.engine.init == "sharded" and job.model.weights is not None)

@@ -8,19 +8,22 @@ from typing import Any, Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.choices import BARE
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
 from fluvial.engines.run.declared import Follower, Networks, Start, Teacher, find_followers
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.run.jobs.settings import (
+    CheckpointConfig,
+    DataConfig,
+    ExportConfig,
+    MachineConfig,
+    PipelineConfig,
+)
 from fluvial.engines.run.method import Method, NoisedRows, Preferences, check_method
 from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.kernels import Implementation
 from fluvial.models import LoraConfig
-
-DEFAULT_MAX_LOG_RATIO = 1e-3
 
 
 @dataclass(frozen=True)
@@ -34,131 +37,55 @@ class TrainConfig:
             epsilon), words (the built-in flow of words), a pipeline of diffusers by its folder or its id on the Hub
             (`fluvial models` lists them), or the folder of another run, whose exported weights it starts from.
         seed: Seed of everything random; the same seed gives the same bits on the same machine with as many processes.
-        data_seed: Seed of the order of the prompts; None is `seed`.
         updates: Number of optimizer updates in the whole run.
         train: What is trained: full (all weights) or lora (low-rank adapters).
-        weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
-            export write them; by default those of the model.
         prompts: Files of prompts to train on, each with or without a weight, e.g. a.jsonl=2 b.txt: text with a prompt per
             line, or .jsonl, .json, .csv or .parquet with a column prompt, whose other columns reach the rewards. By default
             all training codes of the built-in models.
-        prompt_order: Order of the prompts: epochs (each prompt once per epoch, shuffled), draws (at random, with
-            replacement) or distinct (at random for each rollout, without a repeat in it, as Flow-GRPO's sampler).
-        data: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without a
-            weight: folders of images, or files of records with a column image.
-        data_cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and
-            images may share one.
-        data_errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
         rewards: Rewards to learn from, each with or without a weight, e.g. characters mymodule:neat=0.5: names of the job's
             rewards, of reward models and clients with their options (pickscore:device=cuda:1,weights=FOLDER=0.5), or
             functions of (images, prompts) -> [B], or classes, as module:name. By default the first of the built-in
             model, or of the job; a pipeline has none.
-        max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
-            one of their samples, and of the samples of an evaluation; the run stops above it.
-        micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
-            only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
-            sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
-        update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update. auto tries multiples
-            of `micro_batch` before training, as far as the memory goes, and takes the fastest of those that give each row
-            the bits of the rollout's, so that first ratios are exactly 1. Pairs that do not fill such a pass go in smaller
-            ones that were proven too. A checkpoint holds the number; a resumption on another processor, or with another
-            number of ranks or threads, finds its own. rollout takes `micro_batch`, as auto does where blocks are compiled. A
-            number of your own changes results by rounding, first ratios too.
-        init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
-            whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
-        implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
-            triton, compiled or reference.
-        max_log_ratio: Largest |log ratio| of a first pass, in the unit of the log-probability; the run stops above it,
-            because rollout and update then compute different policies.
-        eval_every: Number of updates between evaluations on held-out prompts; 0 evaluates only before and after.
-        eval_samples: Number of samples per evaluation during the run.
-        stop_when_gamed: Number of evaluations in a row at which the score of the unseen evaluator has to fall, while the
-            reward rises, for the run to end early, with its weights and the checkpoint of its best evaluation kept; 0 never
-            ends it. The unseen evaluator is the one named heldout, or else the last.
-        final_samples: Number of samples of the evaluations before and after the run; with `evaluation.seeds` they take every
-            prompt instead.
-        checkpoint_every: Number of updates between checkpoints.
-        checkpoint_async: Write checkpoints in the background, from a copy on the host.
-        checkpoints: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`, which also
-            takes those that cannot be saved there.
-        keep_checkpoints: Number of checkpoints that are kept.
-        export_dtype: Dtype of the weights that are exported.
-        export_every: Number of updates between exports to `exports` in `out`; 0 exports at the end alone.
-        export_as: Format of these exports: lora, merged, full or comfyui (see `fluvial export`); auto is lora where an
-            adapter is trained, else merged.
         tracker: Where numbers, images and settings go besides the run folder: tensorboard (its folder tensorboard), wandb,
             trackio, swanlab (each needs the extra of its name, and is offline without a login), none, or your own as
             module:name.
-        collective_timeout: Seconds that processes wait for each other in a collective before they give up on one that died
-            or hangs.
         resume: Continue the run in `out` from its newest whole checkpoint, with its recorded settings where none is given. A
             continued run may change what does not change an update: `updates` (fewer, too; not more while the learning rate
-            depends on their number), engine, evaluation, checkpoints, exports, tracker, max_invalid and where rollouts are
-            made. Any other change makes it another run, and is refused.
-        resume_from: Continue from this checkpoint, a folder or a URL.
+            depends on their number), engine, evaluation, checkpoint, export, tracker, `rollout.max_invalid` and where
+            rollouts are made. Any other change makes it another run, and is refused.
+        data: Order of the prompts, and images to learn from without a rollout.
         rollout: Where and when the samples of rollouts are made.
         optimizer: Optimizer, learning rate and moving average.
         lora: Rank, scale and layers of the adapters.
-        engine: Sharding, precision, activation checkpointing and offloading.
-        pipeline: What a pipeline of diffusers is asked for.
-        evaluation: What is evaluated, and how it is sampled where that differs from the rollout.
+        engine: Sharding, precision, activation checkpointing, offloading and micro-batches.
+        pipeline: Base weights, and what a pipeline of diffusers is asked for.
+        evaluation: What is evaluated and when, and how it is sampled where that differs from the rollout.
+        checkpoint: When and where checkpoints are written.
+        export: When weights are exported, and how.
     """
 
     out: Path
     method: Method = dataclasses.field(metadata=BARE)
     model: str = "handwriting"
     seed: int = 0
-    data_seed: int | None = None
     updates: int = 100
     train: Literal["full", "lora"] = "full"
-    weights: Path | None = None
     prompts: tuple[str, ...] = ()
-    prompt_order: Literal["epochs", "draws", "distinct"] = "epochs"
-    data: tuple[str, ...] = ()
-    data_cache: Path | None = None
-    data_errors: Literal["refuse", "skip"] = "refuse"
     rewards: tuple[str, ...] = ()
-    max_invalid: float = 0.25
-    micro_batch: int | Literal["auto"] = 64
-    update_micro_batch: int | Literal["auto", "rollout"] = "auto"
-    init: Literal["sharded", "whole"] = "sharded"
-    implementation: Implementation = "auto"
-    max_log_ratio: float = DEFAULT_MAX_LOG_RATIO
-    eval_every: int = 20
-    eval_samples: int = 200
-    stop_when_gamed: int = 0
-    final_samples: int = 1000
-    checkpoint_every: int = 20
-    checkpoint_async: bool = False
-    checkpoints: str | None = None
-    keep_checkpoints: int = 2
-    export_dtype: Literal["float32", "bfloat16"] = "float32"
-    export_every: int = 0
-    export_as: Literal["auto", "lora", "merged", "full", "comfyui"] = "auto"
     tracker: str = "tensorboard"
-    collective_timeout: float = 600.0
     resume: bool = False
-    resume_from: str | None = None
+    data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig = LoraConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: MachineConfig = MachineConfig()
     pipeline: PipelineConfig = PipelineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
 
     def __post_init__(self) -> None:
-        count, not_negative = (1, 2**31), (0, 2**31)
-        check_fields(
-            self,
-            "",
-            **dict.fromkeys(("updates", "micro_batch", "update_micro_batch"), count),
-            **dict.fromkeys(("eval_samples", "final_samples", "checkpoint_every", "keep_checkpoints"), count),
-            **dict.fromkeys(("eval_every", "stop_when_gamed", "export_every"), not_negative),
-            **dict.fromkeys(("seed", "data_seed"), (0, 2**63 - 1)),
-            max_invalid=(0, 0.999),
-            max_log_ratio=(0, 1e30),
-            collective_timeout=(1, 1e6),
-        )
+        check_fields(self, "", updates=(1, 2**31), seed=(0, 2**63 - 1))
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         for problem in self._problems():
@@ -180,15 +107,16 @@ class TrainConfig:
         name, pairs = f"with {method.method_name}", isinstance(method.source, Preferences)
         for field in ("autocast", "reuse_prompt", "source", "store", "ahead"):
             yield given, f"rollout.{field}", f"{name}, which learns from data without a rollout"
-        yield not needs.ratio, "max_log_ratio", f"{name}, which has no ratio"
+        yield not needs.ratio, "rollout.max_log_ratio", f"{name}, which has no ratio"
         yield not method.is_scored, "rewards", f"{name}, which generates no samples that could be scored"
         learns = method.is_scored and needs.rewards is not None
-        yield not (self.eval_every and learns), "stop_when_gamed", "without rewards to learn from and eval_every"
+        watches = self.evaluation.every and learns
+        yield not watches, "evaluation.stop_when_gamed", "without rewards to learn from and `evaluation.every`"
         hint = f"{name}, which learns from rollouts or preferences here (sft learns from images)"
-        yield not given or pairs, "data", hint
-        yield bool(self.data) or pairs, "prompts", "with data or preferences, which have their own"
-        for field in ("data_cache", "data_errors"):
-            yield not (self.data or pairs), field, f"{name} here, which learns from no images"
+        yield not given or pairs, "data.images", hint
+        yield bool(self.data.images) or pairs, "prompts", "with data or preferences, which have their own"
+        for field in ("data.cache", "data.errors"):
+            yield not (self.data.images or pairs), field, f"{name} here, which learns from no images"
         yield self.train == "full", "lora.weights", "with `train` full, which has no adapter"
         yield self.train == "lora", "engine.masters", "with `train` lora, whose adapters are held in float32"
         yield self.train == "full", "engine.base", "with `train` full, which freezes no weights"
@@ -201,8 +129,8 @@ class TrainConfig:
             count = self.updates_per_rollout
             expected = f"a multiple of epochs x minibatches = {count}, the number of updates per rollout"
             yield UsageError("updates", self.updates, expected)
-        if self.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
-            yield UsageError("micro_batch", "auto", "a number", reason)
+        if self.engine.micro_batch == "auto" and (reason := explain_fixed_micro_batch(method)) is not None:
+            yield UsageError("engine.micro_batch", "auto", "a number", reason)
         if self.takes_ratios and rollout.autocast and not corrected:
             hint = "rollout and update compute different numbers, so that ratios are wrong from the start"
             yield UsageError("rollout.autocast", True, "False, or `correction.mode` truncate", hint)
@@ -239,9 +167,10 @@ class TrainConfig:
     @property
     def checkpoint_folder(self) -> Path | str:
         """Where checkpoints are: a folder, or a URL as text."""
-        if self.checkpoints is None:
+        folder = self.checkpoint.folder
+        if folder is None:
             return self.out / "checkpoints"
-        return self.checkpoints if "://" in self.checkpoints else Path(self.checkpoints)
+        return folder if "://" in folder else Path(folder)
 
     @property
     def checkpoint_folders(self) -> tuple[Path | str, ...]:
@@ -251,28 +180,30 @@ class TrainConfig:
 
     @property
     def samples_per_pass(self) -> int:
-        """Number of samples per forward pass of a rollout, no more than it has; ValueError while `micro_batch` is auto."""
+        """Number of samples per forward pass of a rollout, no more than it has; ValueError while the micro-batch is auto."""
         return min(self.largest_pass, self.method.sampling.batch)
 
     @property
     def largest_pass(self) -> int:
-        """Number of samples per forward pass that the memory holds; ValueError while `micro_batch` is auto."""
-        if isinstance(self.micro_batch, str):
-            raise UsageError("`micro_batch` is auto, expected a number: a Trainer's `config` has the one that it chose")
-        return self.micro_batch
+        """Number of samples per forward pass that the memory holds; ValueError while `engine.micro_batch` is auto."""
+        if isinstance(self.engine.micro_batch, str):
+            raise UsageError(
+                "`engine.micro_batch` is auto, expected a number: a Trainer's `config` has the one that it chose"
+            )
+        return self.engine.micro_batch
 
     def pass_sizes(self, count: int, pairs: Sequence[int] = ()) -> tuple[int, ...]:
         """Return the numbers of items per pass of an update, falling; the last is for the items that are left.
 
         Args:
             count: number of items; a number of pairs that was set is no larger.
-            pairs: numbers of pairs that were chosen, if `update_micro_batch` is auto.
+            pairs: numbers of pairs that were chosen, if `engine.update_micro_batch` is auto.
         """
         each = 2 if self.method.is_paired else 1  # pairs of an item
         rows = max(self.samples_per_pass // each, 1)
-        if isinstance(self.update_micro_batch, str):
+        if isinstance(self.engine.update_micro_batch, str):
             return (*(size // each for size in pairs if size // each > rows), rows)
-        most = max(self.update_micro_batch // each, 1)
+        most = max(self.engine.update_micro_batch // each, 1)
         return (min(most, count), rows) if min(most, count) > rows else (min(most, rows),)
 
     def update_forwards(self, pairs: int) -> Literal["one", "two"]:
@@ -282,7 +213,7 @@ class TrainConfig:
         are no more than a rollout's samples per pass take the rollout's own pass, whose bits they have on every device.
         """
         guidance = self.method.sampling.guidance
-        if guidance.gradient == "both" or isinstance(self.micro_batch, str) or pairs <= self.samples_per_pass:
+        if guidance.gradient == "both" or isinstance(self.engine.micro_batch, str) or pairs <= self.samples_per_pass:
             return guidance.forwards
         return "two"
 
@@ -298,7 +229,7 @@ class TrainConfig:
 
     @property
     def evaluation_pass(self) -> int:
-        """Number of samples per forward pass of evaluations; ValueError while `micro_batch` is auto and they have no own."""
+        """Number of samples per forward pass of evaluations; ValueError if it is the run's, and that is auto."""
         return self.evaluation.micro_batch or self.largest_pass
 
     @property

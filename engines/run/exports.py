@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def export_run(
         kind: format; by default lora where an adapter was trained, else merged.
         out: folder of the export; by default `exports/UPDATE-FORMAT` in the run folder.
         average: whether the moving average of the weights is exported.
-        dtype: name of the dtype of the files; by default `export_dtype` of the run.
+        dtype: name of the dtype of the files; by default `export.dtype` of the run.
         merge: whether comfyui gets the weights with the adapter merged into them.
         job: job of the run, if it was built in Python; by default what the run's configuration describes.
 
@@ -89,7 +90,7 @@ def export_run(
         job = _job(config) if job is None else job
         kind = kind or ("merged" if adapter is None else "lora")
         check_format(kind, job.model, adapted=adapter is not None, merge=merge)
-        exported = Exported(kind, int(manifest["update"]), average, dtype or config.export_dtype, merge, manifest["seal"])
+        exported = Exported(kind, int(manifest["update"]), average, dtype or config.export.dtype, merge, manifest["seal"])
         name = f"{exported.update:06d}-{kind}{'-merged' if merge else ''}{'-ema' if average else ''}"
         out = (run or Path()) / EXPORTS / name if out is None else out
         if is_exported(out, exported._asdict()):
@@ -133,7 +134,7 @@ def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Pa
         RunError: the folder cannot be written.
     """
     average = engine.read_average() if config.evaluation.average else {}
-    exported = Exported(format_of(config), engine.updates, bool(average), config.export_dtype)
+    exported = Exported(format_of(config), engine.updates, bool(average), config.export.dtype)
     out = config.out / EXPORTS / f"{exported.update:06d}-{exported.format}"
     _write(exported, config, model, engine.module, out, run=config.out, world=engine.world, weights=average)
     return out
@@ -162,17 +163,17 @@ def _write(
 
 def check_exports(config: TrainConfig, model: DiffusionModel) -> None:
     """Raise UsageError if the exports that a run is asked for during training cannot be made."""
-    if config.export_every:
+    if config.export.every:
         try:
             check_format(format_of(config), model, adapted=config.train == "lora")
         except UsageError as error:
-            raise UsageError("export_as", config.export_as, hint=f"{error}") from error
+            raise UsageError("export.format", config.export.format, hint=f"{error}") from error
 
 
 def format_of(config: TrainConfig) -> Format:
     """Return the format of the exports during training."""
-    if config.export_as != "auto":
-        return config.export_as
+    if config.export.format != "auto":
+        return config.export.format
     return "lora" if config.train == "lora" else "merged"
 
 
@@ -181,7 +182,7 @@ def write_cards(engine: Engine, config: TrainConfig, model: DiffusionModel) -> N
     average = bool(engine.average) and config.evaluation.average
     kinds: dict[str, Format] = {"weights": "merged", **({"lora": "lora"} if config.train == "lora" else {})}
     for folder, kind in kinds.items():
-        exported = Exported(kind, engine.updates, average, config.export_dtype)
+        exported = Exported(kind, engine.updates, average, config.export.dtype)
         write_card(_card(config, model, engine.module, exported), config.out / folder, run=config.out)
 
 
@@ -195,7 +196,7 @@ def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
         found = checkpoint.newest_first(config.checkpoint_folders, recover=False)
         if not found:
             raise UsageError(
-                f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint_every} updates"
+                f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint.every} updates"
             )
         return found[0], folder
     if not folder.exists():
@@ -223,9 +224,9 @@ def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) 
 
 def _job(config: TrainConfig) -> jobs.Job:
     """Return the job of a run, without its prompts and rewards."""
-    sampling = config.method.sampling
+    sampling, pipeline = config.method.sampling, replace(config.pipeline, weights=None)
     return jobs.to_sample(
-        config.model, config.pipeline, steps=sampling.steps, guidance=sampling.guidance, weights=config.weights
+        config.model, pipeline, steps=sampling.steps, guidance=sampling.guidance, weights=config.pipeline.weights
     )
 
 
@@ -242,7 +243,7 @@ def _build_network(
     """Return the network with the tensors of a checkpoint; base weights are not read if only an adapter is needed."""
     folder = job.model.weights
     alone = alone and adapter is not None and folder is not None
-    if not alone and config.init == "sharded" and folder is not None:
+    if not alone and config.engine.init == "sharded" and folder is not None:
         known = str(manifest["fingerprint"]["base_weights"]).partition(" ")[0]
         if join_digests(digest_weights(folder)) != known:
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")

@@ -259,7 +259,7 @@ def to_train(
         check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
-            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data.images` to a folder of images with "
             "captions"
         )
 
@@ -347,21 +347,21 @@ def of_run(config: TrainConfig) -> Job:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
     config = from_run(config)
-    asked, source = config.pipeline, config.method.source
+    asked, source = replace(config.pipeline, weights=None), config.method.source
     preferences = source.folder if isinstance(source, Preferences) else None
-    if config.model not in MODELS and (config.data or preferences is not None) and asked.text_cache is None:
+    if config.model not in MODELS and (config.data.images or preferences is not None) and asked.text_cache is None:
         asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
-    if (config.prompts or config.data) and config.method.is_scored and config.method.needs.rewards is not None:
+    if (config.prompts or config.data.images) and config.method.is_scored and config.method.needs.rewards is not None:
         check_has_reward(config.model, config.rewards)
     job = to_train(
         config.model,
         asked,
         steps=config.method.sampling.steps,
         guidance=config.method.sampling.guidance,
-        weights=config.weights,
+        weights=config.pipeline.weights,
         compute=config.engine.compute_dtype(default_device()),
         prompts=config.prompts,
-        data=config.data,
+        data=config.data.images,
         preferences=preferences,
     )
     check_second_scale(job.model, guided=config.is_guided)

@@ -133,11 +133,11 @@ class Loop:
             return
         if self.config.rollout.is_served and correction is not None:
             progress.max_log_ratio = max(progress.max_log_ratio, float(correction.gap_max))
-        largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
+        largest, bound, known = info.max_abs["log_ratio"], self.config.rollout.max_log_ratio, self.progress.max_log_ratio
         self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
         if not largest <= bound and not info.skipped:  # NaN too
             raise RunError(
-                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above `max_log_ratio` "
-                f"{bound:g}: rollout and update do not compute the same policy; where that is meant, set `correction.mode` "
-                "to truncate"
+                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
+                f"`rollout.max_log_ratio` {bound:g}: rollout and update do not compute the same policy; "
+                "where that is meant, set `correction.mode` to truncate"
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines import plugins
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods import (
     AlignProp,
@@ -32,7 +32,7 @@ from fluvial.engines.methods import (
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.run.jobs.settings import DataConfig, MachineConfig, PipelineConfig
 from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
@@ -44,7 +44,7 @@ from fluvial.models.lora import LowRank
 
 HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
-ONE_UPDATE = {"updates": 50, "eval_every": 10}
+ONE_UPDATE = {"updates": 50, "evaluation.every": 10}
 TWO = PassesConfig(minibatches=2)
 # For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
 NOISIEST = SamplingConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
@@ -65,22 +65,23 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
     if model in MODELS:
         return of_built_in(model, **tuned)
     config: TrainConfig = plugins.load("published", "extensions")(run)
+    evaluation, fixed = config.evaluation, explain_fixed_micro_batch(config.method) is not None
     return replace(
         config,
         out=OUT,
         model=model,
         seed=0,
-        data_seed=None,
         updates=100 * config.updates_per_rollout,
         prompts=(),
         rewards=(),
         lora=replace(config.lora, targets=None),
         optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),
-        prompt_order="epochs",
-        engine=EngineConfig(),
+        data=DataConfig(),
+        engine=MachineConfig(micro_batch=config.engine.micro_batch if fixed else "auto"),
         pipeline=PipelineConfig(),
-        evaluation=EvaluationConfig(),
-        micro_batch="auto" if explain_fixed_micro_batch(config.method) is None else config.micro_batch,
+        evaluation=EvaluationConfig(
+            every=evaluation.every, samples=evaluation.samples, final_samples=evaluation.final_samples
+        ),
     )
 
 
@@ -94,9 +95,17 @@ def of_model(model: str, method: Method, *, tuned: dict[str, Any] | None = None,
     """
     if model in MODELS:
         return of_built_in(model, **{"method": method, **settings, **(tuned or {})})
-    optimizer, lora = OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), LoraConfig(rank=32, alpha=64.0)
-    shared: dict[str, Any] = {"train": "lora", "lora": lora, "micro_batch": "auto", "eval_samples": 32, "final_samples": 64}
-    return TrainConfig(OUT, method, model=model, optimizer=optimizer, **shared, **settings)
+    config = TrainConfig(
+        OUT,
+        method,
+        model=model,
+        train="lora",
+        optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9),
+        lora=LoraConfig(rank=32, alpha=64.0),
+        engine=MachineConfig(micro_batch="auto"),
+        evaluation=EvaluationConfig(samples=32, final_samples=64),
+    )
+    return with_values(config, settings)
 
 
 def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
@@ -109,13 +118,20 @@ def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
     return recipe
 
 
-def of_built_in(model: str, **settings: Any) -> TrainConfig:
-    """Return a run of a built-in model."""
-    optimizer = OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9)
-    run = {"train": "lora", "prompt_order": "draws", "updates": 100}
-    passes: dict[str, Any] = {"micro_batch": 128, "update_micro_batch": "rollout"}  # fixed, so that results are reproduced
-    evaluation = {"eval_every": 20, "eval_samples": 200, "final_samples": 1000}
-    return TrainConfig(OUT, **{"model": model, "optimizer": optimizer, **run, **passes, **evaluation, **settings})
+def of_built_in(model: str, *, method: Method, **settings: Any) -> TrainConfig:
+    """Return a run of a built-in model, with settings by their dotted names."""
+    config = TrainConfig(
+        OUT,
+        method,
+        model=model,
+        updates=100,
+        train="lora",
+        data=DataConfig(order="draws"),
+        optimizer=OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
+        engine=MachineConfig(micro_batch=128, update_micro_batch="rollout"),  # fixed, so that results are reproduced
+        evaluation=EvaluationConfig(every=20, samples=200, final_samples=1000),
+    )
+    return with_values(config, settings)
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -201,16 +217,16 @@ def ddpo(model: str = UNET) -> TrainConfig:
         **{
             **ONE_UPDATE,
             "updates": 24,
-            "micro_batch": 64,
-            "final_samples": 500,
-            "lora": LoraConfig(form=LowRank(product="merged")),
+            "engine.micro_batch": 64,
+            "evaluation.micro_batch": 128,  # a tenth faster per sample than passes of 64
+            "evaluation.final_samples": 500,
+            "lora.form": LowRank(product="merged"),
         },
         method=Grpo(
             sampling=SamplingConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
             advantage=BATCH,
         ),
         optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", ema_decay=0.9),
-        evaluation=EvaluationConfig(micro_batch=128),  # a tenth faster per sample than passes of 64
     )
     return config if model in MODELS else with_values(config, {"sampling.prompts": 16, "sampling.group": 16})
 
@@ -386,7 +402,7 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
 
 def handwriting(model: str = HANDWRITING) -> TrainConfig:
     """Flow-GRPO (arXiv 2505.05470) on the small SD3 transformer: 80 rollouts of 128 samples, one update each."""
-    return with_values(replace(grpo(model), updates=80, eval_every=20), {"passes.minibatches": 1})
+    return with_values(grpo(model), {"updates": 80, "evaluation.every": 20, "passes.minibatches": 1})
 
 
 def words(model: str = WORDS) -> TrainConfig:
@@ -398,9 +414,8 @@ def words(model: str = WORDS) -> TrainConfig:
     config = handwriting(model)
     if model != WORDS:
         return config
-    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
-    evaluation, lora = EvaluationConfig(seeds=1), LoraConfig(form=LowRank(product="merged"))
-    return replace(config, rewards=("legibility",), optimizer=optimizer, eval_samples=100, evaluation=evaluation, lora=lora)
+    tuned = {"rewards": ("legibility",), "optimizer.lr": 2e-3, "lora.form": LowRank(product="merged")}
+    return with_values(config, {**tuned, "evaluation.seeds": 1, "evaluation.samples": 100})
 
 
 def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
@@ -447,8 +462,8 @@ def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
     published = config.method.sampling
     groups = min(published.prompts, max(GROUPS * int(found[1]), config.method.passes.minibatches))
     changes = [f"sampling.prompts {groups} in place of {published.prompts}"] if groups != published.prompts else []
-    changes += [] if config.micro_batch == "auto" else [f"micro_batch auto in place of {config.micro_batch}"]
+    changes += [] if (size := config.engine.micro_batch) == "auto" else [f"engine.micro_batch auto in place of {size}"]
     said = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {groups * published.group} samples"
     if groups != published.prompts:
         said += f", published {published.batch}; every other setting stays"
-    return replace(with_values(config, {"sampling.prompts": groups}), micro_batch="auto"), said
+    return with_values(config, {"sampling.prompts": groups, "engine.micro_batch": "auto"}), said

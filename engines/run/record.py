@@ -44,8 +44,7 @@ def read_record(record: dict[str, Any]) -> TrainConfig:
     if not isinstance(record, dict):
         raise UsageError(f"run is {type_of(record)}, expected an object of fields")
     try:
-        old = isinstance(record.get("objective"), dict) and "name" in record["objective"] and "method" not in record
-        return CONVERTER.structure(migrate(record) if old else record, TrainConfig)
+        return CONVERTER.structure(migrate(record), TrainConfig)
     except cattrs.BaseValidationError as error:
         found = cattrs.transform_error(error, path="run", format_exception=_line)
         raise UsageError("; ".join(found)) from error
@@ -149,10 +148,10 @@ def _of_source(text: str, move: Move) -> str | None:
 # How the paths stand in texts, by field; fields of the type Path are paths anyway.
 TEXTS: dict[str, Callable[[str, Move], str | None]] = {
     "model": lambda text, move: None if text in MODELS else move(text),
-    "checkpoints": lambda text, move: move(text),
-    "resume_from": lambda text, move: move(text),
+    "checkpoint.folder": lambda text, move: move(text),
+    "checkpoint.resume_from": lambda text, move: move(text),
     "rollout.source": _of_source,
-    **dict.fromkeys(("prompts", "data", "pipeline.heldout", "evaluation.prompts"), _of_word),
+    **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _of_word),
     **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
 }
 

@@ -1,4 +1,4 @@
-"""Settings under the names that runs before 0.1.0 recorded: `read_record` and the published runs read them by this table."""
+"""Settings under the names that older runs recorded: records, checkpoints and published runs are read by this table."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +18,25 @@ NAMES = {
     "asynchronous": "rollout",
     "objective": "method",
 }
+# Names that are groups of settings now, or that only stand alone.
+SINGLE = {
+    "data": "data.images",
+    "prompt_order": "data.order",
+    **{f"data_{name}": f"data.{name}" for name in ("seed", "cache", "errors")},
+    **{name: f"engine.{name}" for name in ("micro_batch", "update_micro_batch", "init", "implementation")},
+    "collective_timeout": "engine.timeout",
+    "eval_every": "evaluation.every",
+    "eval_samples": "evaluation.samples",
+    **{name: f"evaluation.{name}" for name in ("final_samples", "stop_when_gamed")},
+    "checkpoint_every": "checkpoint.every",
+    "checkpoint_async": "checkpoint.background",
+    "checkpoints": "checkpoint.folder",
+    "keep_checkpoints": "checkpoint.keep",
+    "resume_from": "checkpoint.resume_from",
+    **{f"export_{old}": f"export.{new}" for old, new in {"every": "every", "dtype": "dtype", "as": "format"}.items()},
+    **{name: f"rollout.{name}" for name in ("max_log_ratio", "max_invalid")},
+    "weights": "pipeline.weights",
+}
 # The same of single methods.
 OF_METHOD = {
     **{name: {"kl.guidance": "method.ref_guidance"} for name in ("dpo", "d3po")},
@@ -31,6 +50,8 @@ OF_METHOD = {
 
 def rename(name: str, method: str = "") -> str:
     """Return the present name of a setting by its dotted old one, with the method's name where that matters."""
+    if name in SINGLE:
+        return SINGLE[name]
     table = {**NAMES, **OF_METHOD.get(method, {})}
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
@@ -39,23 +60,29 @@ def rename(name: str, method: str = "") -> str:
     return name
 
 
-def migrate(record: Mapping[str, Any]) -> dict[str, Any]:
+def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a record of a run with old names, nested or by dotted names, under the present names, nested.
 
-    Settings that the method does not have are left out: they could not be set.
+    A record without old names is returned as it is. Settings with an old name that the method does not have are left out:
+    they could not be set.
     """
     found, settings = dict[str, Any](), dict(_flatten(record))
-    name = OBJECTIVES.get(settings["objective.name"], settings["objective.name"])
-    kind = method_type(name)
+    if all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
+        return record
+    stated = settings.get("objective.name", settings.get("method.name", settings.get("method")))
+    method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
     for old, value in settings.items():
-        new = rename(old, name).split(".")
-        if new[0] == "method" and new[1:] != ["name"] and not has_field(kind, new[1:]):
+        new = old if isinstance(value, Mapping) else rename(old, method)
+        parts = ["method", "name"] if new == "method" else new.split(".")
+        moved = new != old and parts[0] == "method" and parts != ["method", "name"]
+        if moved and not has_field(method_type(method), parts[1:]):
             continue
         table = found
-        for part in new[:-1]:
+        for part in parts[:-1]:
             table = table.setdefault(part, {})
-        table[new[-1]] = value
-    found["method"]["name"] = name
+        table[parts[-1]] = value
+    if method:
+        found["method"]["name"] = method
     return found
 
 

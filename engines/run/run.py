@@ -57,7 +57,7 @@ class Run:
         rewards: rewards with their weights, by name.
         runners: threads of these rewards.
         memory: what is remembered between batches.
-        pairs: numbers of (sample, step) pairs per pass that were chosen, if `update_micro_batch` is auto.
+        pairs: numbers of (sample, step) pairs per pass that were chosen, if `engine.update_micro_batch` is auto.
         stop: whether this rank was asked to stop.
         check_loss: function of a loss that returns it with its results checked, for a method of the user's.
 
@@ -87,7 +87,7 @@ class Run:
         self._on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
         self._routed = any(isinstance(part, Routed) for part in self.engine.sharded.parts)
         try:
-            resolve("train", config.implementation, [torch.empty(0, device=self.world.device)])
+            resolve("train", config.engine.implementation, [torch.empty(0, device=self.world.device)])
         except ValueError as error:
             raise UsageError(str(error).removeprefix("train: ")) from error
 
@@ -156,7 +156,7 @@ class Run:
         sampling = config.method.sampling
         own = batch.scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
         rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=sampling.group, max_invalid=config.max_invalid, world=self.world
+            own, stop=self.stop(), group=sampling.group, max_invalid=config.rollout.max_invalid, world=self.world
         )
         self.engine.onload()
         self.networks.onload()
@@ -259,7 +259,7 @@ class Run:
             function: `(v, rows) -> tensors`, `[p, ...]` each.
         """
         found = []
-        with self.engine.inference() as module, prefer(self.config.implementation):
+        with self.engine.inference() as module, prefer(self.config.engine.implementation):
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self._before if name not in rows.predictions}
@@ -349,7 +349,7 @@ class Run:
         else:
             v = self._predict(module, rows, items.cond)
         before = {name: v.detach() for name in self._before if name not in rows.predictions}
-        with prefer(self.config.implementation):
+        with prefer(self.config.engine.implementation):
             return loss(v, _with(rows, before))
 
     def _predict(self, module: nn.Module, rows: Rows, cond: Cond) -> Tensor:

@@ -88,8 +88,8 @@ class Sampler:
         self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
         if given:
             self._known = given.prompts if isinstance(given, EncodedPreferences) else [pair.prompt for pair in given]
-        seed = config.seed if config.data_seed is None else config.data_seed
-        by_epoch = config.prompt_order == "epochs"
+        seed = config.seed if config.data.seed is None else config.data.seed
+        by_epoch = config.data.order == "epochs"
         self._order = BatchOrder(self._known, order_key(seed), job.source_weights) if by_epoch else None
 
     def prompts(self, root: Key, updates: int) -> list[Prompt]:
@@ -306,8 +306,8 @@ class Sampler:
         config = self.config
         if self._order is not None:
             return self._order.batch(updates // config.updates_per_rollout, count)
-        drawn = root if config.data_seed is None else fold_in(key(config.data_seed), updates)
-        batch = draw_batch if config.prompt_order == "draws" else distinct_batch
+        drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
+        batch = draw_batch if config.data.order == "draws" else distinct_batch
         return batch(self._known, fold_in(drawn, Stream.PROMPTS), count)
 
     def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
@@ -325,7 +325,7 @@ class Sampler:
                 form="density" if record is None else record.form,
                 reduction="mean" if record is None else record.reduction,
                 keep_velocity=record is not None and record.velocity,
-                implementation=config.implementation,
+                implementation=config.engine.implementation,
             )
         return Sampling(
             shape,

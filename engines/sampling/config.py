@@ -156,6 +156,10 @@ class RolloutConfig:
         servers: How these servers are asked.
         store: Folder that every rollout is written to, for replayed:FOLDER: images, recorded steps, log-probabilities, and
             the version of the weights; None writes none.
+        max_log_ratio: Largest |log ratio| of a first pass, in the unit of the log-probability; the run stops above it,
+            because rollout and update then compute different policies.
+        max_invalid: Largest share of the groups of a rollout that may be left out, because a reward raised or gave NaN for
+            one of their samples, and of the samples of an evaluation; the run stops above it.
     """
 
     ahead: int = 0
@@ -165,9 +169,11 @@ class RolloutConfig:
     source: str = ""
     servers: ServersConfig = ServersConfig()
     store: Path | None = None
+    max_log_ratio: float = 1e-3
+    max_invalid: float = 0.25
 
     def __post_init__(self) -> None:
-        check_fields(self, ahead=(0, 64), step_cache=(0, 1))
+        check_fields(self, ahead=(0, 64), step_cache=(0, 1), max_log_ratio=(0, 1e30), max_invalid=(0, 0.999))
         served = self.is_served or not self.scheme.startswith("http")
         if self.source and not (served and self.scheme in plugins.names("sources") and self.source != f"{self.scheme}:"):
             expected = f"addresses of servers with commas between them (http://HOST:PORT), {REPLAYED}FOLDER, or nothing"

@@ -53,9 +53,9 @@ def dry_run(
     with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
         folder, notes = Path(name), list[str]()
         changed, more = shorten(_complete(config, folder, notes, job), folder, ranks=ranks)
-        if config.micro_batch == "auto":
+        if config.engine.micro_batch == "auto":
             notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
-        if config.update_micro_batch == "auto":
+        if config.engine.update_micro_batch == "auto":
             notes.append("trials for update_micro_batch auto: as many pairs per pass as samples here")
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
@@ -74,7 +74,7 @@ def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | No
     if config.rollout.is_served:
         notes.append("servers that make the rollouts: this rank makes them itself here")
         config = replace(config, rollout=replace(config.rollout, source=""))
-    needs = config.model not in MODELS and not config.prompts and not config.data
+    needs = config.model not in MODELS and not config.prompts and not config.data.images
     if needs and not isinstance(config.method.source, Preferences):
         file = folder / "prompts.txt"
         file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")

@@ -113,9 +113,9 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
         folder: where it may write.
         ranks: number of ranks.
     """
-    size = 1 if config.micro_batch == "auto" else config.samples_per_pass
-    pairs = "rollout" if config.update_micro_batch == "auto" else config.update_micro_batch
-    config = replace(config, micro_batch=size, update_micro_batch=pairs)
+    size = 1 if config.engine.micro_batch == "auto" else config.samples_per_pass
+    pairs = "rollout" if config.engine.update_micro_batch == "auto" else config.engine.update_micro_batch
+    config = with_values(config, {"engine.micro_batch": size, "engine.update_micro_batch": pairs})
     sampling, data = config.method.sampling, ranks // config.engine.context_parallel
     # Every update has two micro-batches at least, as far as the run's own do.
     samples = max(CHUNKS * size, 2 * config.pass_sizes(sampling.batch)[0] * config.method.passes.minibatches)
@@ -123,12 +123,10 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
     updates = config.updates_per_rollout * (2 if config.rollout.ahead else 1)
     # What is encoded here has no values, so it must not come into the run's own caches.
     cache = None if config.pipeline.text_cache is None else folder / "texts"
-    changed = replace(
-        config, out=folder, data_cache=None, micro_batch=size, updates=updates, tracker="none", resume=False,
-        pipeline=replace(config.pipeline, text_cache=cache), resume_from=None,
-        eval_samples=size * data, checkpoint_async=False, engine=replace(config.engine, compile=False), max_invalid=0.999,
-    )  # fmt: skip
-    changed = with_values(changed, {"sampling.prompts": prompts})
+    here = {"out": folder, "data.cache": None, "pipeline.text_cache": cache, "checkpoint.background": False}
+    alone = {"tracker": "none", "resume": False, "checkpoint.resume_from": None, "engine.compile": False}
+    fewer = {"updates": updates, "sampling.prompts": prompts, "evaluation.samples": size * data}
+    changed = with_values(config, {**here, **alone, **fewer, "rollout.max_invalid": 0.999})
     return changed, _slots(sampling.batch, size, data) / _slots(changed.method.sampling.batch, size, data)
 
 

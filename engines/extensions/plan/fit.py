@@ -1,13 +1,14 @@
 """Settings that fit into a GPU's memory: which are turned, what each saves, and `engine.fit`, which turns them for a run."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from rich.console import Console, Group
 from rich.table import Table
 
+from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.plan import (
     ENGINE_KNOBS,
@@ -98,7 +99,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
     asked = plan_of(config, name, ranks, device)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
-    micro_batch = config.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
+    micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
     pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps)])
     if name not in MODELS:
         if pipeline.text_cache is None:
@@ -108,11 +109,10 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
         )
-    changes: dict[str, Any] = {"micro_batch": micro_batch, "pipeline": pipeline}
+    engine = {**asdict(found.engine), "compute": config.engine.compute, "micro_batch": micro_batch}
     if found.micro_batch != asked.micro_batch:
-        changes["update_micro_batch"] = "rollout"
-    engine = replace(found.engine, compute=config.engine.compute)
-    return replace(config, engine=engine, **changes), Group(*said)
+        engine["update_micro_batch"] = "rollout"
+    return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 
 
 def _text_base(config: TrainConfig, name: str, found: Plan, *, half: bool) -> Any:
@@ -156,7 +156,8 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         )
     size = config.pipeline.size
     side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE
-    numbers = [size for size in (config.micro_batch, config.update_micro_batch) if isinstance(size, int)]
+    numbers = [size for size in (config.engine.micro_batch, config.engine.update_micro_batch) if isinstance(size, int)]
+    sharding = {each.name: getattr(config.engine, each.name) for each in fields(EngineConfig)}
     return PlanConfig(
         gpus=ranks,
         train=config.train,
@@ -170,5 +171,5 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         fit=config.engine.fit,
         lora=replace(config.lora, weights=None),
         optimizer=config.optimizer,
-        engine=replace(config.engine, fit=None, compute="bfloat16" if _is_half(config, device) else "float32"),
+        engine=EngineConfig(**{**sharding, "fit": None, "compute": "bfloat16" if _is_half(config, device) else "float32"}),
     )

@@ -38,9 +38,9 @@ def choose_accumulation(config: TrainConfig, *, published: int, gpus: int) -> st
     per_update = config.method.sampling.batch // config.method.passes.minibatches
     each = f"{per_update / gpus:g} per GPU"
     said = f"published on {published} GPUs, here {gpus}: an update keeps its {per_update} samples, {each}"
-    if isinstance(config.micro_batch, int):
-        passes = math.ceil(per_update / gpus / config.micro_batch)
-        said += f", whose gradients are accumulated over {passes} micro-batches of up to {config.micro_batch}"
+    if isinstance(config.engine.micro_batch, int):
+        passes = math.ceil(per_update / gpus / config.engine.micro_batch)
+        said += f", whose gradients are accumulated over {passes} micro-batches of up to {config.engine.micro_batch}"
     return said
 
 

@@ -117,7 +117,7 @@ class Replayed(RolloutSource):
             if [row.chunk.windows[row.row] for row in found] != _windows(requests, sampling, part):
                 raise RunError(
                     f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
-                    "window of the run that stored them, and its `micro_batch` where the window is drawn per call"
+                    "window of the run that stored them, and its `engine.micro_batch` where the window is drawn per call"
                 )
             tensors = {name: _stack(name, found, opened) for name in FIELDS}
             _check_shapes(self.folder, tensors, sampling, len(found))

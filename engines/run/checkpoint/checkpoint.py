@@ -320,10 +320,10 @@ def check_writable(folder: Path | str, *, world: World) -> None:
                 store.probe(str(world.rank))
             except OSError as error:
                 reason = str(error) if error.errno is None else error.strerror
-                raise UsageError("checkpoints", str(folder), hint=f"it cannot be written ({reason})") from error
+                raise UsageError("checkpoint.folder", str(folder), hint=f"it cannot be written ({reason})") from error
         with world.agreed():
             if len(store.sizes(PROBE.folder)) < world.size:
-                raise UsageError("checkpoints", str(folder), "a disk or a service that all ranks write to")
+                raise UsageError("checkpoint.folder", str(folder), "a disk or a service that all ranks write to")
         world.gather_items(None)  # until every rank has looked
     finally:
         if world.is_main:
@@ -364,7 +364,7 @@ def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True
         return _manifest(store, name)
     others = (other for other in reversed(store.names(recover=resumes)) if other != name)
     whole = next((store.spell(other) for other in others if _problem(store, other) is None), None)
-    advice = f"set resume_from to {whole}" if resumes else "name that one"
+    advice = f"set checkpoint.resume_from to {whole}" if resumes else "name that one"
     offer = f"the newest whole one is {whole}: {advice}" if whole else "there is no other whole one"
     raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
 

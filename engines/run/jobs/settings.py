@@ -1,4 +1,4 @@
-"""What a pipeline of diffusers is asked for."""
+"""Settings of a run beside its method: data, pipeline, engine, checkpoints and exports."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,12 +6,115 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.data.sizes import Size, parse_size
+from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.errors import UsageError
+from fluvial.kernels import Implementation
+
+COUNT = (1, 2**31)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Order of the prompts, and images with captions to learn from without a rollout.
+
+    Args:
+        images: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without
+            a weight: folders of images, or files of records with a column image.
+        order: Order of the prompts: epochs (each prompt once per epoch, shuffled), draws (at random, with replacement) or
+            distinct (at random for each rollout, without a repeat in it, as Flow-GRPO's sampler).
+        seed: Seed of the order of the prompts; None is `seed`.
+        cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and images
+            may share one.
+        errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
+    """
+
+    images: tuple[str, ...] = ()
+    order: Literal["epochs", "draws", "distinct"] = "epochs"
+    seed: int | None = None
+    cache: Path | None = None
+    errors: Literal["refuse", "skip"] = "refuse"
+
+    def __post_init__(self) -> None:
+        check_fields(self, seed=(0, 2**63 - 1))
+
+
+@dataclass(frozen=True)
+class MachineConfig(EngineConfig):
+    """Sharding, precision, checkpointing and offload, and how many samples are computed at once.
+
+    Args:
+        micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
+            only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
+            sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
+        update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update. auto tries multiples
+            of `micro_batch` before training, as far as the memory goes, and takes the fastest of those that give each row
+            the bits of the rollout's, so that first ratios are exactly 1. Pairs that do not fill such a pass go in smaller
+            ones that were proven too. A checkpoint holds the number; a resumption on another processor, or with another
+            number of ranks or threads, finds its own. rollout takes `micro_batch`, as auto does where blocks are compiled. A
+            number of your own changes results by rounding, first ratios too.
+        init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
+            whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
+        implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
+            triton, compiled or reference.
+        timeout: Seconds that processes wait for each other in a collective before they give up on one that died or hangs.
+    """
+
+    micro_batch: int | Literal["auto"] = 64
+    update_micro_batch: int | Literal["auto", "rollout"] = "auto"
+    init: Literal["sharded", "whole"] = "sharded"
+    implementation: Implementation = "auto"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "engine", micro_batch=COUNT, update_micro_batch=COUNT, timeout=(1, 1e6))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written, where to, and which one a run continues from.
+
+    Args:
+        every: Number of updates between checkpoints.
+        background: Write checkpoints in the background, from a copy on the host.
+        folder: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`, which also
+            takes those that cannot be saved there.
+        keep: Number of checkpoints that are kept.
+        resume_from: Continue from this checkpoint, a folder or a URL.
+    """
+
+    every: int = 20
+    background: bool = False
+    folder: str | None = None
+    keep: int = 2
+    resume_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, every=COUNT, keep=COUNT)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which weights are exported, and when.
+
+    Args:
+        every: Number of updates between exports to `exports` in `out`; 0 exports at the end alone.
+        dtype: Dtype of the weights that are exported.
+        format: Format of the exports during training: lora, merged, full or comfyui (see `fluvial export`); auto is lora
+            where an adapter is trained, else merged.
+    """
+
+    every: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    format: Literal["auto", "lora", "merged", "full", "comfyui"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields(self, every=(0, 2**31))
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Settings of a pipeline of diffusers, from a folder or the Hub.
+    """Base weights, and settings of a pipeline of diffusers, from a folder or the Hub.
 
     Args:
         height: Height of the images, in pixels.
@@ -39,6 +142,8 @@ class PipelineConfig:
             Tiles overlap by a quarter and are blended, so images differ slightly.
         vae_offload: Keep the VAE on the host, and move it to the device only while it works.
         trust_remote_code: Run code that comes with the model's folder.
+        weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
+            export write them; by default those of the model.
     """
 
     height: int = 512
@@ -58,6 +163,7 @@ class PipelineConfig:
     vae_tile: int | None = None
     vae_offload: bool = False
     trust_remote_code: bool = False
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         size = (1, 2**20)

@@ -344,7 +344,7 @@ def recover(engine: Engine) -> None:
     reset = getattr(engine.sharded.copies or engine.module, "reset_iter_state", None)
     if reset is None:
         raise RunError(
-            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set `micro_batch` "
+            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set `engine.micro_batch` "
             "to a number and `engine.compile` to False, or use a newer torch"
         )
     reset()

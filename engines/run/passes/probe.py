@@ -211,7 +211,7 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
     if config.makes_samples and fewer < repeats:
         yield (
             f"{repeats} of the {computed[size]} samples that {ranks} ranks compute per rollout are repeats, because "
-            f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
+            f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
         )
 
 
@@ -225,7 +225,7 @@ def compile_blocks(
     """
     passes = list(RunPasses(config, job, engine, schedule).variants())
     found = warm_up(engine, passes, config.samples_per_pass, progress=progress)
-    pairs = config.update_micro_batch
+    pairs = config.engine.update_micro_batch
     if isinstance(pairs, str) or pairs == config.samples_per_pass or found.failure is not None:
         return found
     more = warm_up(engine, [Passes(each.update) for each in passes], pairs, progress=progress)
