@@ -34,10 +34,10 @@ RUN = {
     "--passes.minibatches": "1",
     "--micro-batch": "2",
     "--update-micro-batch": "rollout",
-    "--eval-every": "0",
-    "--eval-samples": "2",
+    "--evaluation.every": "0",
+    "--evaluation.samples": "2",
     "--final-samples": "2",
-    "--checkpoint-every": "1",
+    "--checkpoint.every": "1",
 }
 ROLLOUT = {"--sampling.prompts": "2", "--sampling.group": "2"}
 SIZE = {"--pipeline.height": "16", "--pipeline.width": "16"}

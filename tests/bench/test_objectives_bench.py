@@ -12,7 +12,7 @@ from fluvial.bench.objectives import report, worker
 from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import recipes
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -114,15 +114,15 @@ def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rollout = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=3))
     tiny: dict[str, Any] = {
         "sampling": rollout,
-        "micro_batch": 4,
-        "eval_samples": 2,
-        "final_samples": 4,
+        "engine.micro_batch": 4,
+        "evaluation.samples": 2,
+        "evaluation.final_samples": 4,
         "passes.minibatches": 1,
     }
     usual = recipes.RECIPES["grpo"]
 
     def small() -> TrainConfig:
-        return replace(usual(), **tiny)
+        return with_values(usual(), tiny)
 
     monkeypatch.setitem(recipes.RECIPES, "grpo", small)
     monkeypatch.setattr("fluvial.bench.objectives.cases.EVALUATED", 4)

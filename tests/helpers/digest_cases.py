@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import key
-from fluvial.engines import EngineConfig, Job, OptimizerConfig, TrainConfig
+from fluvial.engines import Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.methods import table as o
@@ -137,8 +137,8 @@ def run(method: Method, sampling: ReadingConfig, /, **changes: Any) -> TrainConf
         "sampling": sampling,
         "seed": 3,
         "updates": rollouts * changes.get("passes.epochs", 1) * changes.get("passes.minibatches", 1),
-        "micro_batch": 4,
-        "update_micro_batch": "rollout",
+        "engine.micro_batch": 4,
+        "engine.update_micro_batch": "rollout",
         "train": "lora",
         "optimizer": OptimizerConfig(lr=1e-3, ema_decay=0.9),
         "rewards": ("bold", "neat=0.5"),
@@ -167,7 +167,7 @@ def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **as
         "sampling.steps": 3,
         "sampling.prompts": 2,
         "sampling.group": 2,
-        "micro_batch": 2,
+        "engine.micro_batch": 2,
         "rewards": rewards,
         "prompts": prompts,
     }
@@ -192,7 +192,9 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "grpo-guided": grpo(replace(SDE, guidance=Guidance(3.0)), **{"kl.coef": 0.1, "kl.guidance": 1.5}),
         "grpo-guided-half": grpo(replace(SDE, guidance=Guidance(3.0, gradient="conditional"))),
         "grpo-correct": grpo(correction=TRUNCATED),
-        "grpo-reject": grpo(**half, correction=CorrectionConfig("reject", threshold=1.001), max_log_ratio=1e3),
+        "grpo-reject": grpo(
+            **half, correction=CorrectionConfig("reject", threshold=1.001), **{"rollout.max_log_ratio": 1e3}
+        ),
         "grpo-trained": grpo(replace(SDE, window=AllSteps(high=3), shared_noise=True), trained=RandomRecorded(0.7)),
         "grpo-first": grpo(replace(SDE, window=AllSteps(high=3)), trained=FirstRecorded(0.7)),
         "grpo-history": grpo(advantage=AdvantageConfig(history=20, history_min=3)),
@@ -200,18 +202,22 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "grpo-gdpo": grpo(advantage=AdvantageConfig(combine="gdpo", scale="batch", ddof=0)),
         "grpo-floors": grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)),
         "grpo-extremes": grpo(advantage=AdvantageConfig(extremes=1)),
-        "grpo-autocast": grpo(**half, correction=CorrectionConfig("truncate", threshold=1.001), max_log_ratio=1e3),
-        "grpo-uneven": grpo(
-            replace(SDE, prompts=4), micro_batch=2, advantage=AdvantageConfig(extremes=1), **{"passes.epochs": 2}
+        "grpo-autocast": grpo(
+            **half, correction=CorrectionConfig("truncate", threshold=1.001), **{"rollout.max_log_ratio": 1e3}
         ),
-        "grpo-pairs": grpo(update_micro_batch=6),
-        "grpo-orders": grpo(data_seed=5, prompt_order="draws", seed=4),
+        "grpo-uneven": grpo(
+            replace(SDE, prompts=4), advantage=AdvantageConfig(extremes=1), **{"engine.micro_batch": 2, "passes.epochs": 2}
+        ),
+        "grpo-pairs": grpo(**{"engine.update_micro_batch": 6}),
+        "grpo-orders": grpo(seed=4, **{"data.seed": 5, "data.order": "draws"}),
         "guard": run(o.Guard(), SDE, **{"passes.minibatches": 2}),
         "dppo": run(o.Dppo(), SDE, **KL, **{"passes.minibatches": 2}),
-        "dppo-autocast": run(o.Dppo(), SDE, **half, correction=wide, max_log_ratio=1e3, **{"passes.minibatches": 2}),
+        "dppo-autocast": run(
+            o.Dppo(), SDE, **half, correction=wide, **{"rollout.max_log_ratio": 1e3, "passes.minibatches": 2}
+        ),
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
         "d3po": run(o.D3po(beta=100.0), SDE),
-        "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), micro_batch=2),
+        "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
         "distill-mse": run(o.Distill(teacher=BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
     }
@@ -239,7 +245,7 @@ def sampling_cases() -> dict[str, TrainConfig]:
     }
     return {
         **{name: grpo(sampling, **more.get(name, {})) for name, sampling in samples.items()},
-        "step-cache": grpo(**{"rollout.step_cache": 0.1}, engine=EngineConfig(compile=False)),
+        "step-cache": grpo(**{"rollout.step_cache": 0.1, "engine.compile": False}),
         **{f"levels-{name}": nft(noising=replace(NOISED, levels=each)) for name, each in levels.items()},
         "solver-dpmpp": nft(replace(ODE, sampler=Ode("dpmpp_2m"))),
         "solver-unipc": nft(replace(ODE, sampler=Ode("unipc"))),
@@ -264,9 +270,8 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
             o.Crd(rollout_policy=Ramp(rise=0.0075)),
             replace(ODE, prompts=2),
             noising=NOISED,
-            micro_batch=8,
             **KL,
-            **{"passes.minibatches": 2},
+            **{"engine.micro_batch": 8, "passes.minibatches": 2},
         ),
         "dgpo": run(
             o.Dgpo(old_rise=0.1, old_samples_from=0), coupled, noising=replace(NOISED, draw="rollout"), **{"kl.coef": 0.02}
@@ -308,12 +313,15 @@ def machine_cases() -> dict[str, TrainConfig]:
         "optimizer-average": {"ema_decay": 0.9, "ema_interval": 2, "ema_repeats": 2, "ema_warmup": False},
     }
     return {
-        **{name: grpo(**KL, engine=EngineConfig(**asked), **FULL) for name, asked in engines.items()},
+        **{
+            name: grpo(**KL, **{f"engine.{field}": value for field, value in asked.items()}, **FULL)
+            for name, asked in engines.items()
+        },
         **{name: grpo(**KL, lora=LoraConfig(rank=4, form=form)) for name, form in forms.items()},
         **{name: grpo(train="full", optimizer=OptimizerConfig(lr=1e-3, **asked)) for name, asked in optimizers.items()},
-        **{f"base-{name}": grpo(**KL, engine=EngineConfig(base=name)) for name in ("bfloat16", "int8", "int4", "nf4")},
-        "lora-sharded": nft(engine=EngineConfig(replicas=1, comm="reshard")),
-        "lora-offload": nft(engine=EngineConfig(offload="phases"), **KL),
+        **{f"base-{name}": grpo(**KL, **{"engine.base": name}) for name in ("bfloat16", "int8", "int4", "nf4")},
+        "lora-sharded": nft(**{"engine.replicas": 1, "engine.comm": "reshard"}),
+        "lora-offload": nft(**KL, **{"engine.offload": "phases"}),
     }
 
 
@@ -349,11 +357,16 @@ ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "context-parallel"
 def cases(folder: Path) -> dict[str, Case]:
     """Return all runs; they read what `prepare` wrote to the folder."""
     ahead: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 1}
-    late: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 2, "correction": TRUNCATED, "max_log_ratio": 1e9}
+    late: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 2, "correction": TRUNCATED, "rollout.max_log_ratio": 1e9}
     there = ServersConfig(weights_folder=folder / "served", patience=20)
     later = {"rollout.servers": there, "rollout.source": "http://later"}
     evaluated = EvaluationConfig(average=True)
-    small: dict[str, Any] = {"eval_samples": 4, "final_samples": 4, "checkpoint_every": 2, "eval_every": 2}
+    small: dict[str, Any] = {
+        "evaluation.samples": 4,
+        "evaluation.final_samples": 4,
+        "checkpoint.every": 2,
+        "evaluation.every": 2,
+    }
     guided = replace(SDE, guidance=Guidance(3.0), window=RandomWindow(1, high=2))
     split = replace(SDE, guidance=Guidance(2.0))
     configs = {**clipped_cases(), **sampling_cases(), **noised_cases(folder), **machine_cases()}
@@ -391,19 +404,21 @@ def cases(folder: Path) -> dict[str, Case]:
         "replayed-nft": Case(nft(), way="replayed"),
         "loop-grpo": Case(grpo(evaluation=evaluated, **small), way="loop"),
         "context-parallel": Case(
-            grpo(split, **KL, rewards=(), micro_batch=2, engine=EngineConfig(context_parallel=2, comm="reshard")),
+            grpo(
+                split, **KL, rewards=(), **{"engine.micro_batch": 2, "engine.context_parallel": 2, "engine.comm": "reshard"}
+            ),
             tiny_token_job.job,
         ),
         "sd3-grpo": pipeline(folder, "sd3", grpo(guided, **KL)),
         "sd3-nft": pipeline(folder, "sd3", nft(replace(ODE, guidance=Guidance(3.0)), noising=NoisingConfig(each=2))),
         "sd3-full-bfloat16": pipeline(
-            folder, "sd3", grpo(guided, engine=EngineConfig(compute="bfloat16", masters="bfloat16"), **FULL), kind="half"
+            folder, "sd3", grpo(guided, **FULL, **{"engine.compute": "bfloat16", "engine.masters": "bfloat16"}), kind="half"
         ),
-        "sd3-nf4": pipeline(folder, "sd3", grpo(guided, engine=EngineConfig(base="nf4"))),
+        "sd3-nf4": pipeline(folder, "sd3", grpo(guided, **{"engine.base": "nf4"})),
         "sd3-sft-images": pipeline(
             folder,
             "sd3",
-            run(o.Sft(), READ, rewards=(), noising=NoisingConfig(each=2), data=(str(folder / "foxes"),)),
+            run(o.Sft(), READ, rewards=(), noising=NoisingConfig(each=2), **{"data.images": (str(folder / "foxes"),)}),
             kind="foxes",
         ),
         "sd3-sizes": pipeline(folder, "sd3", grpo(guided, rollouts=3), **sizes),

@@ -13,7 +13,9 @@ from torch import Tensor
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
@@ -23,18 +25,15 @@ from fluvial.engines.scoring.protocol import Reward
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of two updates of eight samples."""
     rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
-    passes: dict[str, Any] = {"micro_batch": 4, "update_micro_batch": "rollout"}
     run = TrainConfig(
         out=out,
         updates=2,
-        eval_every=0,
-        final_samples=8,
-        eval_samples=8,
-        checkpoint_every=2,
         method=Grpo(sampling=rollout),
-        **passes,
+        evaluation=EvaluationConfig(every=0, final_samples=8, samples=8),
+        checkpoint=CheckpointConfig(every=2),
+        engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
     )
-    return replace(run, **changes)
+    return with_values(run, changes)
 
 
 def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:

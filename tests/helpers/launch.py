@@ -27,7 +27,8 @@ WORKERS = HELPERS.parent / "workers"
 SMALL = [
     *("--sampling.prompts", "2", "--sampling.group", "4", "--sampling.steps", "4"),
     *("--sampling.window", "random", "--sampling.window.size", "2", "--sampling.window.high", "4"),
-    *("--micro-batch", "4", "--eval-every", "0", "--final-samples", "8", "--eval-samples", "8", "--checkpoint-every", "2"),
+    *("--micro-batch", "4", "--checkpoint.every", "2"),
+    *("--evaluation.every", "0", "--evaluation.samples", "8", "--final-samples", "8"),
     *("--optimizer.schedule", "constant"),  # a run whose last update can be moved
     *("--train", "full"),  # LoRA's import takes seconds; the tests that are about it ask for it
 ]

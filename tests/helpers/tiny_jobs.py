@@ -152,8 +152,8 @@ def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
 def config(out: Path, /, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of one rollout of two groups of two."""
     values: dict[str, Any] = {
-        "micro_batch": 2,
-        "update_micro_batch": "rollout",
+        "engine.micro_batch": 2,
+        "engine.update_micro_batch": "rollout",
         "updates": 1,
         "lora": LoraConfig(rank=4),
         "sampling": SamplingConfig(prompts=2, group=2, steps=STEPS, sampler=Stochastic(eta=0.5)),

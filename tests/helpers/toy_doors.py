@@ -13,6 +13,8 @@ from fluvial.core.transitions import Transition, dance_sde
 from fluvial.engines import OptimizerConfig, TrainConfig
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.config import SamplingConfig
@@ -72,18 +74,15 @@ def recipe(model: str = "handwriting") -> TrainConfig:
         model=model,
         rewards=("toy_doors:bold",),
         updates=2,
-        micro_batch=8,
-        update_micro_batch="rollout",
         optimizer=OptimizerConfig(lr=0.02),
-        eval_every=0,
-        eval_samples=8,
-        final_samples=8,
-        checkpoint_every=1,
         method=Pull(
             sampling=SamplingConfig(
                 prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
             )
         ),
+        engine=MachineConfig(micro_batch=8, update_micro_batch="rollout"),
+        evaluation=EvaluationConfig(every=0, samples=8, final_samples=8),
+        checkpoint=CheckpointConfig(every=1),
     )
 
 

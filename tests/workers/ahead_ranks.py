@@ -25,11 +25,10 @@ def config(out: Path, ahead: int) -> TrainConfig:
     return tiny.config(
         out,
         updates=UPDATES,
-        micro_batch=4,
         optimizer=OptimizerConfig(lr=0.02),
         correction=CorrectionConfig("truncate", threshold=2.0),
         sampling=SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)),
-        **{"rollout.ahead": ahead},
+        **{"engine.micro_batch": 4, "rollout.ahead": ahead},
     )
 
 

@@ -17,6 +17,8 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.engines.scoring import runner
@@ -60,10 +62,9 @@ def bad_reward(folder: str, kind: str) -> None:
         config = TrainConfig(
             out=Path(folder),
             updates=1,
-            micro_batch=4,
-            update_micro_batch="rollout",
-            final_samples=8,
             method=Grpo(sampling=rollout),
+            engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
+            evaluation=EvaluationConfig(final_samples=8),
         )
         train(config, replace(jobs.handwriting(), rewards={"it": reward}))
         return 0

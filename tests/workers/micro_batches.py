@@ -1,13 +1,13 @@
 """Two ranks that choose a micro-batch, for test_micro_batch.py."""
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tiny_jobs as tiny
 
 from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -28,12 +28,14 @@ def chosen(world: World, folder: str) -> tuple[Any, dict[str, str]]:
 
     micro_batch._seconds = timed
     rollout = SamplingConfig(prompts=4, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-    config = tiny.config(Path(folder), micro_batch="auto", updates=2, sampling=rollout)
+    config = tiny.config(Path(folder), updates=2, sampling=rollout, **{"engine.micro_batch": "auto"})
     found, digests = None, {}
     for size in ("auto", "4"):
-        with Trainer(config if size == "auto" else replace(config, micro_batch=4), tiny.job(), world) as trainer:
+        with Trainer(
+            config if size == "auto" else with_values(config, {"engine.micro_batch": 4}), tiny.job(), world
+        ) as trainer:
             list(trainer)
-            found = trainer.config.micro_batch if found is None else found
+            found = trainer.config.engine.micro_batch if found is None else found
             weights = b"".join(tensor.numpy().tobytes() for _, tensor in trainer.engine.weights())
             digests[size] = hashlib.sha256(weights).hexdigest()
     return found, digests

@@ -10,7 +10,7 @@ import torch
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -29,11 +29,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
-    "correction": {
-        "sampling": STEPS,
-        "rollout": RolloutConfig(autocast=True),
-        "correction": CorrectionConfig("truncate", "trajectory"),
-    },
+    "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }
 
@@ -42,7 +38,7 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
     """Return {run: {reward, pairs, correction, gradients: AdamW's first moments after each update}}."""
     result: dict[str, Any] = {}
     for name, changes in RUNS.items():
-        run = tiny.config(Path(folder), micro_batch=4, optimizer=OptimizerConfig(weight_decay=0.0), **changes)
+        run = tiny.config(Path(folder), optimizer=OptimizerConfig(weight_decay=0.0), **changes, **{"engine.micro_batch": 4})
         trained = tiny.Run(run, world)
         gradients: list[list[float]] = []
         optimize = trained.trainer.engine.update

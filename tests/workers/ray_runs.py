@@ -16,8 +16,9 @@ from fluvial.engines.run.process import on_ray
 
 SECONDS = 60  # to wait for processes to end
 SMALL = (
-    "grpo --passes.minibatches 1 --micro-batch 4 --eval-every 0 --eval-samples 8 --final-samples 8 --sampling.prompts 2 "
-    "--sampling.group 4 --sampling.steps 4 --sampling.window random --sampling.window.size 2 --sampling.window.high 3"
+    "grpo --passes.minibatches 1 --micro-batch 4 --evaluation.every 0 --evaluation.samples 8 --final-samples 8 "
+    "--sampling.prompts 2 --sampling.group 4 --sampling.steps 4 "
+    "--sampling.window random --sampling.window.size 2 --sampling.window.high 3"
 )
 
 

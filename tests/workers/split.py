@@ -8,7 +8,6 @@ import tiny_token_job
 import tiny_transformers
 from handwriting_jobs import config
 
-from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
@@ -23,9 +22,12 @@ def updates(world: World, folder: str) -> dict[str, Any]:
         run = config(
             Path(folder),
             train=train,
-            micro_batch=2,
-            engine=EngineConfig(context_parallel=min(2, world.size), comm="reshard"),
-            **{"kl.coef": 0.1},
+            **{
+                "engine.micro_batch": 2,
+                "engine.context_parallel": min(2, world.size),
+                "engine.comm": "reshard",
+                "kl.coef": 0.1,
+            },
         )
         run = with_values(run, {"sampling.guidance": Guidance(2.0)})
         trainer, records, gradients = Trainer(run, tiny_token_job.job(), world, console=None), [], []

@@ -1,7 +1,6 @@
 """Updates once with items of which one rank made all that have an advantage, for test_uneven.py."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
@@ -28,16 +28,14 @@ def updates(world: World, folder: str) -> dict[str, Any]:
     """Return {KL coefficient: {forwards: by rank, pairs, ratio, gradient}}."""
     result: dict[str, Any] = {}
     for kl_coef in (0.0, 0.1):
-        run = replace(
+        run = with_values(
             config(
                 Path(folder),
-                micro_batch=4,
                 train="lora",
                 sampling=SamplingConfig(prompts=2, group=GROUP, steps=4, window=RandomWindow(2)),
-                **{"kl.coef": kl_coef},
+                **{"engine.micro_batch": 4, "kl.coef": kl_coef},
             ),
-            final_samples=4,
-            seed=SEED,
+            {"evaluation.final_samples": 4, "seed": SEED},
         )
         trainer = Trainer(run, job(one_code_alone, prompts=CODES), world, console=None)
         forwards: list[bool] = []

@@ -262,6 +262,6 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
     monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
     assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err
     (config,) = seen
-    assert replace(config, resume=False, resume_from=None) == replace(begun, updates=3)
+    assert with_values(config, {"resume": False, "checkpoint.resume_from": None}) == replace(begun, updates=3)
     assert config.resume != (config.resume_from is not None)
     assert cli.run(["train", "grpo", "--resume", "--help"]) == 0  # where there is no run, too

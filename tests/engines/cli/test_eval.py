@@ -22,11 +22,11 @@ TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors"
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
 SMALL = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 --eval-every 1"
+    "--updates 2 --passes.minibatches 1 --evaluation.every 1"
 )
-SMALL += " --checkpoint-every 1"
+SMALL += " --checkpoint.every 1"
 # Trained without guidance at 16 x 16, evaluated with it at 32 x 16, in more steps, on prompts and by evaluators of its own.
-OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --eval-samples 4"
+OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --evaluation.samples 4"
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:

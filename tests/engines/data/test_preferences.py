@@ -213,8 +213,8 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
             method=Dpo(beta=10.0, preferences=tmp_path / "given"),
             updates=12,
             train="lora",
-            micro_batch=32,
             optimizer=OptimizerConfig(lr=0.005),
+            **{"engine.micro_batch": 32},
         ),
         one,
     )
@@ -260,7 +260,7 @@ def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pyte
         {
             "out": tmp_path / "run",
             "updates": 1,
-            "micro_batch": 8,
+            "engine.micro_batch": 8,
             "sampling": replace(ODE, steps=8),
             "method": Dpo(beta=100.0, preferences=folder),
         },

@@ -326,5 +326,5 @@ def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
     """Triton on a CPU is refused before the first rollout."""
     rollout = SamplingConfig(**(GROUPS | {"sampler": Ode()}))
     with pytest.raises(UsageError, match="implementation is 'triton', but the tensors are on cpu") as refused:
-        tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Raft(), implementation="triton"), one)
+        tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Raft(), **{"engine.implementation": "triton"}), one)
     assert "\n" not in str(refused.value)

@@ -22,6 +22,8 @@ from fluvial.engines.methods.table import check_loss, method_type
 from fluvial.engines.run import train
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.method import check_method
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.run import Run
@@ -122,14 +124,12 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
         tmp_path / "run",
         train="lora",
         updates=1,
-        eval_samples=2,
-        final_samples=2,
-        micro_batch=4,
-        update_micro_batch="rollout",
         method=method_type("own_objects:Weighted")(  # type: ignore[call-arg]
             temperature=0.5,
             sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
         ),
+        evaluation=EvaluationConfig(samples=2, final_samples=2),
+        engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
     )
     summary = train(config)
     assert summary["updates"] == 1

@@ -18,7 +18,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
-from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.run.jobs.settings import DataConfig, PipelineConfig
 from fluvial.engines.run.jobs.weights import digest
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
@@ -77,10 +77,9 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
         TrainConfig(
             cache / "run",
             model=str(folder / name),
-            data=(str(folder / "foxes"),),
-            data_cache=cache,
             pipeline=pipeline,
             method=Sft(sampling=SamplingConfig(prompts=2, group=1, sampler=Ode())),
+            data=DataConfig(images=(str(folder / "foxes"),), cache=cache),
         )
     )
 

@@ -16,7 +16,6 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import StepKLConfig, correct
 from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
-from fluvial.engines.sampling.config import RolloutConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps
 
@@ -27,9 +26,9 @@ def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: An
         tiny.config(
             tmp_path,
             sampling=STEPS,
-            rollout=RolloutConfig(autocast=True),
             correction=CorrectionConfig(mode, level, threshold),
             optimizer=OptimizerConfig(max_grad_norm=1e9),
+            **{"rollout.autocast": True},
         ),
         one,
     )

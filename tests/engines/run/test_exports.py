@@ -26,6 +26,7 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import PipelineConfig, TrainConfig
 from fluvial.engines.run.exports import check_exports, export_run
+from fluvial.engines.run.jobs.settings import ExportConfig
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -56,9 +57,9 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
         "pipeline": PipelineConfig(height, width, frames=frames, **asked),
         "train": "lora",
         "lora": LORA,
-        "micro_batch": 2,
+        "engine.micro_batch": 2,
         "rewards": ("jpeg",),
-        "keep_checkpoints": 5,
+        "checkpoint.keep": 5,
         "sampling": SamplingConfig(prompts=2, group=2, steps=3),
         "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
     }
@@ -317,14 +318,14 @@ def test_only_some_architectures_have_an_original_layout() -> None:
 def test_exports_during_training_are_checked_before_it(tmp_path: Path) -> None:
     """A format that the run cannot have is an error before the first update, and not after hours."""
     for changes, says in (
-        ({"export_as": "comfyui"}, "export_as is 'comfyui': .* has no layout that ComfyUI reads"),
-        ({"export_as": "lora"}, "export_as is 'lora': the run trained all weights"),
+        ({"export.format": "comfyui"}, "export_as is 'comfyui': .* has no layout that ComfyUI reads"),
+        ({"export.format": "lora"}, "export_as is 'lora': the run trained all weights"),
     ):
         asked: dict[str, Any] = changes
         with pytest.raises(ValueError, match=says):
-            check_exports(TrainConfig(tmp_path, export_every=1, method=Grpo(), **asked), Handwriting())
+            check_exports(TrainConfig(tmp_path, method=Grpo(), export=ExportConfig(every=1), **asked), Handwriting())
         check_exports(TrainConfig(tmp_path, method=Grpo(), **asked), Handwriting())  # none are asked for
-    check_exports(TrainConfig(tmp_path, export_every=1, method=Grpo()), Handwriting())
+    check_exports(TrainConfig(tmp_path, method=Grpo(), export=ExportConfig(every=1)), Handwriting())
 
 
 def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:

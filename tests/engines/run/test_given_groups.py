@@ -38,7 +38,11 @@ def run(folder: Path, one: World, compare: Any, prompts: list[Prompt], **changes
     job: Job = replace(tiny.job(), prompts=tuple(prompts), data=grey)
     rollout = replace(ODE, prompts=2, group=4)
     config: TrainConfig = tiny.config(
-        folder, method=Raft(best=0.5, compare=compare), sampling=rollout, micro_batch=4, prompt_order="epochs", **changes
+        folder,
+        method=Raft(best=0.5, compare=compare),
+        sampling=rollout,
+        **changes,
+        **{"engine.micro_batch": 4, "data.order": "epochs"},
     )
     return Spied(config, one, job)
 
@@ -79,7 +83,7 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
 def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
     """Data for RAFT of rollouts, groups of one, and data without a caption of two images."""
     with pytest.raises(ValueError, match=r"^objective\.compare is 'rollout', expected caption or data, with data"):
-        tiny.config(tmp_path, method=Raft(), sampling=ODE, data=("photos",))
+        tiny.config(tmp_path, method=Raft(), sampling=ODE, **{"data.images": ("photos",)})
     with pytest.raises(ValueError, match=r"rollout\.group is 1, expected at least 2"):
         tiny.config(tmp_path, method=Raft(compare="data"), sampling=replace(ODE, group=1))
     with pytest.raises(UsageError, match="no caption of data has two images"):

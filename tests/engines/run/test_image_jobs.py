@@ -20,7 +20,7 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.models.pipelines.base import Pipeline
 
 FOXES = [f"{number} red foxes" for number in range(6)]
-ROLLOUT = "--sampling.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2"
+ROLLOUT = "--sampling.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --evaluation.every 0 --checkpoint.every 2"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_supervised_on_captions(
         return encode(self, images, key)
 
     monkeypatch.setattr(Pipeline, "encode_with_vae", counted)
-    given = ["--data", str(folder / "foxes"), "--data-cache", str(tmp_path / "cache")]
+    given = ["--data", str(folder / "foxes"), "--data.cache", str(tmp_path / "cache")]
     assert run(folder, name, "sft", tmp_path / "one", *given) == 0, capfd.readouterr().err
     assert sum(encoded) == 5  # every tenth caption is held out
     updates = [record for record in launch.records(tmp_path / "one") if "grad_norm" in record]
@@ -120,7 +120,7 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
     given = ["--data", str(tmp_path / "some.jsonl")]
     assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 2
     assert "broken.png cannot be read as an image" in launch.one_line(capfd.readouterr().err)
-    assert run(folder, "sd3", "sft", tmp_path / "other", *given, "--data-errors", "skip") == 0, capfd.readouterr().err
+    assert run(folder, "sd3", "sft", tmp_path / "other", *given, "--data.errors", "skip") == 0, capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
             ["--data", "foxes", "--prompts", "x.txt"],
             "--prompts has no effect with data or preferences, which have their own",
         ),
-        ("sft", ["--data-errors", "skip"], "--data-errors has no effect with sft here, which learns from no images"),
+        ("sft", ["--data.errors", "skip"], "--data.errors has no effect with sft here, which learns from no images"),
         ("sft", [], "for sft, set --data to a folder of images with captions"),
         ("sft", ["--data", "nowhere"], "data nowhere cannot be read: No such file or directory"),
-        ("sft", ["--data", "foxes", "--data-cache", "foxes/0.png"], "--data-cache foxes/0.png cannot be used: "),
+        ("sft", ["--data", "foxes", "--data.cache", "foxes/0.png"], "--data.cache foxes/0.png cannot be used: "),
     ],
 )
 def test_what_has_no_meaning_is_one_line(

@@ -41,7 +41,7 @@ def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     method = OBJECTIVE_ROWS[name]
     sampling = replace(ODE if method.recorded is None else STEPS, prompts=prompts)
     lora = "lora" if find_followers(method.networks()) else "full"
-    return tiny.config(out, method=method, train=lora, optimizer=FAST, micro_batch=4, sampling=sampling)
+    return tiny.config(out, method=method, train=lora, optimizer=FAST, sampling=sampling, **{"engine.micro_batch": 4})
 
 
 def updated(
@@ -136,4 +136,4 @@ def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
 def test_the_share_is_below_one(tmp_path: Path, value: float) -> None:
     """A rollout without any valid group teaches nothing."""
     with pytest.raises((ValueError, UsageError), match="max_invalid"):
-        tiny.config(tmp_path, max_invalid=value)
+        tiny.config(tmp_path, **{"rollout.max_invalid": value})

@@ -142,7 +142,9 @@ def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
 
 def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, trained=RandomRecorded(0.5), updates=2, micro_batch=8), one)
+    run = Spied(
+        tiny.config(tmp_path, sampling=STEPS, trained=RandomRecorded(0.5), updates=2, **{"engine.micro_batch": 8}), one
+    )
     drawn = []
     for _ in range(2):
         record = run.rollout()
@@ -159,7 +161,7 @@ def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
 
 def test_the_first_steps(one: World, tmp_path: Path) -> None:
     """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, trained=FirstRecorded(0.99), micro_batch=8), one)
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, trained=FirstRecorded(0.99), **{"engine.micro_batch": 8}), one)
     record = run.rollout()
     update, levels = run.updates[-1], run.trainer.schedule.levels
     assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
@@ -174,7 +176,11 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
     """They get neither loss nor KL, and do not count; otherwise they get the KL, and count."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
     config = tiny.config(
-        tmp_path, sampling=STEPS, micro_batch=8, seed=1, advantage=AdvantageConfig(drop_zero=drop), **{"kl.coef": coef}
+        tmp_path,
+        sampling=STEPS,
+        seed=1,
+        advantage=AdvantageConfig(drop_zero=drop),
+        **{"engine.micro_batch": 8, "kl.coef": coef},
     )
     run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
     run.rollout()
@@ -214,7 +220,7 @@ def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
     found = {}
     for objective, rollout in ((None, STEPS), (Raft(best=0.25), ODE)):
         changes = {} if objective is None else {"method": objective}
-        run = Spied(tiny.config(tmp_path, sampling=rollout, micro_batch=8, seed=1, **changes), one, job)
+        run = Spied(tiny.config(tmp_path, sampling=rollout, seed=1, **changes, **{"engine.micro_batch": 8}), one, job)
         run.rollout()
         assert set(run.prompts) == {"0", "1"}
         found[objective] = (run.infos[0].items, run.updates[0].over)
@@ -237,7 +243,7 @@ def test_shared_noise(one: World, tmp_path: Path) -> None:
 def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     """Their advantages are those of core/advantages.py, for the weights that were asked for."""
     changes = {"rewards": ("contrast=0.5", "brightness=-2"), "advantage": AdvantageConfig(combine=combine, clip=1.2)}
-    run = Spied(tiny.config(tmp_path, sampling=STEPS, micro_batch=8, **changes), one)
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, **changes, **{"engine.micro_batch": 8}), one)
     record = run.rollout()
     images = tiny.Tiny().decode(run.trajectories[0].final)
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)

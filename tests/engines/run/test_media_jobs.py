@@ -28,7 +28,7 @@ pytestmark = [  # diffusers' own use
 SHORT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1 "
-    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --pipeline.height 16 --pipeline.width 16"
+    "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --pipeline.height 16 --pipeline.width 16"
 )
 
 

@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
     found = {}
     for size in ("auto", 4):
         torch.manual_seed(0)
-        with Trainer(tiny.config(tmp_path, micro_batch=size, updates=2, **changes), tiny.job()) as run:
+        with Trainer(tiny.config(tmp_path, updates=2, **changes, **{"engine.micro_batch": size}), tiny.job()) as run:
             records = [run.update(), run.update()]
             assert run.config.samples_per_pass == 4
             for record in records:
@@ -101,12 +101,12 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({"update_micro_batch": "rollout"}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
-        ({"update_micro_batch": 16}, [16]),
-        ({"update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
-        ({"update_micro_batch": 999}, [16]),  # no more than there are
-        ({"update_micro_batch": 2}, [2] * 8),
-        ({"update_micro_batch": 8, "method": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
+        ({"engine.update_micro_batch": "rollout"}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
+        ({"engine.update_micro_batch": 16}, [16]),
+        ({"engine.update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
+        ({"engine.update_micro_batch": 999}, [16]),  # no more than there are
+        ({"engine.update_micro_batch": 2}, [2] * 8),
+        ({"engine.update_micro_batch": 8, "method": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
     ],
     ids=["default", "all", "uneven", "more", "fewer", "preferences"],
 )
@@ -117,8 +117,10 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
     if "objective" in changes:
         rollout = replace(ROLLOUT, sampler=Ode())
         changes = {**changes, "noising": NoisingConfig(each=2)}
-    for each in (changes, {**changes, "update_micro_batch": "rollout"}):
-        config = tiny.config(tmp_path, micro_batch=4, updates=1, sampling=rollout, **each, **{"passes.minibatches": 1})
+    for each in (changes, {**changes, "engine.update_micro_batch": "rollout"}):
+        config = tiny.config(
+            tmp_path, updates=1, sampling=rollout, **each, **{"engine.micro_batch": 4, "passes.minibatches": 1}
+        )
         with Trainer(config, tiny.job()) as run:
             passed.clear()
             run.engine.module.register_forward_pre_hook(
@@ -149,7 +151,7 @@ def test_chunks_of_an_evaluation_repeat_as_few_samples_as_their_number_allows(sa
 
 def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
     """Of a rollout, an update or an evaluation, whose passes may be larger than those of the rollout."""
-    config = tiny.config(tmp_path, micro_batch=64, sampling=replace(ROLLOUT, window=RandomWindow(2, high=3)))
+    config = tiny.config(tmp_path, sampling=replace(ROLLOUT, window=RandomWindow(2, high=3)), **{"engine.micro_batch": 64})
     with Trainer(config, tiny.job()) as run:
         rows = list[int]()
         run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
@@ -167,7 +169,10 @@ def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
     """A reference policy predicts the pairs of an update in passes like the update's."""
     rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
     config = tiny.config(
-        tmp_path, micro_batch=4, update_micro_batch=999, updates=1, sampling=rollout, **{"passes.minibatches": 1}
+        tmp_path,
+        updates=1,
+        sampling=rollout,
+        **{"engine.micro_batch": 4, "engine.update_micro_batch": 999, "passes.minibatches": 1},
     )
     with Trainer(with_values(config, {"train": "lora", "kl.coef": 0.1}), tiny.job()) as run:
         rows = list[int]()
@@ -188,7 +193,7 @@ def test_blocks_compile_for_the_passes_of_an_update(
         return WarmUp(2, 0.5)
 
     monkeypatch.setattr(probe, "warm_up", warm_up)
-    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=pairs)
+    config = tiny.config(tmp_path, **{"engine.micro_batch": 4, "engine.update_micro_batch": pairs})
     with Trainer(config, tiny.job()) as run:
         found = probe.compile_blocks(config, run.job, run.engine, run.schedule)
     assert warmed == [(size, size == 4) for size in sizes]
@@ -197,10 +202,10 @@ def test_blocks_compile_for_the_passes_of_an_update(
 
 def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
     """12 samples: 1, 2, 4 or 12."""
-    config = tiny.config(tmp_path, micro_batch="auto", sampling=replace(ROLLOUT, prompts=3))
+    config = tiny.config(tmp_path, sampling=replace(ROLLOUT, prompts=3), **{"engine.micro_batch": "auto"})
     with Trainer(config, tiny.job()) as run:
         choice = run.choices["micro_batch"]
-        assert choice.micro_batch == run.config.micro_batch
+        assert choice.micro_batch == run.config.engine.micro_batch
         assert choice.micro_batch in choice.trials
         assert set(choice.trials) <= {1, 2, 4, 12}
         assert run.run.config is run.sampler.config is run.saver.config is run.config
@@ -210,7 +215,10 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     """One line on the console, a record in the metrics, config.json and the checkpoint; a resumption takes it."""
     choosing(monkeypatch, 2)
     config = tiny.config(
-        tmp_path / "run", micro_batch="auto", sampling=ROLLOUT, updates=2, eval_every=0, final_samples=4, checkpoint_every=1
+        tmp_path / "run",
+        sampling=ROLLOUT,
+        updates=2,
+        **{"engine.micro_batch": "auto", "evaluation.every": 0, "evaluation.final_samples": 4, "checkpoint.every": 1},
     )
     console = Console(file=StringIO(), width=500)
     train(config, tiny.job(), console=console)
@@ -226,17 +234,17 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(build, "choose_micro_batch", never)
     first = config.out / "checkpoints" / "000001"
-    train(replace(config, resume_from=str(first)), tiny.job())
+    train(with_values(config, {"checkpoint.resume_from": str(first)}), tiny.job())
     assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
     assert launch.weights(config.out) == finished
     with pytest.raises(RunError, match="micro_batch 2 there, 4 here"):
-        train(replace(config, resume_from=str(first), micro_batch=4), tiny.job())
+        train(with_values(config, {"checkpoint.resume_from": str(first), "engine.micro_batch": 4}), tiny.job())
 
 
 def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny.config(tmp_path, micro_batch="auto", sampling=ROLLOUT)
+    config = tiny.config(tmp_path, sampling=ROLLOUT, **{"engine.micro_batch": "auto"})
     with init_world() as world:
         choosing(monkeypatch, 2)
         with Trainer(config, tiny.job(), world) as run:
@@ -244,9 +252,9 @@ def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
             run.save()
         choosing(monkeypatch, 8)
         with Trainer(config, tiny.job(), world) as run:
-            assert run.config.micro_batch == 8
+            assert run.config.engine.micro_batch == 8
         with Trainer(config, tiny.job(), world, resume_from=tmp_path / "checkpoints" / "000001") as run:
-            assert run.config.micro_batch == run.saver.config.micro_batch == 2
+            assert run.config.engine.micro_batch == run.saver.config.engine.micro_batch == 2
 
 
 def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
@@ -277,24 +285,24 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tiny.config(tmp_path, **{"micro_batch": "auto", "sampling": ROLLOUT, **changes})
+        tiny.config(tmp_path, **{"engine.micro_batch": "auto", "sampling": ROLLOUT, **changes})
 
 
 def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: a Trainer's config has the"):
-        _ = tiny.config(tmp_path, micro_batch="auto").samples_per_pass
+        _ = tiny.config(tmp_path, **{"engine.micro_batch": "auto"}).samples_per_pass
 
 
 def test_recipes_choose_for_large_models_alone() -> None:
     """The built-in models keep 128 or 64, with which their results are reproduced; published runs keep their number."""
     for name, recipe in recipes.RECIPES.items():
         large = recipe("someone/a-model")
-        assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
+        assert recipe(recipes.HANDWRITING).engine.micro_batch == (64 if name == "ddpo" else 128), name
         method = large.method
         noising = method.rows.noising.draw if isinstance(method.rows, NoisedRows) else ""
         fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
-        assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
-    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
+        assert isinstance(large.engine.micro_batch, int) if fixed else large.engine.micro_batch == "auto", name
+    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
     config = recipes.grpo("someone/a-model")
     assert read_record(json.loads(json.dumps(as_record(config)))) == config
 

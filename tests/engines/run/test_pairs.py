@@ -26,6 +26,7 @@ from fluvial.engines.methods.table import AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.probe import RunPasses, explain_fixed_pairs
 from fluvial.engines.run.trainer import Trainer
@@ -39,7 +40,7 @@ from fluvial.models.lora import LowRank
 FASTEST = micro_batch.fastest
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
 ROLLOUT = SamplingConfig(prompts=6, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2))
-RUN: dict[str, Any] = {"micro_batch": 12, "update_micro_batch": "auto", "passes.minibatches": 1, "updates": 2}
+RUN: dict[str, Any] = {"engine.micro_batch": 12, "engine.update_micro_batch": "auto", "passes.minibatches": 1, "updates": 2}
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_a_half_of_guidance_without_a_gradient_has_no_graph(tmp_path: Path, trai
     """Of passes of more pairs than a rollout's rows, in trials, too; first ratios stay 1, and results to rounding."""
     guidance, found = Guidance(scale=2.0, gradient="conditional"), dict[str, Any]()
     for pairs in ("auto", "rollout"):
-        config = tiny.config(tmp_path, **{**RUN, "update_micro_batch": pairs}, train=train)
+        config = tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": pairs}, train=train)
         config = with_values(
             config, {"sampling": replace(ROLLOUT, guidance=guidance), "optimizer": OptimizerConfig(lr=1e-2)}
         )
@@ -181,10 +182,10 @@ def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) ->
         Grpo(sampling=rollout),
         model=model,
         updates=2,
-        micro_batch=16,
         train="lora",
         lora=lora,
         optimizer=OptimizerConfig(lr=1e-2),
+        engine=MachineConfig(micro_batch=16),
     )
     job = handwriting_jobs.job() if model == "handwriting" else jobs.handwriting_unet()
     with Trainer(config, replace(job, rewards={"reward": handwriting_jobs.alternating})) as run:
@@ -268,7 +269,7 @@ def test_the_results_are_those_of_the_rollouts_rows(tmp_path: Path, changes: dic
     """To rounding, with as many pairs per pass as an update has, and the same random numbers."""
     found = {}
     for pairs in ("auto", "rollout"):
-        config = tiny.config(tmp_path, **{**RUN, "sampling": ROLLOUT, **changes, "update_micro_batch": pairs})
+        config = tiny.config(tmp_path, **{**RUN, "sampling": ROLLOUT, **changes, "engine.update_micro_batch": pairs})
         torch.manual_seed(0)
         with Trainer(config, tiny.job()) as run:
             assert run.pairs[:1] == (() if pairs == "rollout" else (largest,))
@@ -323,7 +324,7 @@ def test_a_resumed_run_takes_the_numbers_of_its_checkpoint(tmp_path: Path, monke
     with Trainer(config, tiny.job(), console=console, resume_from=checkpoint) as run:
         assert run.pairs == run.run.pairs == tuple(run.saver.pairs) == pairs
         assert not run.choices
-        assert run.config.update_micro_batch == "auto"
+        assert run.config.engine.update_micro_batch == "auto"
     assert "bits may differ" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -358,6 +359,6 @@ def test_what_cannot_be_chosen(compiles: bool, objective: Any, reason: str | Non
 @pytest.mark.parametrize("pairs", ["rollout", 12])
 def test_a_number_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: Any) -> None:
     monkeypatch.setattr(build, "choose_pairs", never)
-    with Trainer(tiny.config(tmp_path, **{**RUN, "update_micro_batch": pairs}, sampling=ROLLOUT), tiny.job()) as run:
+    with Trainer(tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": pairs}, sampling=ROLLOUT), tiny.job()) as run:
         assert run.pairs == ()
         assert run.run._pass_sizes(48) == (12,)

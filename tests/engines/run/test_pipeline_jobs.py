@@ -21,7 +21,7 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import to_train
 from fluvial.engines.run.jobs.evaluated import with_size_of
-from fluvial.engines.run.jobs.settings import PipelineConfig
+from fluvial.engines.run.jobs.settings import MachineConfig, PipelineConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
@@ -75,7 +75,7 @@ def flags(folder: Path, name: str, recipe: str, *more: str) -> list[str]:
         "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
         "--updates 2 --passes.minibatches 1"
     )
-    rest = "--final-samples 2 --eval-every 0 --checkpoint-every 2"
+    rest = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2"
     own = {
         "nft": ["--noising.each", "2"],
         "raft": ["--noising.each", "2"],
@@ -160,7 +160,7 @@ def test_wrong_input_is_one_line(
 @pytest.mark.parametrize("name", ["sd3", long("wan-experts"), long("sana")])
 def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """What a run exports, of one network or of several, is a teacher, whose walk the base model is drawn to."""
-    typed = [*flags(folder, name, "grpo"), "--updates", "1", "--checkpoint-every", "1", "--export-dtype", "float32"]
+    typed = [*flags(folder, name, "grpo"), "--updates", "1", "--checkpoint.every", "1", "--export.dtype", "float32"]
     assert cli.run([*typed, "--optimizer.lr", "0.05", "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
     taught = ["--teacher", str(tmp_path / "run" / "weights"), "--sampling.group", "1", "--optimizer.lr", "0.01"]
     code = cli.run([*flags(folder, name, "distill"), *taught, "--updates", "4", "--out", str(tmp_path / "student")])
@@ -232,9 +232,9 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
             tmp_path / "run",
             model=str(folder / name),
             updates=1,
-            micro_batch=2,
             rewards=("jpeg",),
             method=Grpo(sampling=rollout),
+            engine=MachineConfig(micro_batch=2),
         )
         with Trainer(config, job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width

@@ -153,7 +153,7 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
     rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
     run = Spied(
-        tiny.config(tmp_path, sampling=rollout, method=Dpo(), noising=NoisingConfig(3), seed=8, prompt_order="draws"),
+        tiny.config(tmp_path, sampling=rollout, method=Dpo(), noising=NoisingConfig(3), seed=8, **{"data.order": "draws"}),
         one,
         job,
     )

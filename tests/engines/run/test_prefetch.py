@@ -19,7 +19,7 @@ from marks import long
 from rich.console import Console
 from torch import Tensor, nn
 
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft, Sft
@@ -48,8 +48,8 @@ def clipped(out: Path, ahead: int, **changes: Any) -> TrainConfig:
         "sampling": STEPS,
         "optimizer": OptimizerConfig(lr=0.02),
         "correction": CorrectionConfig("truncate", threshold=2.0),
-        "checkpoint_every": 2,
-        "keep_checkpoints": 9,
+        "checkpoint.every": 2,
+        "checkpoint.keep": 9,
     }
     return tiny.config(out, **{**values, **changes})
 
@@ -305,13 +305,13 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
     ("changes", "line"),
     [
         ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with rollout.ahead 1"),
-        ({"engine": EngineConfig(offload="phases")}, "expected none or always: with rollout.ahead 1"),
+        ({"engine.offload": "phases"}, "expected none or always: with rollout.ahead 1"),
         (
             {"method": Sft(), "sampling": ReadingConfig(prompts=2)},
             "rollout.ahead has no effect with sft, which learns from data",
         ),
         (
-            {"sampling": STEPS, "rollout": RolloutConfig(ahead=1, source="replayed:x")},
+            {"sampling": STEPS, "rollout.ahead": 1, "rollout.source": "replayed:x"},
             "rollout.ahead has no effect with rollouts that are stored",
         ),
     ],

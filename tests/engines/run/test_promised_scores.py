@@ -83,6 +83,6 @@ def test_a_timeout_shorter_than_the_wait_for_votes_is_refused(tmp_path: Path) ->
     job = tiny.job(rewards={"votes": Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))})
     with init_world() as world:
         ranks = replace(world, size=2)
-        _rewards(tiny.config(tmp_path, collective_timeout=3601.0), job, ranks)
+        _rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
         with pytest.raises(UsageError, match=r"collective_timeout is 600, expected more than 3600: processes wait for each"):
             _rewards(tiny.config(tmp_path), job, ranks)

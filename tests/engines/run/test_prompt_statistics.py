@@ -48,7 +48,7 @@ def test_the_formula() -> None:
 def run(out: Path) -> Any:
     """Return a run without groups, over three prompts."""
     rollout = SamplingConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-    return tiny.config(out, sampling=rollout, advantage=DDPO, updates=6, checkpoint_every=2)
+    return tiny.config(out, sampling=rollout, advantage=DDPO, updates=6, **{"checkpoint.every": 2})
 
 
 def test_a_resumed_run_goes_on_exactly(one: World, tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ from published_settings import settings_of
 from spied_runs import Spied, Update
 from torch import Tensor
 
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import PublishedRun, find, load_published
 from fluvial.engines.methods.table import Dpo
-from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
+from fluvial.engines.run.config import MachineConfig, PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.method import PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
@@ -174,15 +174,13 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
             "updates": epochs,
             **({"passes.epochs": epochs} if epochs > 1 else {}),
             **({"passes.minibatches": 1} if isinstance(config.method.passes, PassesConfig) else {}),
-            "micro_batch": 8,
-            "update_micro_batch": "rollout",
             "rewards": (),
             "sampling": replace(sampling, steps=steps, **smaller),
             "optimizer": OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
             "lora": LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, form=config.lora.form),
-            "engine": EngineConfig(),
+            "engine": MachineConfig(micro_batch=8, update_micro_batch="rollout"),
             "pipeline": PipelineConfig(),
-            "evaluation": EvaluationConfig(),
+            "evaluation": replace(EvaluationConfig(), every=config.evaluation.every),
         },
     )
 

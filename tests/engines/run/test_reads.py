@@ -1,6 +1,5 @@
 """The trainer's own update: the host waits for the device as often whatever the number of micro-batches."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from tiny_jobs import Run, config
 from fluvial.bench.counting import HostReads
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Dppo, Grpo, Guard
+from fluvial.engines.run.config import with_values
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Stochastic
@@ -35,7 +35,9 @@ def test_no_read_a_micro_batch(
             window=RandomWindow(2, high=3),
             guidance=Guidance(guidance),
         )
-        run = Run(replace(config(tmp_path, sampling=rollout, method=objective), micro_batch=micro_batch), one)
+        run = Run(
+            with_values(config(tmp_path, sampling=rollout, method=objective), {"engine.micro_batch": micro_batch}), one
+        )
         engine, counters = run.trainer.engine, list[int]()
 
         def counted(*args: Any, counters: list[int] = counters, optimize: Any = engine.update, **kwargs: Any) -> Any:

@@ -14,12 +14,13 @@ import tomli_w
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.config import drop_unset
 from fluvial.engines.cli.parse import parse_config
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import Grpo, PassesConfig, StepKLConfig
 from fluvial.engines.methods.table import METHODS, Distill, Dpo, Nft
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld
+from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.validate import check_model
@@ -182,7 +183,7 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     assert {field: value(config, field) for field in PUBLISHED[name]} == PUBLISHED[name]
     assert config.train == PUBLISHED[name].get("train", "lora")
     assert config.lora.targets is None  # the model's own
-    assert (config.prompt_order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
+    assert (config.data.order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
 
 
@@ -197,8 +198,8 @@ def test_a_recipe_as_toml_is_the_same_run(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_built_in_models_are_evaluated_on_hundreds_of_samples(name: str) -> None:
     """What bench/README.md says of them; a large model is looked at less."""
-    assert RECIPES[name]().final_samples == (500 if name == "ddpo" else 1000)
-    assert RECIPES[name](OTHER).final_samples < 100
+    assert RECIPES[name]().evaluation.final_samples == (500 if name == "ddpo" else 1000)
+    assert RECIPES[name](OTHER).evaluation.final_samples < 100
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -240,15 +241,11 @@ def test_a_record_is_read_back(name: str, model: str) -> None:
 RUNS: list[TrainConfig] = [
     TrainConfig(
         Path("out"),
-        weights=Path("base"),
         prompts=("a.jsonl=2", "b.txt"),
         rewards=("characters", "neat=0.5"),
         seed=2**62,
         updates=8,
-        checkpoints="s3://bucket/run",
-        resume_from="elsewhere",
-        max_log_ratio=0.5,
-        rollout=RolloutConfig(autocast=True),
+        rollout=RolloutConfig(autocast=True, max_log_ratio=0.5),
         method=Grpo(
             sampling=SamplingConfig(
                 prompts=2,
@@ -267,7 +264,9 @@ RUNS: list[TrainConfig] = [
         ),
         lora=LoraConfig(4, 8.0, ("to_q", "to_k")),
         optimizer=OptimizerConfig(betas=(0.5, 0.6)),
-        engine=EngineConfig(comm="reshard"),
+        engine=MachineConfig(comm="reshard"),
+        pipeline=PipelineConfig(weights=Path("base")),
+        checkpoint=CheckpointConfig(folder="s3://bucket/run", resume_from="elsewhere"),
     ),
     TrainConfig(
         Path("out"),

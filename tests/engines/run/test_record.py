@@ -160,11 +160,11 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (home / file).write_text("0427\n")
     monkeypatch.chdir(home)
     asked = with_values(
-        TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights"), method=Grpo()),
+        TrainConfig(Path("runs/x"), model="models/tiny", method=Grpo(), pipeline=PipelineConfig(weights=Path("weights"))),
         {
             "prompts": ("a/p.txt=2", "b/p.txt", "@codes"),
             "rewards": ("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
-            "pipeline": PipelineConfig(heldout=("held=out.txt",)),
+            "pipeline.heldout": ("held=out.txt",),
             "rollout.source": "replayed:stored",
         },
     )

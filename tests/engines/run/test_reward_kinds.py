@@ -14,7 +14,7 @@ from fluvial.engines.cli import main as cli
 
 TRAINING = (
     "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 2"
+    "--updates 2 --passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 2"
 )
 ADAPTER = "--train lora --lora.rank 2 --pipeline.height 16 --pipeline.width 16"
 ROLLOUT = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 2 --sampling.window all --sampling.window.high 1"

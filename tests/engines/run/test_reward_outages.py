@@ -28,14 +28,16 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     config = tiny.config(
         tmp_path / "run",
         sampling=replace(STEPS, prompts=2),
-        micro_batch=4,
         updates=3,
-        max_invalid=0.5,
-        checkpoint_every=1,
         tracker="none",
-        final_samples=2,
-        eval_samples=2,
-        eval_every=0,
+        **{
+            "engine.micro_batch": 4,
+            "rollout.max_invalid": 0.5,
+            "checkpoint.every": 1,
+            "evaluation.final_samples": 2,
+            "evaluation.samples": 2,
+            "evaluation.every": 0,
+        },
     )
     with pytest.warns(UserWarning, match=r"^reward 'it' raised ConnectionError \(connection refused\) for prompt"):
         train(config, tiny.job(rewards={"it": away}))

@@ -12,7 +12,7 @@ from spied_runs import ODE
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.nft import Nft
@@ -59,12 +59,12 @@ def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypa
     base = tiny.config(tmp_path, sampling=replace(STEPS, guidance=Guidance(scale=1.0)))
     own = EvaluationConfig(micro_batch=3, steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
     for evaluation in (EvaluationConfig(), own):
-        with Trainer(replace(base, evaluation=evaluation), tiny.job(), one) as trainer:
+        with Trainer(with_values(base, {"evaluation": evaluation}), tiny.job(), one) as trainer:
             trainer.evaluate(4)
     assert [len(options["schedule"].timesteps) for options in seen] == [tiny.STEPS, tiny.STEPS + 3]
     assert [options["guidance"].scale for options in seen] == [1.0, 2.0]
     assert [options["solver"] for options in seen] == ["euler", "dpmpp_2m"]
-    assert [options["micro_batch"] for options in seen] == [base.micro_batch, 3]
+    assert [options["micro_batch"] for options in seen] == [base.engine.micro_batch, 3]
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -81,7 +81,7 @@ def test_the_weights_themselves_can_be_evaluated(
 
     monkeypatch.setattr(trainers, "evaluate", spy)
     config = tiny.config(tmp_path, sampling=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
-    with Trainer(replace(config, evaluation=EvaluationConfig(average=average)), tiny.job(), one) as trainer:
+    with Trainer(with_values(config, {"evaluation.average": average}), tiny.job(), one) as trainer:
         trainer.update()
         trainer.evaluate(4)
         for own in (True, False):
@@ -111,7 +111,10 @@ def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -
 
     def run(seed: int, data_seed: int | None) -> tuple[list[str], torch.Tensor]:
         config = tiny.config(
-            tmp_path, sampling=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
+            tmp_path,
+            sampling=replace(STEPS, prompts=8, group=2),
+            seed=seed,
+            **{"data.seed": data_seed, "engine.micro_batch": 8},
         )
         with Trainer(config, tiny.job(prompts=("0", "1", "2", "3", "4")), one) as trainer:
             seen = noted(trainer)
@@ -139,7 +142,9 @@ def test_stochastic_steps_one_by_one() -> None:
 def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
     """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=ScatteredSteps(2))
-    with Trainer(tiny.config(tmp_path, sampling=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
+    with Trainer(
+        tiny.config(tmp_path, sampling=rollout, updates=8, **{"engine.micro_batch": 8}), tiny.job(), one
+    ) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
@@ -151,7 +156,9 @@ def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) ->
 def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
     """Samples that are generated together share a window, or none do; the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=RandomWindow(1, draw=draw))
-    with Trainer(tiny.config(tmp_path, sampling=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
+    with Trainer(
+        tiny.config(tmp_path, sampling=rollout, updates=4, **{"engine.micro_batch": 4}), tiny.job(), one
+    ) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
@@ -166,7 +173,7 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
     found = []
     for micro_batch in (2, 8):
         config = tiny.config(
-            tmp_path, sampling=replace(STEPS, window=RandomWindow(2, draw="sample")), micro_batch=micro_batch
+            tmp_path, sampling=replace(STEPS, window=RandomWindow(2, draw="sample")), **{"engine.micro_batch": micro_batch}
         )
         with Trainer(config, tiny.job(), one) as trainer:
             samples = noted(trainer)
@@ -179,7 +186,7 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
 def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
     """It moves every second rollout, whatever the number of updates per rollout; a resumed run continues from there."""
     rollout = replace(STEPS, window=MovingWindow(2, every=2, stride=1))
-    config = tiny.config(tmp_path, sampling=rollout, updates=12, checkpoint_every=4, **{"passes.minibatches": 2})
+    config = tiny.config(tmp_path, sampling=rollout, updates=12, **{"checkpoint.every": 4, "passes.minibatches": 2})
     with Trainer(config, tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
@@ -238,7 +245,7 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
         method=Awm(),
         sampling=SamplingConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
         noising=NoisingConfig(each=2, draw="call"),
-        micro_batch=4,
+        **{"engine.micro_batch": 4},
     )
     with Trainer(config, tiny.job(), one) as trainer:
         noise, seen = trainer.run.noise_samples, list[Any]()
@@ -308,7 +315,7 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
     for threshold in (0.0, 1e-12, 0.99):
         rollout = SamplingConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4))
         cached = {"sampling": rollout, "rollout.step_cache": threshold}
-        run = tiny.config(tmp_path, engine=EngineConfig(compile=False), micro_batch=4, **cached)
+        run = tiny.config(tmp_path, **cached, **{"engine.compile": False, "engine.micro_batch": 4})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             calls: list[bool] = []
             last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
@@ -331,10 +338,10 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
             with_values(run, changes)
-    split = EngineConfig(compile=False, context_parallel=2)
-    for engine, message in ((EngineConfig(), "engine.compile is 'auto', expected False"), (split, "ranks that share")):
+    compiled = {"engine.compile": "auto"}, "engine.compile is 'auto', expected False"
+    for engine, message in (compiled, ({"engine.context_parallel": 2}, "ranks that share")):
         with pytest.raises(ValueError, match=message):
-            replace(run, engine=engine)
+            with_values(run, engine)
 
 
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:

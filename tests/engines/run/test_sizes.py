@@ -17,8 +17,8 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.run.sampler import Sampler
 
 SIZES = ["--pipeline.sizes", "16x16", "16x24"]
-RUN = "--sampling.steps 3 --sampling.prompts 2 --micro-batch 2 --updates 4 --final-samples 2 --eval-every 0"
-RUN += " --checkpoint-every 4"
+RUN = "--sampling.steps 3 --sampling.prompts 2 --micro-batch 2 --updates 4 --final-samples 2 --evaluation.every 0"
+RUN += " --checkpoint.every 4"
 FOXES = [f"{number} red foxes" for number in range(6)]
 
 

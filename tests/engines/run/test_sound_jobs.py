@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm
 SHORT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1 "
-    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --sampling.guidance.scale 1"
+    "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --sampling.guidance.scale 1"
 )
 VIDEO = (
     "--sampling.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "

@@ -25,7 +25,7 @@ def test_the_first_ratio_is_one_with_prompts_of_any_length(
         "--passes.minibatches 1 "
         "--trained random --trained.fraction 0.5"
     )
-    rest = "--updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2 --prompt-order epochs"
+    rest = "--updates 2 --final-samples 2 --evaluation.every 0 --checkpoint.every 2 --data.order epochs"
     words = ["train", "grpo", "--model", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "jpeg"]
     held = ["--pipeline.heldout", str(tmp_path / "heldout.txt"), "--out", str(tmp_path / "run")]
     assert cli.run([*words, *held, *size.split(), *rollout.split(), *rest.split()]) == 0, capfd.readouterr().err

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.core.advantages import SCALES
 from fluvial.engines.data.records import Prompt, as_prompts
-from fluvial.engines.engine.engine import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.report import charts as drawing
@@ -38,7 +38,7 @@ from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.saving import run_fingerprint
-from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
@@ -50,7 +50,7 @@ from fluvial.engines.scoring.runner import RewardRunner
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with evaluations, a moving average, a KL term and charts."""
     out = tmp_path_factory.mktemp("run") / "run"
-    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl.coef": 0.1}
+    changes = {"evaluation.every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl.coef": 0.1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "curves", short_runs.curves)
         train(config(out, **changes), job())
@@ -218,7 +218,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
-    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl.coef": 0.1}
+    changes: dict[str, Any] = {"engine.compute": "bfloat16", "kl.coef": 0.1}
     first, second = updates(config(tmp_path, train=kind, **changes), count=2)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
     assert first["objective"]["kl_ref"] == 0.0
@@ -233,10 +233,8 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
         run = config(
             tmp_path / offload,
             train=kind,
-            eval_every=1,
             optimizer=OptimizerConfig(ema_decay=0.5),
-            engine=EngineConfig(offload=offload),
-            **{"kl.coef": 0.1},
+            **{"evaluation.every": 1, "engine.offload": offload, "kl.coef": 0.1},
         )
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
@@ -269,7 +267,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
 def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
     """To the bit, with the reference's, as with every rank reading all of them."""
     for init in ("sharded", "whole"):
-        run = config(tmp_path / init, train=kind, init=init, **{"kl.coef": 0.1})
+        run = config(tmp_path / init, train=kind, **{"engine.init": init, "kl.coef": 0.1})
         train(run, job())
     assert launch.weights(tmp_path / "sharded") == launch.weights(tmp_path / "whole")
 
@@ -289,7 +287,7 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
         seen.append(torch.are_deterministic_algorithms_enabled())
         return alternating(images, prompts)
 
-    train(config(tmp_path / "run", engine=EngineConfig(deterministic=True)), job(watching))
+    train(config(tmp_path / "run", **{"engine.deterministic": True}), job(watching))
     assert seen
     assert all(seen)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -300,14 +298,14 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
 def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str) -> None:
     """And behind a URL: they are resumed from to the bit, and a failure ends the run in one line."""
     trained(tmp_path / "straight", updates=4)
-    changes: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 1}
+    changes: dict[str, Any] = {"checkpoint.background": True, "checkpoint.every": 1}
     if where == "URL":
         changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
     train(config(tmp_path / "run", updates=3, **changes), job())
     saved = checkpoint.list_checkpoints(config(tmp_path / "run", **changes).checkpoint_folder)
     assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
     assert (tmp_path / "run" / "checkpoints").exists() == (where == "folder")
-    train(config(tmp_path / "run", updates=4, resume_from=str(saved[0]), **changes), job())
+    train(config(tmp_path / "run", updates=4, **changes, **{"checkpoint.resume_from": str(saved[0])}), job())
     assert launch.weights(tmp_path / "run") == launch.weights(tmp_path / "straight")
 
 
@@ -319,7 +317,7 @@ def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
     with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
-        train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
+        train(config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1}), job())
 
 
 @pytest.mark.long
@@ -335,7 +333,7 @@ def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, 
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails_once)
     console = Console(file=io.StringIO(), width=500)
-    run = config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1, keep_checkpoints=3)
+    run = config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1, "checkpoint.keep": 3})
     train(run, job(), console=console)
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["000002", "000003"]
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -355,8 +353,8 @@ def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
     """Settings of the engine may change, and threads; what may differ by it is said in one line."""
     trained(tmp_path / "run")
     console = Console(file=io.StringIO(), width=500)
-    engine = EngineConfig(checkpointing="block", comm="reshard")
-    train(config(tmp_path / "run", updates=3, resume=True, engine=engine), job(), console=console)
+    engine = {"engine.checkpointing": "block", "engine.comm": "reshard"}
+    train(config(tmp_path / "run", updates=3, resume=True, **engine), job(), console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "engine.comm keep then, reshard now, engine.checkpointing none then, block now: bits may differ" in said
 
@@ -396,7 +394,7 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(broken.model), "predict", velocity)
     with pytest.raises(RunError, match="rollout and update do not compute the same policy"):
-        train(config(tmp_path / "run", max_log_ratio=1e-7), broken)
+        train(config(tmp_path / "run", **{"rollout.max_log_ratio": 1e-7}), broken)
 
 
 def nan(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -491,7 +489,7 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
     """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
     flags = [
         *("--updates", "5", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
-        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
+        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--evaluation.every", "3"),
     ]
     launch.train(tmp_path / "straight", *flags)
     killed = tmp_path / "killed"
@@ -529,7 +527,7 @@ def wait_for_update(out: Path, update: int, process: launch.Process) -> None:
 def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM: the update is finished and saved, and the person is told how to go on."""
     out = tmp_path / "run"
-    flags = ["--updates", "500", "--checkpoint-every", "500"]
+    flags = ["--updates", "500", "--checkpoint.every", "500"]
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
         wait_for_update(out, 2, process)
         beside = launch.fluvial("train", "handwriting", "--out", str(out), "--resume")
@@ -597,7 +595,7 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None:
     """Addresses of servers, and how they are asked, may change; the sampler may not."""
     one = config(tmp_path)
-    asked = {"rollout": RolloutConfig(source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)}
+    asked = {"rollout.source": "http://a:1", "rollout.servers": ServersConfig(patience=1), "rollout.store": tmp_path}
     expected = run_fingerprint(one, (), "")
     assert run_fingerprint(with_values(one, asked), (), "") == expected
     assert run_fingerprint(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), (), "") != expected
@@ -625,7 +623,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path
     """With --resume, as a restart by torchrun does."""
     out = tmp_path / "run"
     with launch.start(
-        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint-every", "3"
+        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint.every", "3"
     ) as process:
         wait_for_update(out, 0, process)
         process.kill()

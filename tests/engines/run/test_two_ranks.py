@@ -109,7 +109,7 @@ def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> 
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A checkpoint of two ranks is continued by one, and ends where one rank alone does, to the order of float32 sums."""
     launch.train(tmp_path / "alone", "--updates", "3")
-    launch.train(tmp_path / "run", "--updates", "2", "--checkpoint-async", ranks=2)
+    launch.train(tmp_path / "run", "--updates", "2", "--checkpoint.background", ranks=2)
     launch.train(tmp_path / "run", "--updates", "3", "--resume")
     left, right = (load_file(tmp_path / n / "weights" / "diffusion_pytorch_model.safetensors") for n in ("alone", "run"))
     distance = sum(float(((left[name] - right[name]).double() ** 2).sum()) for name in left) ** 0.5

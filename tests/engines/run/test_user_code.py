@@ -162,7 +162,9 @@ def digest(kind: str, wrap: Wrap, world: World) -> str:
     passes = {} if method.needs.rewards == "gradients" else {"passes.minibatches": 2}
     job = tiny.job(**{"prompts": PROMPTS, "heldout": PROMPTS[:2], **of_job})
     config = tiny.config(
-        Path("out"), updates=passes.get("passes.minibatches", 1), micro_batch=4, **{"train": "lora", **passes, **changes}
+        Path("out"),
+        updates=passes.get("passes.minibatches", 1),
+        **{"engine.micro_batch": 4, "train": "lora", **passes, **changes},
     )
     names = tuple(job.rewards) if "rewards" in of_job and config.method.is_scored else config.rewards
     kept: list[Any] = []

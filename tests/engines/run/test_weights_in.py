@@ -28,7 +28,7 @@ from fluvial.models.pipelines.open import open_model
 
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
 SMALL = "--sampling.prompts 2 --sampling.steps 3 --micro-batch 2 --updates 2"
-SMALL += " --passes.minibatches 1 --final-samples 2 --eval-every 0"
+SMALL += " --passes.minibatches 1 --final-samples 2 --evaluation.every 0"
 GRPO = ["--sampling.group", "2", "--kl.coef", "0.1"]
 
 

@@ -25,7 +25,7 @@ SHORT = (WITHOUT_ADAPTER,)  # in every run of the tests; the others in `make tes
 CAPTIONS = ("a red fox", "two cats", "an owl")
 TINY = (
     "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --passes.minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+    "--updates 2 --passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 1"
 )
 OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
 GRPO = "--sampling.prompts 2 --sampling.group 2 --sampling.window random --sampling.window.size 1 --sampling.window.high 1"
@@ -111,7 +111,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
         return ["--lora", str(tmp_path / run)]
 
     # Images are encoded once; a supervised run, whose adapter is exported from its last checkpoint.
-    photos = ["--data", str(tmp_path / "photos"), "--data-cache", str(tmp_path / "cache")]
+    photos = ["--data", str(tmp_path / "photos"), "--data.cache", str(tmp_path / "cache")]
     few = ["--lora.targets", "to_q", "to_v"] if name == "sdxl" else []  # of its hundred layers, for the time it takes
     train("sft", "sft", *photos, "--lora.alpha", "4", *few)
     assert [*(tmp_path / "cache").rglob("*.safetensors")]
@@ -122,7 +122,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl")]
     rewards = ["--rewards", "life_reward:counted"]
     life_reward.FAILS_AT.extend(range(5, 50))  # after a trial, the evaluation before and two calls of the first rollout
-    crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export-every", "1", code=1)
+    crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export.every", "1", code=1)
     assert "out of paper" in launch.one_line(crashed)
     assert {record["count"] for record in life_reward.SEEN} <= {1, 2, 3}
     assert (tmp_path / "rl" / "exports" / "000001-lora" / "README.md").is_file()

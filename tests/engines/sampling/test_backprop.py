@@ -16,6 +16,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import AlignProp
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.sampling.backprop import number_of_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -31,7 +32,7 @@ def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
 def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
     """Return a run on 4 steps."""
     rollout = SamplingConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
-    return tiny.config(out, method=objective, sampling=rollout, train="lora", micro_batch=2)
+    return tiny.config(out, method=objective, sampling=rollout, train="lora", **{"engine.micro_batch": 2})
 
 
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -76,12 +77,11 @@ def test_the_reward_rises(one: World, tmp_path: Path) -> None:
             tmp_path,
             train="lora",
             updates=10,
-            micro_batch=4,
-            update_micro_batch="rollout",
             optimizer=OptimizerConfig(lr=0.01),
             method=AlignProp(
                 last=2, target=target, sampling=SamplingConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode())
             ),
+            engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
         )
         run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
         rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]

@@ -169,7 +169,7 @@ RUNS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", RUNS, ids=str)
 def test_a_run_starts_on_policy(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
     """The ratio of its first pass is exactly 1 with chunks that split a group, and its rewards differ within groups."""
-    config = tiny.config(tmp_path, sampling=replace(SHARED, **changes), micro_batch=8, updates=2)
+    config = tiny.config(tmp_path, sampling=replace(SHARED, **changes), updates=2, **{"engine.micro_batch": 8})
     run = Spied(config, one)
     for _ in range(2):
         record = run.rollout()

@@ -97,7 +97,10 @@ def test_a_rollout_with_fewer_steps_after_its_window(one: World, tmp_path: Path)
     found, calls = {}, {}
     for name, after in {"euler": Tail(), "flash": FLASH}.items():
         run = Spied(
-            tiny.config(tmp_path, sampling=replace(window, window=RandomWindow(2, high=3, tail=after)), micro_batch=8), one
+            tiny.config(
+                tmp_path, sampling=replace(window, window=RandomWindow(2, high=3, tail=after)), **{"engine.micro_batch": 8}
+            ),
+            one,
         )
         model: Any = run.trainer.job.model
         count, predict = [0], type(model).predict

@@ -57,7 +57,9 @@ def test_a_floor_is_a_name_and_a_number(text: str) -> None:
 def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:
     """Return a run of two groups of four by both rewards of the tiny job."""
     rollout, settings = replace(STEPS, prompts=2), AdvantageConfig(**advantage)
-    return tiny.config(out, rewards=rewards, sampling=rollout, advantage=settings, optimizer=FAST, updates=4, micro_batch=4)
+    return tiny.config(
+        out, rewards=rewards, sampling=rollout, advantage=settings, optimizer=FAST, updates=4, **{"engine.micro_batch": 4}
+    )
 
 
 @pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])

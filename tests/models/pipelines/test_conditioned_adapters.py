@@ -351,8 +351,8 @@ def records(name: str, folder: Path, takes: tuple[str, ...]) -> Path:
 
 SHORT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 2 "
-    "--passes.minibatches 1 --final-samples 2 --eval-every 0 --sampling.guidance.scale 3 --sampling.guidance.negative bad "
-    "--train lora --tracker none"
+    "--passes.minibatches 1 --final-samples 2 --evaluation.every 0 --sampling.guidance.scale 3 "
+    "--sampling.guidance.negative bad --train lora --tracker none"
 )
 
 

@@ -91,7 +91,7 @@ def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
         f"train grpo --model {folders('wan-experts')} --prompts {folder / 'prompts.txt'} --rewards jpeg --updates 1 "
         "--passes.minibatches 1 --pipeline.call guidance_scale_2=1.5 --sampling.prompts 2 --sampling.group 2 "
         f"--sampling.steps 3 --micro-batch 2 "
-        f"--final-samples 2 --eval-every 0 --tracker none --train lora --out {folder / 'run'}"
+        f"--final-samples 2 --evaluation.every 0 --tracker none --train lora --out {folder / 'run'}"
     )
     return [*typed.split(), *SIZE]
 

@@ -57,7 +57,9 @@ def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
     height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
     config = RECIPES[recipe or ("ddpo" if name in ("sd1", "sdxl") else "grpo")](str(saved))
     pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
-    return replace(config, train="lora", micro_batch=2, update_micro_batch="rollout", pipeline=pipeline)
+    return with_values(
+        config, {"train": "lora", "engine.micro_batch": 2, "engine.update_micro_batch": "rollout", "pipeline": pipeline}
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -87,8 +89,18 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=prompts, rewards=("jpeg",))
     call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
     rollout = SamplingConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
-    changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "sampling": rollout}
-    passes: dict[str, Any] = {"micro_batch": 2, "update_micro_batch": "rollout", "updates": 1, "passes.minibatches": 1}
+    changes: dict[str, Any] = {
+        "pipeline.height": height,
+        "pipeline.width": width,
+        "pipeline.call": call,
+        "sampling": rollout,
+    }
+    passes: dict[str, Any] = {
+        "engine.micro_batch": 2,
+        "engine.update_micro_batch": "rollout",
+        "updates": 1,
+        "passes.minibatches": 1,
+    }
     report = dry_run(replace(config, train="lora", **passes, **changes), ranks=ranks)
     check(report)
     assert report.phase("rollout").flops > 0
@@ -118,7 +130,9 @@ def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
     pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")
     given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "rewards": ("jpeg",)}
     given |= {"train": "lora", "pipeline": pipeline}
-    report = dry_run(replace(config, **given, micro_batch=2, update_micro_batch="rollout"), ranks=2)
+    report = dry_run(
+        with_values(config, {**given, "engine.micro_batch": 2, "engine.update_micro_batch": "rollout"}), ranks=2
+    )
     check(report)
     assert report.phase("rollout").flops > 0
 
@@ -137,7 +151,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_every_setting_of_the_engine_runs(name: str) -> None:
     """On 8 ranks."""
     config = RECIPES["grpo"]()
-    report = dry_run(replace(config, engine=replace(config.engine, **ENGINES[name])), ranks=8)
+    report = dry_run(with_values(config, {f"engine.{field}": value for field, value in ENGINES[name].items()}), ranks=8)
     assert report.error is None
     assert report.fits
     if name == "phases":  # the optimizer's state is on the host during the rollout
@@ -149,7 +163,7 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
 def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
     """On 8 ranks with whole copies, with one read-back per update."""
     config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
-    report = dry_run(replace(config, engine=replace(config.engine, base=base)), ranks=8)
+    report = dry_run(with_values(config, {"engine.base": base}), ranks=8)
     check(report)
     assert report.phase("update").count_waits("read") == 1
 
@@ -161,7 +175,7 @@ def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_pa
     config = adapter("sd3", tmp_path)
     settings: dict[str, Any] = {"comm": comm, "offload": offload, "replicas": 1}
     engine = replace(config.engine, **settings)
-    report = dry_run(replace(config, engine=engine), ranks=8)
+    report = dry_run(with_values(config, {"engine": engine}), ranks=8)
     assert report.error is None, report.error
 
 
@@ -169,7 +183,7 @@ def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
     """Each computes with half of them, so its passes are shorter."""
     config = adapter("qwen-image", tmp_path)
     alone = dry_run(config, ranks=8)
-    shared = dry_run(replace(config, engine=replace(config.engine, context_parallel=2)), ranks=8)
+    shared = dry_run(with_values(config, {"engine.context_parallel": 2}), ranks=8)
     assert shared.error is None
     assert any(each.ranks == 2 for each in shared.phase("rollout").communication)
     assert shared.phase("rollout").flops < alone.phase("rollout").flops
@@ -223,8 +237,7 @@ def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) 
     config = adapter("sd3", tmp_path)
     sharded = replace(config, train="full", optimizer=replace(config.optimizer, lr=1e-4))
     keep, reshard = (
-        dry_run(replace(sharded, engine=replace(config.engine, comm=comm)), ranks=8).phase("decode")
-        for comm in ("keep", "reshard")
+        dry_run(with_values(sharded, {"engine.comm": comm}), ranks=8).phase("decode") for comm in ("keep", "reshard")
     )
     assert keep.peak > reshard.peak
     held = sum(line.bytes for line in keep.lines if "fsdp" in line.line)
@@ -233,12 +246,12 @@ def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) 
 
 def test_gathers_of_an_update_are_those_promised() -> None:
     """One per block and one for the rest, on 8 ranks, with two micro-batches as with one."""
-    config = replace(RECIPES["grpo"](), update_micro_batch=8)
-    config = replace(config, engine=replace(config.engine, replicas=1, compute="bfloat16"))  # sharded by FSDP2
+    config = with_values(RECIPES["grpo"](), {"engine.update_micro_batch": 8})
+    config = with_values(config, {"engine.replicas": 1, "engine.compute": "bfloat16"})  # sharded by FSDP2
     report = dry_run(config, ranks=8)
     assert report.micro_batches > 1
     check(report, units=UNITS["handwriting"])
-    resharded = dry_run(replace(config, engine=replace(config.engine, comm="reshard")), ranks=8)
+    resharded = dry_run(with_values(config, {"engine.comm": "reshard"}), ranks=8)
     assert gathers(resharded.phase("update")) > 2 * UNITS["handwriting"]
 
 
@@ -300,7 +313,7 @@ def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
 def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak, FLOPs, collectives and host waits, with text encoders and parameters that are gathered in every pass."""
     config = adapter("sd3", tmp_path)
-    config = replace(config, train="full", engine=replace(config.engine, comm="reshard"))
+    config = with_values(config, {"train": "full", "engine.comm": "reshard"})
     short = dry_run(config, ranks=2)
     monkeypatch.setattr(Repeated, "_of", lambda self, kind, call: call())
     whole = dry_run(config, ranks=2)
@@ -317,7 +330,7 @@ def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     """A run of ten times as many samples holds ten times as many trajectories."""
     config = RECIPES["grpo"]()
     few = with_values(
-        config, {"micro_batch": 4, "update_micro_batch": "rollout", "sampling.prompts": 2, "sampling.group": 4}
+        config, {"engine.micro_batch": 4, "engine.update_micro_batch": "rollout", "sampling.prompts": 2, "sampling.group": 4}
     )
     many = with_values(few, {"sampling.prompts": 20})
     reports = [dry_run(each) for each in (few, many)]

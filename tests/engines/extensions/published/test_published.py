@@ -560,7 +560,7 @@ def test_an_offline_run_takes_its_pairs_from_a_folder() -> None:
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "far": {"source": {"repo": "a/b", "path": "x", "commit": "1"}, "settings": {"seed": 1, "kl": {"coef": 0.5}}, "gpus": 8},
-    "guess": {"assumed": {"seed": 9, "micro_batch": 4}, "unusual": ["first"]},
+    "guess": {"assumed": {"seed": 9, "engine.micro_batch": 4}, "unusual": ["first"]},
     "near": {
         "extends": ["far", "guess"],
         "source": {"path": "y"},
@@ -582,7 +582,7 @@ def test_a_run_extends_blocks() -> None:
     assert values == {
         "seed": 1,
         "kl.coef": 0.1,
-        "micro_batch": 4,
+        "engine.micro_batch": 4,
         "sampling.window.kind": "random",
         "sampling.window.size": 2,
     }
@@ -590,7 +590,7 @@ def test_a_run_extends_blocks() -> None:
     assert paths == {
         "seed": "x",
         "kl.coef": "y",
-        "micro_batch": None,
+        "engine.micro_batch": None,
         "sampling.window.kind": "y",
         "sampling.window.size": "y",
     }

@@ -39,7 +39,7 @@ def test_branches_take_the_places_in_turn(size: int, low: int, branches: int, id
 
 def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
     """A trunk's samples start alike and differ in one step; each is compared with those of its own step alone."""
-    run = Spied(tiny.config(tmp_path, sampling=BRANCHES, micro_batch=6), one)
+    run = Spied(tiny.config(tmp_path, sampling=BRANCHES, **{"engine.micro_batch": 6}), one)
     run.rollout()
     trajectory, step = run.trajectories[0], run.updates[0].items
     # 2 prompts of 2 trunks of 3 places of 2 branches.
@@ -77,7 +77,7 @@ def test_windows_of_a_run(one: World, tmp_path: Path) -> None:
     found = {}
     for seed in (0, 1):
         rollout = replace(STEPS, prompts=12, group=2, window=RandomWindow(1, draw="run"))
-        run = Spied(tiny.config(tmp_path, sampling=rollout, updates=3, micro_batch=8, seed=seed), one)
+        run = Spied(tiny.config(tmp_path, sampling=rollout, updates=3, seed=seed, **{"engine.micro_batch": 8}), one)
         for _ in range(3):
             run.rollout()
         steps = [trajectory.steps.flatten() for trajectory in run.trajectories]
@@ -94,7 +94,11 @@ def test_a_reference_with_guidance_of_its_own(one: World, tmp_path: Path, scale:
     """The reference's prediction is that of the base model with kl.guidance, whatever the policy's is (CRD)."""
     rollout = replace(ODE, guidance=Guidance(scale=2.0 if scale == 1 else 1.0))
     config = tiny.config(
-        tmp_path, sampling=rollout, method=Nft(), train="lora", micro_batch=8, **{"kl.coef": 0.1, "kl.guidance": scale}
+        tmp_path,
+        sampling=rollout,
+        method=Nft(),
+        train="lora",
+        **{"engine.micro_batch": 8, "kl.coef": 0.1, "kl.guidance": scale},
     )
     assert config.is_guided
     run = Spied(config, one)
@@ -143,7 +147,10 @@ def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None
     """DanceGRPO's best-of-n: the others are not computed and not counted, and their group's mean is of all."""
     found = {}
     for extremes in (0, 1):
-        run = Spied(tiny.config(tmp_path, sampling=STEPS, advantage=AdvantageConfig(extremes=extremes), micro_batch=8), one)
+        run = Spied(
+            tiny.config(tmp_path, sampling=STEPS, advantage=AdvantageConfig(extremes=extremes), **{"engine.micro_batch": 8}),
+            one,
+        )
         run.rollout()
         found[extremes] = run.updates[0]
     whole, part = found[0].items, found[1].items
@@ -161,7 +168,7 @@ def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:
     for seeds in ((0, 5), (1, 5), (0, 6)):
         rollout = replace(STEPS, prompts=3, group=2)
         config = tiny.config(
-            tmp_path, sampling=rollout, prompt_order="distinct", seed=seeds[0], data_seed=seeds[1], updates=4
+            tmp_path, sampling=rollout, seed=seeds[0], updates=4, **{"data.order": "distinct", "data.seed": seeds[1]}
         )
         run = Spied(config, one)
         drawn = []
@@ -172,7 +179,7 @@ def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:
         assert len({tuple(prompts) for prompts in drawn}) > 1
         found[seeds] = drawn
     assert found[0, 5] == found[1, 5] != found[0, 6]
-    more = Spied(tiny.config(tmp_path, sampling=replace(STEPS, prompts=6, group=2), prompt_order="distinct"), one)
+    more = Spied(tiny.config(tmp_path, sampling=replace(STEPS, prompts=6, group=2), **{"data.order": "distinct"}), one)
     more.rollout()
     assert set(more.prompts[:8:2]) == set(tiny.PROMPTS)
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +59,16 @@ def test_other_hardware_keeps_the_samples_of_an_update() -> None:
     assert config.method.sampling.batch == 48 * 24
     assert said.startswith("published on 32 GPUs, here 2: an update keeps its 576 samples, 288 per GPU")
     assert said.endswith("accumulated over 32 micro-batches of up to 9")
-    assert "micro-batches" not in takes.choose_accumulation(replace(config, micro_batch="auto"), published=32, gpus=2)
+    assert "micro-batches" not in takes.choose_accumulation(
+        with_values(config, {"engine.micro_batch": "auto"}), published=32, gpus=2
+    )
 
 
 @pytest.mark.parametrize(("preset", "groups"), [("1gpu", 4), ("2gpus", 8), ("8gpu", 32), ("12gpu", 48), ("64gpu", 48)])
 def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, groups: int) -> None:
     published = resolve(find(OCR))
     found, said = on_gpus(published, preset)
-    assert found == with_values(published, {"sampling.prompts": groups, "micro_batch": "auto"})
+    assert found == with_values(published, {"sampling.prompts": groups, "engine.micro_batch": "auto"})
     assert said.startswith(f"--preset {preset}: ")
     assert ("sampling.prompts" in said) == (groups != 48)
     assert f"{groups * 24} samples" in said
@@ -181,7 +182,7 @@ def test_a_plan_names_what_to_bring_and_what_cannot_be_computed(capsys: pytest.C
 
 
 TINY = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2"
-TINY += " --passes.minibatches 1 --checkpoint-every 2 --final-samples 2 --eval-every 0 --evaluation.steps 2"
+TINY += " --passes.minibatches 1 --checkpoint.every 2 --final-samples 2 --evaluation.every 0 --evaluation.steps 2"
 TINY += " --optimizer.ema-interval 1"
 
 

@@ -24,7 +24,6 @@ from fluvial.core.transitions import bind
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote.remote import Remote
@@ -161,7 +160,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"sampling.sampler.solver is 'sa_solver', expected euler: servers",
     ),
     "Sampling.step_cache": (
-        {"rollout.step_cache": 0.1, "sampling.window": RandomWindow(2), "engine": EngineConfig(compile=False)},
+        {"rollout.step_cache": 0.1, "sampling.window": RandomWindow(2), "engine.compile": False},
         r"rollout.step_cache is 0\.1, expected 0: .*servers",
     ),
 }

@@ -35,11 +35,10 @@ def config(ahead: int) -> TrainConfig:
     return tiny.config(
         Path("out"),
         updates=UPDATES,
-        micro_batch=4,
         sampling=ROLLOUT,
         correction=CorrectionConfig("truncate", threshold=2.0),
         optimizer=OptimizerConfig(lr=0.02),
-        **{"rollout.ahead": ahead},
+        **{"engine.micro_batch": 4, "rollout.ahead": ahead},
     )
 
 

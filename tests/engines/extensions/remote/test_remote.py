@@ -120,7 +120,7 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
 
 def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
-    config = tiny.config(cast(Any, None), sampling=rollout, micro_batch=MICRO_BATCH, **changes)
+    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
         return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
@@ -429,7 +429,9 @@ def test_images_have_the_size_of_the_samples(
 @contextmanager
 def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
     """Yield a trainer that corrects for differences of the servers that make its samples."""
-    config = tiny.config(cast(Any, None), sampling=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
+    config = tiny.config(
+        cast(Any, None), sampling=STEPS, correction=CorrectionConfig("truncate"), **{"engine.micro_batch": MICRO_BATCH}
+    )
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
         trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = with_values(
             config, {"sampling": source.rollout}

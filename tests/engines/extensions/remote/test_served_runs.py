@@ -15,8 +15,10 @@ from marks import long
 from fluvial.engines.cli import main as cli
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.job import handwriting
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -24,7 +26,7 @@ ROLLOUT = (
     "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
     "--updates 2 --passes.minibatches 1"
 )
-REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --update-micro-batch rollout"
+REST = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --tracker none --update-micro-batch rollout"
 
 
 @pytest.mark.bits
@@ -126,13 +128,11 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
     small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
     config = TrainConfig(
         tmp_path / "inside",
-        micro_batch=2,
-        update_micro_batch="rollout",
         updates=3,
-        final_samples=2,
-        eval_every=0,
         tracker="none",
         method=Grpo(sampling=small),
+        engine=MachineConfig(micro_batch=2, update_micro_batch="rollout"),
+        evaluation=EvaluationConfig(final_samples=2, every=0),
     )
     job = replace(handwriting(), rewards={"dark": dark})
     train(config, job)
@@ -143,7 +143,7 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
         urls = ",".join(map(launch.Process.address, (first, second)))
         asked = RolloutConfig(source=urls, servers=ServersConfig(weights_folder=weights))
         servers.append(first)
-        train(replace(config, out=tmp_path / "served", rollout=asked), job)
+        train(with_values(config, {"out": tmp_path / "served", "rollout": asked}), job)
         assert first.poll() is not None
         assert second.poll() is None
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")

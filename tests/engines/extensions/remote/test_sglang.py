@@ -163,7 +163,7 @@ def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator
 
 def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
-    config = tiny.config(cast(Any, None), sampling=rollout, micro_batch=MICRO_BATCH, **changes)
+    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
         return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)

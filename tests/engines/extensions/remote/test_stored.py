@@ -30,7 +30,7 @@ STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return a run of two rollouts, in two chunks each."""
-    return tiny.config(out, **{"updates": 2, "micro_batch": 4, "sampling": STEPS, **changes})
+    return tiny.config(out, **{"updates": 2, "engine.micro_batch": 4, "sampling": STEPS, **changes})
 
 
 def trained(run: TrainConfig, one: World) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def trained(run: TrainConfig, one: World) -> dict[str, Tensor]:
 def folder(one: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the rollouts of a run."""
     out = tmp_path_factory.mktemp("run")
-    trained(config(out, sampling=STEPS, rollout=RolloutConfig(store=out / "stored")), one)
+    trained(config(out, sampling=STEPS, **{"rollout.store": out / "stored"}), one)
     return out / "stored"
 
 
@@ -66,16 +66,14 @@ def test_replayed_rollouts_give_the_weights_to_the_bit(one: World, tmp_path: Pat
     run = config(tmp_path, **changes)
     rollout = run.rollout
     expected = trained(run, one)
-    kept = trained(with_values(run, {"sampling": rollout, "rollout": RolloutConfig(store=tmp_path / "stored")}), one)
-    replayed = trained(
-        with_values(run, {"sampling": rollout, "rollout": RolloutConfig(source=f"replayed:{tmp_path / 'stored'}")}), one
-    )
+    kept = trained(with_values(run, {"sampling": rollout, "rollout.store": tmp_path / "stored"}), one)
+    replayed = trained(with_values(run, {"sampling": rollout, "rollout.source": f"replayed:{tmp_path / 'stored'}"}), one)
     assert all(torch.equal(kept[name], tensor) and torch.equal(replayed[name], tensor) for name, tensor in expected.items())
 
 
 def test_replaying_calls_no_network(one: World, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollout is read; scored images and versions are the stored ones."""
-    run = config(tmp_path, sampling=STEPS, rollout=RolloutConfig(source=f"replayed:{folder}"))
+    run = config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{folder}"})
     with Trainer(run, tiny.job(), one) as trainer:
         trainer.update()  # the weights are no longer those of the first rollout
         seen, generate = list[stored.Chunk](), trainer.sampler.source.generate
@@ -107,7 +105,7 @@ def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_pa
     edited(lambda index: [chunk.update(version=5 - number, negatives=None) for number, chunk in enumerate(index["chunks"])])(
         copy
     )
-    run = config(tmp_path, micro_batch=8, sampling=STEPS, rollout=RolloutConfig(source=f"replayed:{copy}"))
+    run = config(tmp_path, sampling=STEPS, **{"engine.micro_batch": 8, "rollout.source": f"replayed:{copy}"})
     with Trainer(run, tiny.job(), one) as trainer:
         plan = trainer.sampler.plan(*first_rollout(trainer))
         (chunk,) = trainer.sampler.source.generate(plan.requests, plan.sampling, micro_batch=8)
@@ -123,7 +121,9 @@ def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:
 def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) -> None:
     """A sample is found by its id, whichever chunk it was made in."""
     run = config(
-        tmp_path, micro_batch=2, sampling=STEPS, rollout=RolloutConfig(source=f"replayed:{folder}"), max_log_ratio=1e-2
+        tmp_path,
+        sampling=STEPS,
+        **{"engine.micro_batch": 2, "rollout.source": f"replayed:{folder}", "rollout.max_log_ratio": 1e-2},
     )
     found, expected = trained(run, one), trained(config(tmp_path), one)
     assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
@@ -227,9 +227,7 @@ def test_a_damaged_folder_is_one_line(
     copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy)
     with (
-        Trainer(
-            config(tmp_path, sampling=STEPS, rollout=RolloutConfig(source=f"replayed:{copy}")), tiny.job(), one
-        ) as trainer,
+        Trainer(config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{copy}"}), tiny.job(), one) as trainer,
         pytest.raises(RunError, match=says) as caught,
     ):
         trainer.update()
@@ -258,7 +256,7 @@ def test_a_run_that_asks_for_other_rollouts_is_one_line(
 
 def test_a_rollout_that_ends_early_is_not_stored(one: World, tmp_path: Path) -> None:
     """A reward that raises ends the run; of the rollout there is nothing, not even a partial file."""
-    run = config(tmp_path, sampling=STEPS, rollout=RolloutConfig(store=tmp_path / "stored"))
+    run = config(tmp_path, sampling=STEPS, **{"rollout.store": tmp_path / "stored"})
     with Trainer(run, tiny.job(), one) as trainer:
         generate = trainer.sampler.source.source.generate  # type: ignore[attr-defined]
 
@@ -311,7 +309,7 @@ def test_a_rollout_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(stored, "sync", synced)
     monkeypatch.setattr(os, "replace", moved)
-    trained(config(tmp_path, updates=1, sampling=STEPS, rollout=RolloutConfig(store=folder)), one)
+    trained(config(tmp_path, updates=1, sampling=STEPS, **{"rollout.store": folder}), one)
     moves = [line.split() for line in done if line.startswith("move")]
     assert [suffix for _, _, suffix in moves] == [".safetensors", ".json"]
     for _, partial, suffix in moves:
@@ -323,9 +321,9 @@ def test_folders_that_cannot_be_used_are_refused(one: World, tmp_path: Path) -> 
     """Before anything is computed."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="which holds no rollouts"):
-        Trainer(config(tmp_path, sampling=STEPS, rollout=RolloutConfig(source=f"replayed:{tmp_path}")), tiny.job(), one)
+        Trainer(config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{tmp_path}"}), tiny.job(), one)
     with pytest.raises(UsageError, match="which cannot be written"):
-        Trainer(config(tmp_path, sampling=STEPS, rollout=RolloutConfig(store=tmp_path / "file" / "x")), tiny.job(), one)
+        Trainer(config(tmp_path, sampling=STEPS, **{"rollout.store": tmp_path / "file" / "x"}), tiny.job(), one)
 
 
 @pytest.mark.parametrize("source", ["replayed:", "stored:x", "somewhere"])

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.micro_batch import Passes, once
 from fluvial.engines.run.passes.warm_up import warm_up
@@ -100,7 +100,7 @@ def test_blocks_that_cannot_be_compiled_run_as_written(
 def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, backend: list[Exception]) -> None:
     """No update, rollout or evaluation makes a program."""
     config = tiny.config(
-        tmp_path, updates=2, engine=EngineConfig(compile=True), sampling=SamplingConfig(prompts=2, group=2, steps=tiny.STEPS)
+        tmp_path, updates=2, sampling=SamplingConfig(prompts=2, group=2, steps=tiny.STEPS), **{"engine.compile": True}
     )
     shown = Console(force_terminal=True, file=StringIO())
     with Trainer(config, tiny.job(), one) as trainer, RunProgress(shown, total=2) as progress:
@@ -110,7 +110,7 @@ def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, bac
         trainer.evaluate(4)
         assert [trainer.update()["compiled_programs"] for _ in range(2)] == [0, 0]
         assert count_programs() == found.programs
-    with Trainer(replace(config, engine=EngineConfig(compile=False)), tiny.job(), one) as trainer:
+    with Trainer(with_values(config, {"engine.compile": False}), tiny.job(), one) as trainer:
         assert trainer.warm_up() is None
         assert "compiled_programs" not in trainer.update()
 

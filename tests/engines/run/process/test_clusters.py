@@ -115,7 +115,7 @@ def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -
     """
     (slurm,) = (script for script in blocks("bash") if "#SBATCH" in script)
     port, store = str(launch.free_port()), str(launch.free_port())
-    flags = " ".join([*launch.SMALL, "--updates", "500", "--checkpoint-every", "1000"])
+    flags = " ".join([*launch.SMALL, "--updates", "500", "--checkpoint.every", "1000"])
     for known, here in (
         (" 0 1 2 3 4 5 6 7", f" {port[-1]}"),
         ("3000", port[:-1]),
