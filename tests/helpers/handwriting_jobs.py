@@ -13,14 +13,14 @@ from torch import Tensor
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 from fluvial.engines.scoring.protocol import Reward
 
 
-def config(out: Path, **changes: Any) -> TrainConfig:
+def config(out: Path, /, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of two updates of eight samples."""
     rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     passes: dict[str, Any] = {"micro_batch": 4, "update_micro_batch": "rollout"}
@@ -34,7 +34,7 @@ def config(out: Path, **changes: Any) -> TrainConfig:
         method=Grpo(sampling=rollout),
         **passes,
     )
-    return replace(run, **changes)
+    return with_values(run, changes)
 
 
 def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:

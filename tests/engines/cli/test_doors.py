@@ -176,7 +176,6 @@ import torch
 import toy_doors
 from fluvial.core.transitions import Transition
 from fluvial.engines import recipes
-from fluvial.engines.run.method import ObjectiveTraits
 
 number = 3
 
@@ -198,8 +197,8 @@ class Loose(toy_doors.Pull):
 
 @dataclass(frozen=True)
 class Crooked(toy_doors.Pull):
-    def loss(self, v, items, config):
-        loss, info = super().loss(v, items, config)
+    def loss(self, v, rows):
+        loss, info = super().loss(v, rows)
         return loss.mean(), info
 
 @dataclass(frozen=True)
@@ -208,27 +207,27 @@ class Narrow(toy_doors.Pull):
         return v
 
 class Plain:
-    traits = ObjectiveTraits(trains_on="steps")
+    sampling = None
 
 @dataclass(frozen=True)
 class Faulty(toy_doors.Pull):
-    def loss(self, v, items, config):
+    def loss(self, v, rows):
         return v.no_such_attribute, None
 
 def crooked():
-    return replace(toy_doors.recipe(), objective=Crooked())
+    return replace(toy_doors.recipe(), method=Crooked())
 
 def narrow():
-    return replace(toy_doors.recipe(), objective=Narrow())
+    return replace(toy_doors.recipe(), method=Narrow())
 
 def plain():
-    return replace(toy_doors.recipe(), objective=Plain())
+    return replace(toy_doors.recipe(), method=Plain())
 
 def faulty():
-    return replace(toy_doors.recipe(), objective=Faulty())
+    return replace(toy_doors.recipe(), method=Faulty())
 
 def kind():
-    return replace(toy_doors.recipe(), objective=toy_doors.Pull)
+    return replace(toy_doors.recipe(), method=toy_doors.Pull)
 
 def one_argument(level):
     return level

@@ -431,8 +431,8 @@ def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Re
     """Yield a trainer that corrects for differences of the servers that make its samples."""
     config = tiny.config(cast(Any, None), sampling=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = with_values(
-            config, {"sampling": source.rollout}
+        trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = replace(
+            config, rollout=source.rollout
         )
         trainer.sampler.source = source
         yield trainer, source
