@@ -171,7 +171,7 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
             fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
     made = dataclasses.make_dataclass(variant.__name__, fields)
     texts = describe_fields(variant)
-    described = [f"    {name}: {texts[name]}" for name, *_ in fields if name in texts]
+    described = [f"    {name}: {' '.join(texts[name].split())}" for name, *_ in fields if name in texts]
     made.__doc__ = "\n".join(
         [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
     )

@@ -221,8 +221,8 @@ def test_what_was_refused_cannot_be_written(variant: type, names: set[str]) -> N
 
 def test_a_value_of_no_kind_is_refused() -> None:
     """As the sampler's name alone would be."""
-    for changes in ({"sampler": "ode"}, {"window": 5}, {"trained": 0.5}):
-        with pytest.raises(TypeError, match=rf"rollout\.{next(iter(changes))} is .*, expected one of "):
+    for changes in ({"sampler": "ode"}, {"window": 5}):
+        with pytest.raises(TypeError, match=rf"sampling\.{next(iter(changes))} is .*, expected one of "):
             SamplingConfig(**changes)
 
 

@@ -162,7 +162,7 @@ def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **as
     cache, held = folder / "texts" / (kind or name), (str(folder / "heldout.txt"),)
     settings = PipelineConfig(**{**size, "text_cache": cache, "heldout": held, **asked})
     rewards = ("digest_cases:bold",) if base.rewards else ()
-    prompts = () if base.data else (str(folder / "prompts.txt"),)
+    prompts = () if base.data.images else (str(folder / "prompts.txt"),)
     changes: dict[str, Any] = {
         "sampling.steps": 3,
         "sampling.prompts": 2,

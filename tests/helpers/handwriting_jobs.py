@@ -22,7 +22,7 @@ from fluvial.engines.sampling.window import RandomWindow
 from fluvial.engines.scoring.protocol import Reward
 
 
-def config(out: Path, **changes: Any) -> TrainConfig:
+def config(out: Path, /, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of two updates of eight samples."""
     rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     run = TrainConfig(

@@ -54,6 +54,20 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
     assert len(metrics(out)) == 3
 
 
+def test_a_method_of_ones_own_needs_no_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Named by its class it has the defaults of the model and flags of its own, resumes, and shows its own help."""
+    out, few = tmp_path / "run", ["--sampling.prompts", "2", "--sampling.group", "2", "--sampling.steps", "3"]
+    finish(["train", "toy_doors:Pull", "--out", str(out), *TINY, *few, "--scale", "0.5"], capfd)
+    recorded = json.loads((out / "config.json").read_text())["method"]
+    assert (recorded["name"], recorded["scale"]) == ("toy_doors:Pull", 0.5)
+    assert moved(out)
+    finish(["train", "toy_doors:Pull", "--out", str(out), "--resume", "--updates", "2"], capfd)
+    assert cli.run(["train", "toy_doors:Pull", "--help-all"]) == 0
+    shown = capfd.readouterr().out
+    assert "--scale" in shown
+    assert "--kl.coef" not in shown
+
+
 def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They are named by flags; the other recipe gives other weights."""
     out = tmp_path / "run"
@@ -162,7 +176,6 @@ import torch
 import toy_doors
 from fluvial.core.transitions import Transition
 from fluvial.engines import recipes
-from fluvial.engines.run.method import ObjectiveTraits
 
 number = 3
 
@@ -184,8 +197,8 @@ class Loose(toy_doors.Pull):
 
 @dataclass(frozen=True)
 class Crooked(toy_doors.Pull):
-    def loss(self, v, items, config):
-        loss, info = super().loss(v, items, config)
+    def loss(self, v, rows):
+        loss, info = super().loss(v, rows)
         return loss.mean(), info
 
 @dataclass(frozen=True)
@@ -194,27 +207,27 @@ class Narrow(toy_doors.Pull):
         return v
 
 class Plain:
-    traits = ObjectiveTraits(trains_on="steps")
+    sampling = None
 
 @dataclass(frozen=True)
 class Faulty(toy_doors.Pull):
-    def loss(self, v, items, config):
+    def loss(self, v, rows):
         return v.no_such_attribute, None
 
 def crooked():
-    return replace(toy_doors.recipe(), objective=Crooked())
+    return replace(toy_doors.recipe(), method=Crooked())
 
 def narrow():
-    return replace(toy_doors.recipe(), objective=Narrow())
+    return replace(toy_doors.recipe(), method=Narrow())
 
 def plain():
-    return replace(toy_doors.recipe(), objective=Plain())
+    return replace(toy_doors.recipe(), method=Plain())
 
 def faulty():
-    return replace(toy_doors.recipe(), objective=Faulty())
+    return replace(toy_doors.recipe(), method=Faulty())
 
 def kind():
-    return replace(toy_doors.recipe(), objective=toy_doors.Pull)
+    return replace(toy_doors.recipe(), method=toy_doors.Pull)
 
 def one_argument(level):
     return level

@@ -24,7 +24,7 @@ from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import COMFY_WEIGHTS
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.exports import check_exports, export_run
 from fluvial.engines.run.jobs.settings import ExportConfig
 from fluvial.engines.run.jobs.weights import converter
@@ -50,7 +50,6 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
     (folder / "heldout.txt").write_text("an owl\n")
     asked: dict[str, Any] = {"heldout": (str(folder / "heldout.txt"),), "text_tokens": tiny_pipelines.TEXT}
     values: dict[str, Any] = {
-        "out": folder / f"{name}-run",
         "model": str(folder / name),
         "prompts": (str(folder / "prompts.txt"),),
         "updates": 2,
@@ -63,7 +62,7 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
         "sampling": SamplingConfig(prompts=2, group=2, steps=3),
         "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
     }
-    with Trainer(TrainConfig(method=Grpo(), **{**values, **changes})) as trainer:
+    with Trainer(with_values(TrainConfig(folder / f"{name}-run", Grpo()), {**values, **changes})) as trainer:
         for _ in trainer:
             trainer.save()
         found = {}

@@ -76,15 +76,15 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
     assert set(Counter(place for places in drawn for place in places)) == {0, 1, 2}
     assert len({tuple(places) for places in drawn}) == 6
     assert Captions(as_prompts(["a", "b"])).draw(1, key(0), 2) == [1, 1]
-    with pytest.raises(UsageError, match=r"objective\.compare is caption, and no caption of data has two images"):
+    with pytest.raises(UsageError, match=r"compare is caption, and no caption of data has two images"):
         Captions(given(1, 1))
 
 
 def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
     """Data for RAFT of rollouts, groups of one, and data without a caption of two images."""
-    with pytest.raises(ValueError, match=r"^objective\.compare is 'rollout', expected caption or data, with data"):
+    with pytest.raises(ValueError, match=r"^data has no effect with raft, which learns from rollouts"):
         tiny.config(tmp_path, method=Raft(), sampling=ODE, **{"data.images": ("photos",)})
-    with pytest.raises(ValueError, match=r"rollout\.group is 1, expected at least 2"):
+    with pytest.raises(ValueError, match=r"sampling\.group is 1, expected at least 2"):
         tiny.config(tmp_path, method=Raft(compare="data"), sampling=replace(ODE, group=1))
     with pytest.raises(UsageError, match="no caption of data has two images"):
         run(tmp_path, one, "caption", given(1, 1))

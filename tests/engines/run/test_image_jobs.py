@@ -126,7 +126,7 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
 @pytest.mark.parametrize(
     ("recipe", "more", "says"),
     [
-        ("grpo", ["--data", "foxes"], "--data has no effect with clipped, which learns from rollouts"),
+        ("grpo", ["--data", "foxes"], "--data has no effect with grpo, which learns from rollouts"),
         (
             "sft",
             ["--data", "foxes", "--prompts", "x.txt"],

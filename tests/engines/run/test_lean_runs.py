@@ -20,7 +20,7 @@ from fluvial.engines.files import LORA
 from fluvial.engines.run import train
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.exports import export_run
-from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
 from fluvial.models.lora import Dora, Lokr, LoraConfig
 from fluvial.models.quantised import find_quantised
 
@@ -76,18 +76,18 @@ def test_settings_of_other_weights_than_are_trained_are_refused(tmp_path: Path, 
 def test_servers_have_no_quantised_base(tmp_path: Path) -> None:
     """Their weights are those of the folder, so ratios would be wrong from the start."""
     config = handwriting_jobs.config(tmp_path, train="lora")
-    served = replace(config.rollout, source="http://127.0.0.1:1")
+    served = RolloutConfig(source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"engine.base is 'int8', expected auto: servers make rollouts with weights"):
-        with_values(config, {"sampling": served, "engine.base": "int8"})
+        with_values(config, {"rollout": served, "engine.base": "int8"})
 
 
 @pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
 def test_servers_take_merged_weights_of_forms_that_are_not_lora(tmp_path: Path, form: Any) -> None:
     config = handwriting_jobs.config(tmp_path, train="lora", lora=LoraConfig(form=form))
-    served = replace(config.rollout, source="http://127.0.0.1:1")
+    served = RolloutConfig(source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=rf"servers take no adapters of lora.form {form.kind}, and merged weights do"):
-        with_values(config, {"sampling": served})
-    with_values(config, {"sampling": served, "rollout.servers": ServersConfig(weights="disk")})
+        with_values(config, {"rollout": served})
+    with_values(config, {"rollout": replace(served, servers=ServersConfig(weights="disk"))})
 
 
 @pytest.mark.parametrize("form", [Dora(), long(Lokr())], ids=str)

@@ -352,7 +352,7 @@ def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkey
     ],
 )
 def test_what_cannot_be_chosen(compiles: bool, objective: Any, reason: str | None) -> None:
-    config, engine = SimpleNamespace(objective=objective), SimpleNamespace(compiles=compiles)
+    config, engine = SimpleNamespace(method=objective), SimpleNamespace(compiles=compiles)
     assert explain_fixed_pairs(config, engine) == reason  # type: ignore[arg-type]
 
 

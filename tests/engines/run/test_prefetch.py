@@ -311,7 +311,7 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
             "rollout.ahead has no effect with sft, which learns from data",
         ),
         (
-            {"sampling": STEPS, "rollout.ahead": 1, "rollout.source": "replayed:x"},
+            {"sampling": STEPS, "rollout.source": "replayed:x"},
             "rollout.ahead has no effect with rollouts that are stored",
         ),
     ],

@@ -102,7 +102,7 @@ LITERALS = [
 
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
-    names = {".".join(path) for path, *_ in LITERALS}
+    names = {".".join(path).removeprefix("method.") for path, *_ in LITERALS}
     assert {"train", "sampling.window.draw", "engine.comm", "mode", "weighting", "form"} <= names
     assert len(names) > 20
 
@@ -120,16 +120,16 @@ def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None
         changed(config, path, wrong)
     message = str(refused.value)
     assert all(repr(choice) in message for choice in choices), message
-    assert message.startswith(".".join(path)), message
+    assert message.startswith(".".join(path).removeprefix("method.")), message
     assert near is None or f"did you mean {near!r}?" in message
 
 
 # Settings of text that name no file, beside those of `record.TEXTS`.
-NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "sampling.guidance.negative"} | {
+NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "method.sampling.guidance.negative"} | {
     *(
         "rollout.servers.key_env",
         "rollout.servers.admin_env",
-        "advantage.floors",
+        "method.advantage.floors",
         "lora.targets",
         "engine.attention",
         "engine.fit",

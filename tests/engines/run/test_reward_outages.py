@@ -16,7 +16,7 @@ from fluvial.engines.run import train
 
 def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     """What fails is counted and kept for the report, what is too much ends the run, and the checkpoint goes on."""
-    calls = {"sampling": 0}
+    calls = {"rollout": 0}
 
     def away(images: Tensor, prompts: Sequence[str]) -> Tensor:
         calls["rollout"] += 1

@@ -429,7 +429,7 @@ def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
     printed = describe_run(find(name))
     assert all(setting in printed for setting in rows_of(name))
     if RUNS[name].needs:
-        with pytest.raises(UsageError, match="has no such objective"):
+        with pytest.raises(UsageError, match="has no such method"):
             _recipe(name)
     else:
         assert _recipe(name)() == config_of(name)

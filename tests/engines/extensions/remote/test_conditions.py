@@ -297,10 +297,10 @@ def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
     ("changes", "final"),
     [
         ({}, False),
-        ({"rollout": {"store": Path("stored")}}, True),
-        ({"method": Nft(), "train": "lora", "rollout": {"sampler": Ode()}}, True),
+        ({"rollout.store": Path("stored")}, True),
+        ({"method": Nft(), "train": "lora", "sampling.sampler": Ode()}, True),
         ({"rewards": ("latent",)}, True),
-        ({"rollout": {"source": "", "servers": ServersConfig()}}, True),
+        ({"rollout.source": "", "rollout.servers": ServersConfig()}, True),
     ],
 )
 def test_final_latents_are_asked_for_where_they_are_needed(
@@ -318,9 +318,8 @@ def test_final_latents_are_asked_for_where_they_are_needed(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "_direct", lambda url: asgi.Transport(server.app))
-    asked = {"steps": tiny.STEPS, "prompts": 2, "group": 2, "source": URL, "servers": ServersConfig(patience=1)}
-    rollout = RolloutConfig(**{**asked, **changes.get("rollout", {})})
-    config = tiny.config(tmp_path / "run", **{**changes, "sampling": rollout})
+    asked = {"sampling": SamplingConfig(2, 2, steps=tiny.STEPS), "rollout.source": URL}
+    config = tiny.config(tmp_path / "run", **{**asked, "rollout.servers": ServersConfig(patience=1), **changes})
     job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
     with Trainer(config, job, one) as trainer:
         root = key(1)

@@ -30,7 +30,6 @@ from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
-from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -433,8 +432,8 @@ def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Re
         cast(Any, None), sampling=STEPS, correction=CorrectionConfig("truncate"), **{"engine.micro_batch": MICRO_BATCH}
     )
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
-        trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = with_values(
-            config, {"sampling": source.rollout}
+        trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = replace(
+            config, rollout=source.rollout
         )
         trainer.sampler.source = source
         yield trainer, source

@@ -64,10 +64,9 @@ def folder(one: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replayed_rollouts_give_the_weights_to_the_bit(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Of the run that stored them, whose own weights storing does not change."""
     run = config(tmp_path, **changes)
-    rollout = run.rollout
     expected = trained(run, one)
-    kept = trained(with_values(run, {"sampling": rollout, "rollout.store": tmp_path / "stored"}), one)
-    replayed = trained(with_values(run, {"sampling": rollout, "rollout.source": f"replayed:{tmp_path / 'stored'}"}), one)
+    kept = trained(with_values(run, {"rollout.store": tmp_path / "stored"}), one)
+    replayed = trained(with_values(run, {"rollout.source": f"replayed:{tmp_path / 'stored'}"}), one)
     assert all(torch.equal(kept[name], tensor) and torch.equal(replayed[name], tensor) for name, tensor in expected.items())
 
 

@@ -34,7 +34,7 @@ SUMMARY = {
     "updates": 4,
     f"{EVIL}_score_before": 0.25,
     "samples_per_second": 2.0,
-    "train_seconds_by_phase": {"sampling": 1.5},
+    "train_seconds_by_phase": {"rollout": 1.5},
     "versions": {"torch": EVIL},
     "sizes": [[512, 512], [256, 1024]],
     "evaluation": [ROW | COMPARED, {**ROW, **COMPARED, "part": "tag", "name": "a tag", "low": -0.1}],

@@ -155,7 +155,7 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         ({"rollout_sde_type": "cps", "rollout_noise_level": 1.5}, "is 1.5, expected at most 1 for cps"),
         ({"rollout_sde_type": "dance"}, "rollout_sde_type: Invalid enum value 'dance'"),
         ({"rollout_sde_type": "ode"}, "rollout_sde_type is ode, whose steps have no log-probability"),
-        ({"sampling": 1}, "rollout: Expected `bool`, got `int`"),
+        ({"rollout": 1}, "rollout: Expected `bool`, got `int`"),
         ({"rollout_sde_step_indices": 3}, "rollout_sde_step_indices: Expected `array [|] null`, got `int`"),
         ({"rollout_sde_step_indices": [*range(4097)]}, "rollout_sde_step_indices: Expected `array` of length <= 4096"),
         ({"rollout_sde_step_indices": [0.5]}, r"rollout_sde_step_indices\[0\]: Expected `int`, got `float`"),
@@ -179,7 +179,7 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
                 "extra_sampling_params": {},
             }.items()
         ),
-        ({"extra_sampling_params": {"sampling": False}}, "rollout differs from that of the request"),
+        ({"extra_sampling_params": {"rollout": False}}, "rollout differs from that of the request"),
         ({"extra_sampling_params": {"guidance_scale": "7"}}, "guidance_scale: Expected `float [|] null`, got `str`"),
         ({"extra_sampling_params": {"fluvial": 1}}, r"extra_sampling_params.fluvial: Expected `object \| null`, got `int`"),
     ],

@@ -13,7 +13,7 @@ def lines(*, terminal: bool = False, total: int = 25, step: int = 1, done: int =
     progress = RunProgress(Console(file=out, force_terminal=terminal, width=120), total=total, done=done)
     with progress:
         for _ in range(done, total, step):
-            progress.advance({"reward": 0.51234, "grad_norm": 12345.0}, {"sampling": 1.256}, updates=step)
+            progress.advance({"reward": 0.51234, "grad_norm": 12345.0}, {"rollout": 1.256}, updates=step)
     return out.getvalue().splitlines()
 
 
