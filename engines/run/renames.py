@@ -100,5 +100,7 @@ def has_field(kind: Any, path: Sequence[str]) -> bool:
     hints = get_type_hints(kind)
     if path[0] not in {each.name for each in dataclasses.fields(kind)}:
         return False
-    inner = hints[path[0]]
-    return len(path) == 1 or bool(variants(inner)) or not dataclasses.is_dataclass(inner) or has_field(inner, path[1:])
+    inner, rest = hints[path[0]], path[1:]
+    if not rest or not (kinds := variants(inner) or (inner,) * dataclasses.is_dataclass(inner)):
+        return True
+    return (rest == ["kind"] and bool(variants(inner))) or any(has_field(each, rest) for each in kinds)

@@ -263,5 +263,5 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
     assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err
     (config,) = seen
     assert with_values(config, {"resume": False, "checkpoint.resume_from": None}) == replace(begun, updates=3)
-    assert config.resume != (config.resume_from is not None)
+    assert config.resume != (config.checkpoint.resume_from is not None)
     assert cli.run(["train", "grpo", "--resume", "--help"]) == 0  # where there is no run, too

@@ -97,7 +97,7 @@ CPS = Stochastic("cps", eta=0.5)
             {"sampling.sampler": Ode("dpmpp_2m")},
             "sampling.sampler is 'ode', expected ode with solver euler: raft learns from data",
         ),
-        (Raft(), ODE | {"max_log_ratio": 0.1}, "max_log_ratio has no effect with raft, which has no ratio"),
+        (Raft(), ODE | {"rollout.max_log_ratio": 0.1}, "rollout.max_log_ratio has no effect with raft, which has no ratio"),
         (Raft(), ODE | {"noising.each": 5}, "noising.each is 5, expected at most 4, the steps"),
         (Grpo(), {"kl.weight": "exact"}, "kl.weight has no effect with kl.coef 0; remove it"),
         (Grpo(), {"kl.guidance": 2.0}, "kl.guidance has no effect with kl.coef 0, without a reference"),

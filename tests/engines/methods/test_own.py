@@ -353,7 +353,7 @@ def test_what_is_right_passes() -> None:
     ("changes", "words"),
     [
         ({"kl.coef": 0.1}, "there is no field method.kl"),
-        ({"max_log_ratio": 0.5}, "max_log_ratio has no effect with .*:Returns, which has no ratio"),
+        ({"rollout.max_log_ratio": 0.5}, "rollout.max_log_ratio has no effect with .*:Returns, which has no ratio"),
     ],
 )
 def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:

@@ -34,7 +34,7 @@ FIELDS = {
 
 def test_the_table_knows_the_fields_that_once_were_silent() -> None:
     """A misspelt schedule, training method or checkpointing once trained something else."""
-    silent = {"OptimizerConfig.schedule", "TrainConfig.train", "EngineConfig.checkpointing"}
+    silent = {"OptimizerConfig.schedule", "TrainConfig.train", "MachineConfig.checkpointing"}
     assert silent < set(FIELDS)
 
 

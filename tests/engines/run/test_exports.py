@@ -317,13 +317,13 @@ def test_only_some_architectures_have_an_original_layout() -> None:
 def test_exports_during_training_are_checked_before_it(tmp_path: Path) -> None:
     """A format that the run cannot have is an error before the first update, and not after hours."""
     for changes, says in (
-        ({"export.format": "comfyui"}, "export_as is 'comfyui': .* has no layout that ComfyUI reads"),
-        ({"export.format": "lora"}, "export_as is 'lora': the run trained all weights"),
+        ({"export.format": "comfyui"}, "export.format is 'comfyui': .* has no layout that ComfyUI reads"),
+        ({"export.format": "lora"}, "export.format is 'lora': the run trained all weights"),
     ):
-        asked: dict[str, Any] = changes
+        run = with_values(TrainConfig(tmp_path, method=Grpo()), changes)
         with pytest.raises(ValueError, match=says):
-            check_exports(TrainConfig(tmp_path, method=Grpo(), export=ExportConfig(every=1), **asked), Handwriting())
-        check_exports(TrainConfig(tmp_path, method=Grpo(), **asked), Handwriting())  # none are asked for
+            check_exports(with_values(run, {"export.every": 1}), Handwriting())
+        check_exports(run, Handwriting())  # none are asked for
     check_exports(TrainConfig(tmp_path, method=Grpo(), export=ExportConfig(every=1)), Handwriting())
 
 
@@ -332,7 +332,7 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [video]\n---\n# Base\nlicense: none\n")
     lora = {"weights": "x/adapter", "form": {"kind": "lora"}}
-    settings = {"train": "lora", "weights": None, "lora": lora, "optimizer": {"lr": 0.1, "eps": 1e-8}}
+    settings = {"train": "lora", "pipeline": {"weights": None}, "lora": lora, "optimizer": {"lr": 0.1, "eps": 1e-8}}
     card = Card(
         kind="lora",
         model="Wan-AI/Wan2.2-T2V-A14B-Diffusers",

@@ -89,7 +89,7 @@ def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
         (
             {"evaluation.every": 0},
             {"heldout": tiny.contrast},
-            "stop_when_gamed has no effect without rewards to learn from",
+            "evaluation.stop_when_gamed has no effect without rewards to learn from",
         ),
         ({}, {}, "the evaluator 'brightness' is a reward of the run; name one that training does not see"),
         ({}, {"a": tiny.contrast, "heldout": tiny.brightness}, "the evaluator 'heldout' is a reward of the run"),

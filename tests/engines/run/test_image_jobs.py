@@ -126,14 +126,14 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
 @pytest.mark.parametrize(
     ("recipe", "more", "says"),
     [
-        ("grpo", ["--data", "foxes"], "--data has no effect with grpo, which learns from rollouts"),
+        ("grpo", ["--data", "foxes"], "--data.images has no effect with grpo, which learns from rollouts"),
         (
             "sft",
             ["--data", "foxes", "--prompts", "x.txt"],
             "--prompts has no effect with data or preferences, which have their own",
         ),
         ("sft", ["--data.errors", "skip"], "--data.errors has no effect with sft here, which learns from no images"),
-        ("sft", [], "for sft, set --data to a folder of images with captions"),
+        ("sft", [], "for sft, set --data.images to a folder of images with captions"),
         ("sft", ["--data", "nowhere"], "data nowhere cannot be read: No such file or directory"),
         ("sft", ["--data", "foxes", "--data.cache", "foxes/0.png"], "--data.cache foxes/0.png cannot be used: "),
     ],

@@ -65,7 +65,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     better = max(s for s, total in sizes.items() if total == least)
     assert said == [
         f"{sizes[size] - batch} of the {sizes[size]} samples that {ranks} ranks compute per rollout are repeats, because "
-        f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
+        f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
     ]
     config.samples_per_pass = better
     assert list(probe.notes(config, engine)) == []
@@ -130,12 +130,12 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
             )
             record = run.update()
             assert [size for gradient, size in passed if not gradient] == [4] * (2 * tiny.STEPS)
-            found[each["update_micro_batch"]] = (
+            found[each["engine.update_micro_batch"]] = (
                 [size for gradient, size in passed if gradient],
                 record["loss"],
                 {name: tensor.clone() for name, tensor in run.engine.sharded.shards().items()},
             )
-    sizes, loss, weights = found[changes["update_micro_batch"]]
+    sizes, loss, weights = found[changes["engine.update_micro_batch"]]
     assert sizes == rows
     assert loss == pytest.approx(found["rollout"][1], rel=1e-4, abs=1e-6)
     for name, tensor in weights.items():
@@ -227,7 +227,7 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     lines = [line for line in console.file.getvalue().splitlines() if "micro_batch" in line]  # type: ignore[attr-defined]
     assert len(lines) == 1
     assert lines[0].startswith("micro_batch 2, chosen in")
-    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert json.loads((config.out / "config.json").read_text())["engine"]["micro_batch"] == 2
     assert [record["micro_batch"]["chosen"] for record in launch.records(config.out) if "micro_batch" in record] == [2]
     finished = launch.weights(config.out)
 
@@ -237,9 +237,9 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build, "choose_micro_batch", never)
     first = config.out / "checkpoints" / "000001"
     train(with_values(config, {"checkpoint.resume_from": str(first)}), tiny.job())
-    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert json.loads((config.out / "config.json").read_text())["engine"]["micro_batch"] == 2
     assert launch.weights(config.out) == finished
-    with pytest.raises(RunError, match="micro_batch 2 there, 4 here"):
+    with pytest.raises(RunError, match=r"engine\.micro_batch 2 there, 4 here"):
         train(with_values(config, {"checkpoint.resume_from": str(first), "engine.micro_batch": 4}), tiny.job())
 
 
@@ -269,19 +269,19 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch": "fast"}, "micro_batch is 'fast', expected 'auto' or an integer"),
-        ({"micro_batch": 0}, r"micro_batch is 0, expected an integer in \[1, "),
+        ({"engine.micro_batch": "fast"}, "engine.micro_batch is 'fast', expected 'auto' or an integer"),
+        ({"engine.micro_batch": 0}, r"engine.micro_batch is 0, expected an integer in \[1, "),
         (
             {"sampling": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
-            "micro_batch is 'auto', expected a number: sampling.window.draw call draws",
+            "engine.micro_batch is 'auto', expected a number: sampling.window.draw call draws",
         ),
         (
             {"method": Dpo(), "sampling": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
-            "micro_batch is 'auto', expected a number: noising.draw call",
+            "engine.micro_batch is 'auto', expected a number: noising.draw call",
         ),
         (
             {"method": AlignProp(last=2)},
-            "micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
+            "engine.micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
         ),
     ],
 )
@@ -291,7 +291,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any
 
 
 def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: a Trainer's config has the"):
+    with pytest.raises(ValueError, match=r"engine.micro_batch is auto, expected a number: a Trainer's config has the"):
         _ = tiny.config(tmp_path, **{"engine.micro_batch": "auto"}).samples_per_pass
 
 
@@ -312,6 +312,6 @@ def test_recipes_choose_for_large_models_alone() -> None:
 def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
     for value, held in (("auto", "auto"), ("3", 3)):
         assert cli.run(["config", "handwriting", "--micro-batch", value, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["micro_batch"] == held
+        assert json.loads(capsys.readouterr().out)["engine"]["micro_batch"] == held
     assert cli.run(["config", "handwriting", "--micro-batch", "many"]) == 2
-    assert "--micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err
+    assert "--engine.micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err

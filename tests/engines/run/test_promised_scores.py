@@ -84,5 +84,5 @@ def test_a_timeout_shorter_than_the_wait_for_votes_is_refused(tmp_path: Path) ->
     with init_world() as world:
         ranks = replace(world, size=2)
         _rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
-        with pytest.raises(UsageError, match=r"collective_timeout is 600, expected more than 3600: processes wait for each"):
+        with pytest.raises(UsageError, match=r"engine.timeout is 600, expected more than 3600: processes wait for each"):
             _rewards(tiny.config(tmp_path), job, ranks)

@@ -175,9 +175,9 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["rewards"] == [f"pickscore:device=cuda:1,weights={home}/pick=0.5", "mine:score=2"]
     assert record["rollout"]["source"] == f"replayed:{home}/stored"
     places, elsewhere = Finder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
-    assert places.same("data", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
-    assert not places.same("data", ["a/p.txt=2", "b/p.txt"], elsewhere)
-    assert places.same("teacher", "weights", record["weights"])
+    assert places.same("data.images", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
+    assert not places.same("data.images", ["a/p.txt=2", "b/p.txt"], elsewhere)
+    assert places.same("teacher", "weights", record["pipeline"]["weights"])
     assert not places.same("optimizer.lr", 0.1, 0.2)
     for text in (record, as_record(asked)):
         for place in (home, home / "other", tmp_path):
@@ -188,7 +188,7 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     home.rename(tmp_path / "moved")
     moved = locate_paths(read_record(record), tmp_path / "moved" / "runs" / "x")
     assert moved.prompts == ("moved/a/p.txt=2", "moved/b/p.txt", "@codes")
-    assert as_record(moved)["weights"] == "moved/weights"
+    assert as_record(moved)["pipeline"]["weights"] == "moved/weights"
 
 
 @pytest.mark.parametrize("old", [False, True])

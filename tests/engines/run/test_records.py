@@ -102,8 +102,8 @@ def test_negative_prompts_of_records_take_part_in_guidance() -> None:
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"prompts": [Prompt("0", negative="1")]}, "prompt '0' has a negative prompt, which is of no use without guidance"),
-    ({"data.order": "draws"}, {}, "prompt_order is draws, which draws all prompts alike, and some have a weight"),
-    ({"data.order": "distinct"}, {"prompts": [Prompt("0", weight=2.0), "1"]}, "prompt_order is distinct"),
+    ({"data.order": "draws"}, {}, "data.order is draws, which draws all prompts alike, and some have a weight"),
+    ({"data.order": "distinct"}, {"prompts": [Prompt("0", weight=2.0), "1"]}, "data.order is distinct"),
     ({}, {"rewards": lambda images, prompts, metadata, more: images}, "has the signature"),
     ({}, {"rewards": lambda images, prompts, record: images}, "has the signature"),
 ]

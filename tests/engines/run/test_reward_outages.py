@@ -48,7 +48,7 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     config = replace(config, resume=True, updates=6)
     with pytest.raises(
         RunError,
-        match=r"connection refused.*; 2 of the 2 groups of the rollout .*above max_invalid 0.5\nin the phase reward$",
+        match=r"connection refused.*; 2 of the 2 groups of the .*above rollout.max_invalid 0.5\nin the phase reward$",
     ):
         train(config, tiny.job(rewards={"it": away}))
     calls["rollout"] = 100

@@ -107,7 +107,7 @@ def test_an_interval_without_an_average_is_refused() -> None:
 
 
 def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -> None:
-    """Two runs with one data_seed see the same prompts, and other noise."""
+    """Two runs with one data.seed see the same prompts, and other noise."""
 
     def run(seed: int, data_seed: int | None) -> tuple[list[str], torch.Tensor]:
         config = tiny.config(

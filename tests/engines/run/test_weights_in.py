@@ -79,7 +79,7 @@ def test_a_run_is_a_model(folder: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert train(folder, "grpo", "sft", tmp_path / "run", *given) == 0, capfd.readouterr().err
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["model"] == str(folder / "sd3")
-    assert record["weights"] == str(folder / "sft" / "weights")
+    assert record["pipeline"]["weights"] == str(folder / "sft" / "weights")
     again = TrainConfig(
         tmp_path,
         model=str(folder / "sft"),

@@ -37,7 +37,7 @@ def test_more_ends_the_run(one: World, bad: int, most: float) -> None:
     """In one line."""
     rewards = torch.ones(8, 1)
     rewards[: 2 * bad] = NAN
-    says = rf"^why; {bad} of the 4 groups of the rollout have no valid reward, above max_invalid {most:g}$"
+    says = rf"^why; {bad} of the 4 groups of the rollout have no valid reward, above rollout.max_invalid {most:g}$"
     with pytest.raises(RunError, match=says):
         check_invalid(rewards, ["why"], group=2, most=most, world=one)
 

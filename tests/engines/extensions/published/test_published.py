@@ -164,9 +164,9 @@ READ_AGAIN: dict[tuple[str, str], Any] = {
     ("tempflow_grpo/sd3.5-medium/geneval", "optimizer.ema_repeats"): 2,
     ("flow_factory/flux.1-dev/grpo", "optimizer.ema_interval"): 4 * 2,
     ("dancegrpo/flux.1-dev/hpsv2-8gpu", "optimizer.ema_interval"): 2,
-    ("ddpo/sd1.4/prompt_image_alignment", "micro_batch"): 4,
-    ("ddpo/sd1.4/prompt_image_alignment", "checkpoint_every"): 2,
-    **{(f"awm/sd3.5-medium/{task}", "data_seed"): 42 for task in ("geneval", "ocr", "pickscore")},
+    ("ddpo/sd1.4/prompt_image_alignment", "engine.micro_batch"): 4,
+    ("ddpo/sd1.4/prompt_image_alignment", "checkpoint.every"): 2,
+    **{(f"awm/sd3.5-medium/{task}", "data.seed"): 42 for task in ("geneval", "ocr", "pickscore")},
     ("unirl/qwen-image/nft", "pipeline.text_tokens"): 512,
     ("dancegrpo/sd1.4/hpsv2", "sampling.window.high"): None,  # the last step takes noise, too, and is not trained
     ("dancegrpo/sd1.4/hpsv2", "trained.fraction"): 0.98,
@@ -412,7 +412,7 @@ def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     columns = {line.split()[0]: line.split() for line in lines if line}
     assert columns["setting"] == ["setting", "published", "ours", "source", "why"]
     assert columns["optimizer.lr"][1:3] == ["0.0003", "0.0003"]
-    assert columns["checkpoint_every"][1:4] == ["60", "rollouts", "120"]
+    assert columns["checkpoint.every"][1:4] == ["60", "rollouts", "120"]
     assert columns["engine.compute"][1:5] == ["fp16", "auto", "-", "[precision]"]
     assert any("int(10*0.99) = 9" in line for line in lines)
     assert any("ltt0716/flow_grpo_official" in line for line in lines)

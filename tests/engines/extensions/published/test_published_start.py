@@ -117,7 +117,11 @@ def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
     """Of a recipe and of a published run; what is typed beside it comes last."""
     model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--prompts", "@ocr"]
     config, said = said_of(capsys, "grpo", "--preset", "1gpu", *model, "--sampling.group", "12")
-    assert (config["method"]["sampling"]["prompts"], config["method"]["sampling"]["group"], config["micro_batch"]) == (
+    assert (
+        config["method"]["sampling"]["prompts"],
+        config["method"]["sampling"]["group"],
+        config["engine"]["micro_batch"],
+    ) == (
         4,
         12,
         "auto",

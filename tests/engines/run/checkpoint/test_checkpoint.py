@@ -115,7 +115,9 @@ def test_a_folder_behind_a_url_without_a_manifest_is_no_checkpoint(one: World) -
     fs, paths = files(newer)
     fs.rm_file(paths["manifest.json"])
     assert checkpoint.list_checkpoints(folder) == [older]
-    with pytest.raises(RunError, match=r"manifest\.json is missing.*set resume_from to memory://killed/checkpoints/000001"):
+    with pytest.raises(
+        RunError, match=r"manifest\.json is missing.*set checkpoint.resume_from to memory://killed/checkpoints/000001"
+    ):
         load(newer, one)
     save(folder, one, update=3)
     assert found(folder) == ["000001", "000003"]

@@ -60,7 +60,7 @@ def test_damage_is_refused_on_all_ranks(ranks: tuple[Path, dict[str, Any]]) -> N
     messages = ranks[1]["damaged"]
     named = [message for message in messages if "is damaged" in message]
     assert len(named) == 1
-    assert f"set resume_from to {ranks[0] / '000002'}" in named[0]
+    assert f"set checkpoint.resume_from to {ranks[0] / '000002'}" in named[0]
     assert sum(message.startswith("ElsewhereError") for message in messages) == 3
 
 

@@ -138,7 +138,7 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, None])
 def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -> None:
-    """Whether an evaluator returns NaN or raises; above `max_invalid` the evaluation ends with the first reason."""
+    """Whether an evaluator returns NaN or raises; above `rollout.max_invalid` the evaluation ends with the first reason."""
 
     def fails(images: Tensor, prompts: Any) -> list[float]:
         if wrong is None and "2" in prompts:
@@ -158,7 +158,9 @@ def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -
     assert torch.equal(found.scores.values[:, 1], whole.scores.values[kept, 0])
     assert found.score == {"fails": 0.5, "bright": pytest.approx(whole.scores.values[kept, 0].mean().item())}
     assert metrics.evaluation_record(found)["invalid"] == {"samples": 2}
-    with pytest.raises(RunError, match=f"{line} samples of the evaluation have no valid score, above max_invalid 0.24"):
+    with pytest.raises(
+        RunError, match=f"{line} samples of the evaluation have no valid score, above rollout.max_invalid 0.24"
+    ):
         evaluate(job, job.model.build(), world=one, max_invalid=0.24, **values)
 
 
