@@ -74,4 +74,7 @@ def has_field(kind: Any, path: Sequence[str]) -> bool:
     if path[0] not in {each.name for each in dataclasses.fields(kind)}:
         return False
     inner = hints[path[0]]
-    return len(path) == 1 or bool(variants(inner)) or not dataclasses.is_dataclass(inner) or has_field(inner, path[1:])
+    if len(path) == 1 or not (variants(inner) or dataclasses.is_dataclass(inner)):
+        return True
+    kinds = variants(inner) or (inner,)
+    return path[1] == "kind" or any(has_field(kind, path[1:]) for kind in kinds)

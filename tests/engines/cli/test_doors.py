@@ -111,9 +111,8 @@ class Pull(toy_doors.Pull):
 
 def recipe():
     found = toy_doors.recipe()
-    return replace(
-        found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler=Stochastic("walk")), updates=1
-    )
+    sampling = replace(found.method.sampling, sampler=Stochastic("walk"))
+    return replace(found, method=Pull(sampling=sampling), rewards=("bold",), updates=1)
 
 class Codes(Handwriting):
     def __init__(self, folder, **options):
@@ -137,7 +136,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (folder / "installed_doors.py").write_text(INSTALLED)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
-        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.objectives]\npull = installed_doors:Pull\n"
+        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.methods]\npull = installed_doors:Pull\n"
         "[fluvial.samplers]\nwalk = installed_doors:walk\n[fluvial.rewards]\nbold = installed_doors:bold\n"
         "[fluvial.models]\nCodesPipeline = installed_doors:Codes\n"
     )
@@ -270,10 +269,10 @@ WRONG = [
     ("train failing:recipe", 2, "importing failing raised RuntimeError: this module fails"),
     ("train broken:", 2, "expected module:name"),
     ("train broken:crooked", 2, "returned a loss of shape [], expected ["),
-    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows, config)"),
+    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows)"),
     ("train broken:plain", 2, "is not a frozen dataclass"),
-    ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
-    ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),
+    ("train broken:faulty", 1, "method broken:Faulty raised AttributeError in loss: 'Tensor'"),
+    ("train broken:kind", 2, "method is the class Pull, expected an instance: Pull()"),
     (
         "train toy_doors:recipe --sampling.sampler broken:one_argument",
         2,

@@ -51,7 +51,9 @@ def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @given(batch=st.integers(1, 300), size=st.integers(1, 200), ranks=st.integers(1, 8))
 def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, ranks: int) -> None:
     """The named size has as few as any, and as many samples per pass as that allows."""
-    config: Any = SimpleNamespace(method=SimpleNamespace(sampling=SimpleNamespace(batch=batch)), samples_per_pass=size, makes_samples=True)
+    config: Any = SimpleNamespace(
+        method=SimpleNamespace(sampling=SimpleNamespace(batch=batch)), samples_per_pass=size, makes_samples=True
+    )
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
     said = list(probe.notes(config, engine))

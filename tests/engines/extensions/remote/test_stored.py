@@ -66,9 +66,7 @@ def test_replayed_rollouts_give_the_weights_to_the_bit(one: World, tmp_path: Pat
     run = config(tmp_path, **changes)
     expected = trained(run, one)
     kept = trained(with_values(run, {"rollout.store": tmp_path / "stored"}), one)
-    replayed = trained(
-        with_values(run, {"rollout.source": f"replayed:{tmp_path / 'stored'}"}), one
-    )
+    replayed = trained(with_values(run, {"rollout.source": f"replayed:{tmp_path / 'stored'}"}), one)
     assert all(torch.equal(kept[name], tensor) and torch.equal(replayed[name], tensor) for name, tensor in expected.items())
 
 
