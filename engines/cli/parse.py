@@ -290,6 +290,7 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
 
     def format_field(field: str) -> str:
         name = (also or {}).get(field, field)
+        name = name if name in names else name.removeprefix("method.")  # as a record and a checkpoint name it
         return _flag(name) if name in names else field
 
     try:
