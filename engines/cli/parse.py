@@ -225,9 +225,10 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
             raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
+        near = did_you_mean(unknown, [_flag(name) for name in form.names])
         if form.bare and (hint := _explain_unknown(unknown[2:].replace("-", "_"), form.names)) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        raise UsageError(f"unknown flag {unknown}{did_you_mean(unknown, [_flag(name) for name in form.names])}")
+        raise UsageError(f"unknown flag {unknown}{near}")
     if isinstance(event, _errors.MissingArgs):
         missing = [each.arg.lowered.name_or_flags[0] for each in event.missing_arguments]
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, which have no default")
@@ -311,6 +312,7 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
 
     def format_field(field: str) -> str:
         name = (also or {}).get(field, field)
+        name = name if name in names else name.removeprefix("method.")  # as a record and a checkpoint name it
         return _flag(name) if name in names else field
 
     try:

@@ -69,7 +69,7 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
     found, settings = dict[str, Any](), dict(_flatten(record))
     if all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
         return record
-    stated = settings.get("objective.name", settings.get("method.name", settings.get("method")))
+    stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
     method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
     for old, value in settings.items():
         new = old if isinstance(value, Mapping) else rename(old, method)
@@ -82,7 +82,7 @@ def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
             table = table.setdefault(part, {})
         table[parts[-1]] = value
     if method:
-        found["method"]["name"] = method
+        found.setdefault("method", {})["name"] = method
     return found
 
 
@@ -100,7 +100,8 @@ def has_field(kind: Any, path: Sequence[str]) -> bool:
     hints = get_type_hints(kind)
     if path[0] not in {each.name for each in dataclasses.fields(kind)}:
         return False
-    inner, rest = hints[path[0]], path[1:]
-    if not rest or not (kinds := variants(inner) or (inner,) * dataclasses.is_dataclass(inner)):
+    inner = hints[path[0]]
+    if len(path) == 1 or not (variants(inner) or dataclasses.is_dataclass(inner)):
         return True
-    return (rest == ["kind"] and bool(variants(inner))) or any(has_field(each, rest) for each in kinds)
+    kinds = variants(inner) or (inner,)
+    return path[1] == "kind" or any(has_field(kind, path[1:]) for kind in kinds)

@@ -149,7 +149,7 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
     with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
         parse_config(Chosen(), "run", [f"--{name}", f"{kind}x"])
     place = PLACES[name].split(".")
-    record = as_record(TrainConfig(Path("x"), method=Nft() if name == "levels" else Grpo()))
+    record = as_record(TrainConfig(Path("x"), method=Nft() if name == "levels" else Grpo(), train="lora"))
     *parents, last = place
     table = record
     for parent in parents:

@@ -56,8 +56,8 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
 
 def test_a_method_of_ones_own_needs_no_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Named by its class it has the defaults of the model and flags of its own, resumes, and shows its own help."""
-    out, few = tmp_path / "run", ["--sampling.prompts", "2", "--sampling.group", "2", "--sampling.steps", "3"]
-    finish(["train", "toy_doors:Pull", "--out", str(out), *TINY, *few, "--scale", "0.5"], capfd)
+    out = tmp_path / "run"
+    finish(["train", "toy_doors:Pull", "--out", str(out), *TINY, "--scale", "0.5"], capfd)
     recorded = json.loads((out / "config.json").read_text())["method"]
     assert (recorded["name"], recorded["scale"]) == ("toy_doors:Pull", 0.5)
     assert moved(out)
@@ -111,9 +111,8 @@ class Pull(toy_doors.Pull):
 
 def recipe():
     found = toy_doors.recipe()
-    return replace(
-        found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler=Stochastic("walk")), updates=1
-    )
+    sampling = replace(found.method.sampling, sampler=Stochastic("walk"))
+    return replace(found, method=Pull(sampling=sampling), rewards=("bold",), updates=1)
 
 class Codes(Handwriting):
     def __init__(self, folder, **options):
@@ -137,7 +136,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (folder / "installed_doors.py").write_text(INSTALLED)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
-        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.objectives]\npull = installed_doors:Pull\n"
+        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.methods]\npull = installed_doors:Pull\n"
         "[fluvial.samplers]\nwalk = installed_doors:walk\n[fluvial.rewards]\nbold = installed_doors:bold\n"
         "[fluvial.models]\nCodesPipeline = installed_doors:Codes\n"
     )
@@ -270,10 +269,10 @@ WRONG = [
     ("train failing:recipe", 2, "importing failing raised RuntimeError: this module fails"),
     ("train broken:", 2, "expected module:name"),
     ("train broken:crooked", 2, "returned a loss of shape [], expected ["),
-    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows, config)"),
+    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows)"),
     ("train broken:plain", 2, "is not a frozen dataclass"),
-    ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
-    ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),
+    ("train broken:faulty", 1, "method broken:Faulty raised AttributeError in loss: 'Tensor'"),
+    ("train broken:kind", 2, "method is the class Pull, expected an instance: Pull()"),
     (
         "train toy_doors:recipe --sampling.sampler broken:one_argument",
         2,

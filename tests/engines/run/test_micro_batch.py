@@ -116,7 +116,7 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
     """The rollout's passes keep `micro_batch`, and the update is the same to rounding."""
     found, passed = {}, list[tuple[bool, int]]()
     rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
-    if "objective" in changes:
+    if "method" in changes:
         rollout = replace(ROLLOUT, sampler=Ode())
         changes = {**changes, "noising": NoisingConfig(each=2)}
     for each in (changes, {**changes, "engine.update_micro_batch": "rollout"}):

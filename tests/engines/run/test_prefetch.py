@@ -307,10 +307,6 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
         ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with rollout.ahead 1"),
         ({"engine.offload": "phases"}, "expected none or always: with rollout.ahead 1"),
         (
-            {"method": Sft(), "sampling": ReadingConfig(prompts=2)},
-            "rollout.ahead has no effect with sft, which learns from data",
-        ),
-        (
             {"sampling": STEPS, "rollout.source": "replayed:x"},
             "rollout.ahead has no effect with rollouts that are stored",
         ),
@@ -320,6 +316,12 @@ def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path, changes: dict[str,
     """In one line that says what to set."""
     with pytest.raises(ValueError, match=line):
         clipped(tmp_path, 1, **changes)
+
+
+def test_what_makes_no_rollouts_has_none_ahead(tmp_path: Path) -> None:
+    """Given images are read."""
+    with pytest.raises(ValueError, match=r"rollout.ahead has no effect with sft, which learns from data"):
+        tiny.config(tmp_path, method=Sft(), sampling=ReadingConfig(prompts=2), **{"rollout.ahead": 1})
 
 
 def test_how_far_ahead_is_bounded() -> None:

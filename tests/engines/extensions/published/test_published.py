@@ -105,7 +105,7 @@ def test_what_is_published_is_ours_or_a_deviation(name: str) -> None:
         return
     tables = {path.rpartition(".")[0] for path in flat_record(name)} | {"sampling.sampler", "noising"}
     for path, value in run.published.items():
-        if path not in flat_record(name) and path not in tables and path not in run.deviations:
+        if path not in flat_record(name) and path not in tables and path not in {**run.deviations, **run.fixed}:
             assert published.always()[path] == value, path
 
 
@@ -451,13 +451,13 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     toml.write_text(capsys.readouterr().out)
     assert cli.run(["config", str(toml), "--json"]) == 0
     assert capsys.readouterr().out == first
-    toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[rollout]\ngroup = 4\n')
+    toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[method]\nname = "grpo"\n[method.sampling]\ngroup = 4\n')
     assert cli.run(["config", str(toml), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["method"]["sampling"]["group"] == 4
     toml.write_text(
-        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\n'
-        '[sampling.window]\nkind = "random"\nsize = 2\n[sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
-        '[kl]\ncoef = 0.1\nweight = "mse"\n'
+        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[method]\nname = "grpo"\n[method.sampling]\ngroup = 4\n'
+        '[method.sampling.window]\nkind = "random"\nsize = 2\n[method.sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
+        '[method.kl]\ncoef = 0.1\nweight = "mse"\n'
     )
     assert cli.run(["config", str(toml), "--json"]) == 0
     printed = capsys.readouterr().out
@@ -613,6 +613,6 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
             source=BLOCKS["far"]["source"], settings={"model": "m", "train": "lora", "objective": {"name": objective}}
         )
         rows = {row.setting: row for row in side_by_side(run)}
-        assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "name"}
-        assert rows.keys() == published.flat(as_record(resolve(run))).keys()
+        assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "method.name"}
+        assert [*rows] == [published.as_flag(name) for name in published.flat(as_record(resolve(run)))]
         assert {row.published for row in rows.values() if row.why == ASSUMED} == {"not stated"}
