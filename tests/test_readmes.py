@@ -45,7 +45,7 @@ def every_flag() -> set[str]:
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
-    from fluvial.engines.cli.parse import field_names
+    from fluvial.engines.cli.parse import expand_flags, field_names
     from fluvial.engines.extensions.dryrun.command import DryRunConfig
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.plan.simulate import AheadConfig
@@ -63,11 +63,17 @@ def every_flag() -> set[str]:
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), serve_rewards.VoteConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
-    names = {name for config in configs for name in field_names(config)}
-    return {"--" + name.replace("_", "-") for name in names} | {
-        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--rollout.ahead"),
-        "--temperature",  # of the objective that a page shows
-    }
+    known = list(map(field_names, configs))
+    flags = {"--" + name.replace("_", "-") for names in known for name in names}
+    short = {"--" + flag.rpartition(".")[2] for flag in flags if "." in flag}
+    return (
+        flags
+        | {flag for flag in short if any(expand_flags([flag], names) != [flag] for names in known)}
+        | {
+            *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--rollout.ahead"),
+            "--temperature",  # of the objective that a page shows
+        }
+    )
 
 
 COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(name)] + [

@@ -296,7 +296,7 @@ def _find_flags(word: str, names: Sequence[str]) -> list[str]:
     name = word.removeprefix("--").replace("-", "_")
     if name in names or not word.startswith("--"):
         return []
-    known = [flag for flag in ALIASES.get(word, ()) if flag[2:].replace("-", "_") in names]
+    known = [flag for flag in ALIASES.get(_flag(name), ()) if flag[2:].replace("-", "_") in names]
     return known[:1] or [_flag(each) for each in names if "." not in name and each.endswith(f".{name}")]
 
 

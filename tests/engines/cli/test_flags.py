@@ -7,8 +7,9 @@ import pytest
 
 from fluvial.core.checks import FieldError
 from fluvial.engines.choices import BARE
-from fluvial.engines.cli.parse import HelpPrintedError, field_names, find_values, flags_in_errors, parse_config
+from fluvial.engines.cli.parse import HelpPrintedError, expand_flags, field_names, find_values, flags_in_errors, parse_config
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
+from fluvial.engines.run import recipes
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,25 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     assert found == replace(
         default, out=Path("o"), objective=Loss(0.5), rollout=Walk(eta=1.0, window_low=3), rewards=("a", "b=2")
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--lr=1e-3", "--optimizer.lr=1e-3"),
+        ("--resume_from", "--checkpoint.resume-from"),
+        ("--sampler", "--sampling.sampler"),
+        ("--micro_batch", "--engine.micro-batch"),  # of several the one that is meant
+        ("--data", "--data.images"),
+        ("--weights=x", "--pipeline.weights=x"),
+        ("--transformer", "--pipeline.weights"),
+        ("--lora", "--lora.weights"),
+        *((word, word) for word in ("--seed", "--every", "--clip-low", "--optimizer.lr", "--novel", "lr", "-x")),
+    ],
+)
+def test_a_flag_without_a_dot_stands_for_the_one_whose_last_part_it_is(typed: str, meant: str) -> None:
+    """Unless it is one itself, or several have that last part."""
+    assert expand_flags([typed], field_names(recipes.grpo())) == [meant]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from fluvial.engines.engine.engine import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.report import charts as drawing
-from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import Guard
 from fluvial.engines.run import train
 from fluvial.engines.run.checkpoint import checkpoint

@@ -456,7 +456,8 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["method"]["sampling"]["group"] == 4
     toml.write_text(
         f'out = "{tmp_path}"\nprompt_order = "distinct"\n[method]\nname = "grpo"\n[method.sampling]\ngroup = 4\n'
-        '[method.sampling.window]\nkind = "random"\nsize = 2\n[method.sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
+        '[method.sampling.window]\nkind = "random"\nsize = 2\n'
+        '[method.sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
         '[method.kl]\ncoef = 0.1\nweight = "mse"\n'
     )
     assert cli.run(["config", str(toml), "--json"]) == 0
