@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fluvial.engines.run.config import TrainConfig, with_values
     from fluvial.engines.run.evaluation.evaluate import evaluate
     from fluvial.engines.run.job import Job
+    from fluvial.engines.run.jobs.settings import MachineConfig
     from fluvial.engines.run.trainer import Trainer
     from fluvial.engines.sampling.config import RolloutConfig
     from fluvial.engines.sampling.score import score
@@ -26,6 +27,7 @@ __all__ = [
     "FluvialError",
     "Job",
     "KLConfig",
+    "MachineConfig",
     "OptimizerConfig",
     "RolloutConfig",
     "RunError",
@@ -45,6 +47,7 @@ _HOMES = {
     "FluvialError": "errors",
     "Job": "run.job",
     "KLConfig": "methods.losses",
+    "MachineConfig": "run.jobs.settings",
     "OptimizerConfig": "engine.config",
     "RolloutConfig": "sampling.config",
     "RunError": "errors",

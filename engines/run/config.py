@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fluvial.core.checks import check_fields
+from fluvial.core.checks import check_fields, type_of
 from fluvial.engines.choices import BARE
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
@@ -86,6 +86,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "", updates=(1, 2**31), seed=(0, 2**63 - 1))
+        for field in dataclasses.fields(self):
+            kind, value = type(field.default), getattr(self, field.name)
+            if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+                raise TypeError(f"{field.name} is {type_of(value)}, expected a {kind.__name__}")
         check_method(self.method)
         self.rollout.check_sampling(self.method.sampling)
         for problem in self._problems():

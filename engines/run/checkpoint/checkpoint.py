@@ -152,13 +152,6 @@ def save_async(
     return future
 
 
-def setting(path: Path | str, name: str, *, world: World) -> Any:
-    """Return a setting of the run that a checkpoint is of; every rank must take part, and the errors are those of `load`."""
-    with world.agreed():
-        found = verify(path, share=slice(0))["fingerprint"].get(name)  # the files are hashed when they are loaded
-    return found
-
-
 def settings(path: Path | str, *, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fingerprint of a checkpoint, and the run that it is of; every rank must take part, errors are `load`'s."""
     with world.agreed():

@@ -14,12 +14,13 @@ import tomli_w
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.config import drop_unset
 from fluvial.engines.cli.parse import parse_config
-from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods import Grpo, PassesConfig, StepKLConfig
 from fluvial.engines.methods.table import METHODS, Distill, Dpo, Nft
 from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld
+from fluvial.engines.run.evaluation.config import SuiteConfig
 from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
@@ -296,6 +297,13 @@ def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
     record = json.loads(json.dumps(as_record(config)))
     assert read_record(record) == config
     assert as_record(read_record(record)) == record
+
+
+def test_a_group_of_settings_has_its_own_class() -> None:
+    """The engine's own settings alone, of the class that it extends, lack a micro-batch."""
+    for name, value in {"engine": EngineConfig(), "evaluation": SuiteConfig(), "data": ()}.items():
+        with pytest.raises(TypeError, match=rf"{name} is a.* {type(value).__name__}, expected a \w+Config"):
+            with_values(TrainConfig(Path("out"), Grpo()), {name: value})
 
 
 def test_a_record_of_another_version() -> None:
