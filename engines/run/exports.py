@@ -266,6 +266,16 @@ def _build_network(
     return module
 
 
+def _list_defaults(settings: Any) -> dict[str, Any]:
+    """Return the defaults of the fields of a dataclass, as JSON; those without one are left out."""
+    missing, defaults = dataclasses.MISSING, {}
+    for field in dataclasses.fields(settings):
+        if field.default is not missing or field.default_factory is not missing:
+            default = field.default_factory() if field.default_factory is not missing else field.default
+            defaults[field.name] = CONVERTER.unstructure(default)
+    return defaults
+
+
 def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exported: Exported) -> Card:
     """Return the model card of an export."""
     from diffusers import ConfigMixin
@@ -279,10 +289,6 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
         settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
         settings["lora"]["form"] |= adapter["form"]
     method: Any = config.method
-    defaults: dict[str, Any] = {"name": method.method_name}
-    for field in dataclasses.fields(method):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = CONVERTER.unstructure(field.default)
     return Card(
         kind=exported.format,
         model=config.model,
@@ -293,7 +299,7 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
         folder=getattr(model, "folder", None),
         method=method.method_name,
         settings=settings,
-        defaults={**as_record(TrainConfig(config.out, method)), "method": defaults},
+        defaults=_list_defaults(config) | {"method": {"name": method.method_name, **_list_defaults(method)}},
         update=exported.update,
         average=exported.average,
         dtype=exported.dtype,

@@ -73,7 +73,7 @@ def samples_per_update(leaves: Leaves) -> float:
     """Return the number of samples, or of given pairs, behind an optimizer step."""
     if leaves.get("preferences"):
         return float(leaves["sampling.prompts"] / leaves["passes.minibatches"])
-    kept = 2 * leaves["advantage.extremes"] / leaves["sampling.group"] or 1
+    kept = 2 * leaves.get("advantage.extremes", 0) / leaves["sampling.group"] or 1
     return float(samples_per_rollout(leaves) * kept / leaves["passes.minibatches"])
 
 
@@ -132,7 +132,8 @@ READ: dict[str, tuple[str, Callable[[Leaves], Any]]] = {
     "adam_beta1": ("optimizer.betas", lambda leaves: leaves["optimizer.betas"][0]),
     "adam_beta2": ("optimizer.betas", lambda leaves: leaves["optimizer.betas"][1]),
     "advantage_clip": ("advantage.clip", first_of("adv_clip", "advantage.clip")),
-    "advantage_scale": ("advantage.scale", lambda leaves: leaves["advantage.scale"].replace("batch", "global")),
+    # Of pairs only the order within a group counts, so that DPO has no scale.
+    "advantage_scale": ("advantage.scale", lambda leaves: leaves.get("advantage.scale", "group").replace("batch", "global")),
     "ema_decay": ("optimizer.ema_decay", decay),
     "eval_interval": ("evaluation.every", lambda leaves: leaves["evaluation.every"] / per_rollout(leaves)),
     "lora_targets": ("lora.targets", lambda leaves: set(leaves["lora.targets"])),
@@ -181,7 +182,7 @@ EXTRAS = {
 WORDS: dict[str, tuple[str, ...]] = {
     "dataset": ("prompts", "preferences"),
     "ema_interval": ("optimizer.ema_interval",),
-    "loss_weighting": ("objective", "scale", "weight_min", "weighting"),
+    "loss_weighting": ("method", "scale", "weight_min", "weighting"),
     "noise_level_draw": ("noising",),
     "timestep_fraction": ("trained", "sampling.window", "noising", "noising.levels"),
 }
