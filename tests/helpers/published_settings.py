@@ -31,7 +31,7 @@ BASE_FILE = {
 }
 TEMPFLOW = {  # scripts/train_sd3_pr.py at e66824ec
     **BASE_FILE,
-    "data.seed": 42,
+    "data_seed": 42,
     "ema_decay": 0.9,
     "ema_interval": 8,
     "kl_kind": "mean_gaussian",
