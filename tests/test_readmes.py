@@ -205,7 +205,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (trace, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
-        (trial, "measure", trial.Row("", reason="it is not tried")),
+        (trial, "measure", trial.PipelineTrial("", reason="it is not tried")),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
         (bench, "update", None),
     ]

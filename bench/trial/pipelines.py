@@ -25,7 +25,7 @@ FRAMES, SECONDS = 5, 0.32  # of a video, and of a sound
 STARTING = 60.0  # seconds until a server has to listen
 
 
-class Row(NamedTuple):
+class PipelineTrial(NamedTuple):
     """One pipeline: what was tried, and what came of it."""
 
     pipeline: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
         return (*name, error, ratio, self.opens, self.ranks, self.served, result)
 
 
-def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row:
+def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> PipelineTrial:
     """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update, see `Row`.
 
     Every step is a process of its own, with limits of memory and time.
@@ -71,8 +71,8 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     from fluvial.models.tiny import pipelines as tiny
 
     if other := tiny.scheduler_of_no_flow(name):
-        return Row(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
-    row = Row(name)
+        return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
+    row = PipelineTrial(name)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
@@ -119,7 +119,7 @@ def rising(audios: Any, prompts: Sequence[str]) -> Any:
     return second.sum(1) / (first.sum(1) + second.sum(1))
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[PipelineTrial]) -> str:
     """Return rows as a table in Markdown, those that train first, with a sentence that counts them."""
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
     cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in ordered)]

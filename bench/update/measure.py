@@ -20,7 +20,7 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.bench.baselines import PublishedLoop
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.harness import Row
+from fluvial.bench.harness import Measurement
 from fluvial.bench.update.cases import (
     CUDA,
     MODEL,
@@ -79,7 +79,7 @@ class Compared:
 class Measured(NamedTuple):
     """Everything that was measured with one number of ranks."""
 
-    rows: list[Row]
+    rows: list[Measurement]
     counts: list[CountRow]
     compared: list[Compared]
 
@@ -165,7 +165,7 @@ def count_case(case: Case, world: World, *, name: str, compared: Collection[str]
     ]
 
 
-def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[Row], Compared]:
+def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[Measurement], Compared]:
     """Time the sides in turn, and compare each round."""
     sides, _, distance = build_sides(case, world)
     peaks: dict[str, int] = {}

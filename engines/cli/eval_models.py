@@ -116,7 +116,7 @@ class Subjects(NamedTuple):
     prompts: str  # which prompts those are, for the table's title
 
 
-class Source(NamedTuple):
+class RecordedRun(NamedTuple):
     """A run as its record tells it."""
 
     config: TrainConfig
@@ -124,7 +124,7 @@ class Source(NamedTuple):
     checkpoint: str | None  # the one to evaluate; None is the export
 
 
-def source_of(name: str) -> Source | None:
+def source_of(name: str) -> RecordedRun | None:
     """Return the run that a name stands for: its folder, or one of its checkpoints. None for a model.
 
     Raises:
@@ -134,17 +134,17 @@ def source_of(name: str) -> Source | None:
     if is_run(name):
         config = configuration(path)
         if (path / WEIGHTS).is_dir():
-            return Source(config, path, None)
+            return RecordedRun(config, path, None)
         saved = checkpoint.newest_first(config.checkpoint_folders)
         if not saved:
             raise UsageError(f"{name} is a run that has neither exported weights nor a checkpoint: let it go on (--resume)")
-        return Source(config, path, str(saved[0]))
+        return RecordedRun(config, path, str(saved[0]))
     if not (path / MANIFEST).is_file():
         return None
     run = path.absolute().parent.parent
     if not (run / RECORD).is_file():
         raise UsageError(f"{name} is a checkpoint, and {run} holds no run: evaluate it where its run is")
-    return Source(configuration(run), run, name)
+    return RecordedRun(configuration(run), run, name)
 
 
 class Drawn(NamedTuple):
@@ -304,7 +304,7 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
 
 
 def _of_weights(
-    name: str, source: Source | None, config: EvalConfig, asked: EvaluationConfig, world: World
+    name: str, source: RecordedRun | None, config: EvalConfig, asked: EvaluationConfig, world: World
 ) -> tuple[Subject, Subject]:
     """Return a model with the weights that were typed or that a run has exported, and what it started from."""
     if source is None:
@@ -334,7 +334,7 @@ def _of_weights(
 
 
 def _of_checkpoint(
-    name: str, source: Source, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
+    name: str, source: RecordedRun, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
 ) -> tuple[Subject, Subject]:
     """Return the policy of a checkpoint, and that which its run started from; the base is to be opened first."""
     from fluvial.engines.run.trainer import Trainer
@@ -402,7 +402,7 @@ def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
 
 
-def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
+def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
     """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for."""
     if asked.prompts or job.heldout:
         return job.heldout

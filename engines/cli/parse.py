@@ -99,7 +99,7 @@ def parse_config(
         raise UsageError(f"{error} ({program} --help)") from error
 
 
-class Form(NamedTuple):
+class FlagForm(NamedTuple):
     """A dataclass with the fields of a configuration and without its checks, which tyro makes flags of.
 
     A field that holds a dataclass is declared as that dataclass: `TrainConfig.method` may be any method, also a user's, and
@@ -110,10 +110,10 @@ class Form(NamedTuple):
     type: type  # the dataclass
     names: list[str]  # of its flags, e.g. "rollout.window.size"
     build: Callable[..., Any]  # returns the configuration of the fields' values
-    inner: dict[str, "Form"]  # forms of the fields that hold dataclasses
+    inner: dict[str, "FlagForm"]  # forms of the fields that hold dataclasses
     union: Any  # type of the field, if it is a choice
     kind: str  # its kind
-    bare: list["Form"]  # those of `inner` whose flags have no name before them
+    bare: list["FlagForm"]  # those of `inner` whose flags have no name before them
 
     def fill(self, values: Any) -> Any:
         """Return the configuration that a filled-in form describes; its checks run."""
@@ -132,7 +132,7 @@ class Form(NamedTuple):
         return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
 
 
-def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = "", union: Any = None) -> Form:
+def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = "", union: Any = None) -> FlagForm:
     """Return the form of a configuration.
 
     A choice of the kind that is typed keeps its values if it is of that variant already; else it has the variant's defaults,
@@ -153,7 +153,12 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
         if kind == config.kind and is_open(variant):  # its function may have no name
             first = dataclasses.fields(variant)[0].name
             build = partial(variant, **{first: getattr(config, first)})
-    hints, inner, names, bare = get_type_hints(variant, include_extras=True), dict[str, Form](), list[str](), list[Form]()
+    hints, inner, names, bare = (
+        get_type_hints(variant, include_extras=True),
+        dict[str, FlagForm](),
+        list[str](),
+        list[FlagForm](),
+    )
     fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
     for field in dataclasses.fields(variant) if union is None else settings(variant):
         value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
@@ -175,7 +180,7 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
     made.__doc__ = "\n".join(
         [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
     )
-    return Form(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
+    return FlagForm(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
 
 
 def _without_prefix(kind: type) -> Any:
@@ -215,7 +220,7 @@ def _first_line(variant: type) -> str:
     return inspect.cleandoc(variant.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
-def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoReturn:
+def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> NoReturn:
     """Raise UsageError for what tyro rejects."""
     from tyro import _errors
 
@@ -308,7 +313,7 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
         config: configuration of the command, or its form.
         also: fields by other names that the library has for them.
     """
-    names = config.names if isinstance(config, Form) else field_names(config)
+    names = config.names if isinstance(config, FlagForm) else field_names(config)
 
     def format_field(field: str) -> str:
         name = (also or {}).get(field, field)

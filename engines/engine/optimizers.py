@@ -132,7 +132,7 @@ def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[
     return tensors
 
 
-class Row(NamedTuple):
+class OptimizerKind(NamedTuple):
     """One optimizer."""
 
     build: Callable[[Iterable[nn.Parameter], OptimizerConfig], Optimizer]
@@ -258,12 +258,14 @@ def _factor(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     return {"row": Buffer(shape[:-1]), "column": Buffer((*shape[:-2], shape[-1]), sharded=len(shape) > 2)}
 
 
-OPTIMIZERS: dict[OptimizerName, Row] = {
-    "adamw": Row(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
-    "adamw8bit": Row(_build_quantised_adamw, _moments(8), "host"),
-    "adamw4bit": Row(_build_quantised_adamw, _moments(4), "host"),
-    "adafactor": Row(_adafactor, _factor, "host"),
-    "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True),
+OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    "adamw": OptimizerKind(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
+    "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
+    "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
+    "adafactor": OptimizerKind(_adafactor, _factor, "host"),
+    "sgd": OptimizerKind(
+        _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
+    ),
 }
 
 

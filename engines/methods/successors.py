@@ -48,7 +48,7 @@ class Surrogate(PolicyGradient):
 class TempFlow(Surrogate, name="tempflow"):
     """TempFlow-GRPO's surrogate: each step's clipped surrogate times the step's noise (arXiv 2508.04324).
 
-    The samples of a group start from the same noise (sampling.shared_noise) and differ in that of one step (sampling.window).
+    The samples of a group start from the same noise (sampling.shared_noise) and differ in one step (sampling.window).
 
     Args:
         clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high].

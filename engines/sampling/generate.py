@@ -20,7 +20,7 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unroll, wrap_samples
-from fluvial.core.table import Plan, Record, plan
+from fluvial.core.table import Record, StepPlan, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
 from fluvial.engines.engine.world import World
@@ -375,7 +375,7 @@ def prediction_of(
     return velocity
 
 
-def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> Plan:
+def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> StepPlan:
     """Return the table of a part of the schedule, stochastic at the steps of the window."""
     still, stochastic = deterministic_step(prediction), sampling.stochastic
     transition, record = still, Record(steps=())

@@ -42,7 +42,7 @@ class UnknownPart(ValueError):
     """No tiny part of a class is known."""
 
 
-class Asked(NamedTuple):
+class TinyCall(NamedTuple):
     """How a tiny pipeline is called."""
 
     media: tuple[str, ...]  # arguments that are images, videos or sounds
@@ -206,7 +206,7 @@ def make_prompt(name: str, text: str) -> str:
     return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
 
 
-def find_call(name: str) -> Asked:
+def find_call(name: str) -> TinyCall:
     """Return how the tiny pipeline of a class is called."""
     import diffusers
 
@@ -232,7 +232,7 @@ def find_call(name: str) -> Asked:
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
     sounds = "height" not in takes and any("duration" in one for one in takes)
-    return Asked(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
+    return TinyCall(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
 
 
 def build(name: str, /, **given: Any) -> Any:

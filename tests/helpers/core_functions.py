@@ -48,7 +48,7 @@ LEVELS = "sigma sigma_next"
 
 
 @dataclass(frozen=True)
-class Row:
+class FunctionCall:
     """A call of a function with tensors.
 
     Args:
@@ -157,7 +157,7 @@ def sampled(sigma_next: Tensor, *, name: str = "flow_sde", eta: Tensor | float =
     return floats(run(**{"key": random.key(3), **options}))
 
 
-def planned(window: Any = None, **options: Any) -> table.Plan:
+def planned(window: Any = None, **options: Any) -> table.StepPlan:
     """Return a plan in float64."""
     sampler = transitions.bind("flow_sde", 0.7, GRID)
     return table.plan(GRID, sampler, batch=BATCH, window=window, **options)
@@ -214,16 +214,16 @@ debug = table.Record([1], velocity=True, debug=True)
 taken = partial(rollout.unroll, velocity, plan=PLAN, key=random.key(1))
 
 ROWS = (
-    Row("advantages.group_advantages", group_advantages, "reward"),
-    Row("advantages.group_advantages batch", partial(group_advantages, scale="batch"), "reward"),
-    Row(
+    FunctionCall("advantages.group_advantages", group_advantages, "reward"),
+    FunctionCall("advantages.group_advantages batch", partial(group_advantages, scale="batch"), "reward"),
+    FunctionCall(
         "advantages.multi_reward_advantages",
         partial(advantages.multi_reward_advantages, weights=weights, group=GROUP),
         "rewards",
     ),
-    Row("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
+    FunctionCall("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
     *(
-        Row(
+        FunctionCall(
             f"awm.awm_log_prob {kind}",
             partial(awm.awm_log_prob, weighting=kind),
             "error t",
@@ -233,7 +233,7 @@ ROWS = (
         for kind, still in zip(awm.WEIGHTINGS, ("t delta power", "delta power", "delta power", "power", ""), strict=True)
     ),
     *(
-        Row(
+        FunctionCall(
             f"correction.rollout_weights {mode} {level}",
             partial(weigh_steps, mode=mode, level=level),
             "steps_old steps_other",
@@ -241,7 +241,7 @@ ROWS = (
         )
         for mode, level in product(correction.MODES, correction.LEVELS)
     ),
-    Row(
+    FunctionCall(
         "crd.implicit_reward",
         crd.implicit_reward,
         "v v_old target",
@@ -250,7 +250,7 @@ ROWS = (
         "errors' sizes",
     ),
     *(
-        Row(
+        FunctionCall(
             f"crd.crd_loss {match}",
             partial(crd.crd_loss, match=match),
             "implicit centre reward_centred",
@@ -259,9 +259,9 @@ ROWS = (
         )
         for match in ("mse", "bce")
     ),
-    Row("dgpo.group_weight", partial(dgpo.group_weight, group=GROUP), "margin"),
-    Row("dgpo.preference_margin", dgpo.preference_margin, "error error_ref advantage", {"beta": 0.5}),
-    Row(
+    FunctionCall("dgpo.group_weight", partial(dgpo.group_weight, group=GROUP), "margin"),
+    FunctionCall("dgpo.preference_margin", dgpo.preference_margin, "error error_ref advantage", {"beta": 0.5}),
+    FunctionCall(
         "dgpo.dgpo_loss",
         dgpo.dgpo_loss,
         "error error_old advantage weight",
@@ -269,9 +269,9 @@ ROWS = (
         "error_old weight clip_low clip_high",
         "the ratio",
     ),
-    Row("distill.mean_kl", _step(distill.mean_kl, "v", "v_teacher"), "a b std v v_teacher", still="a v_teacher"),
-    Row("distill.velocity_mse", distill.velocity_mse, "v v_teacher", still="v_teacher"),
-    Row(
+    FunctionCall("distill.mean_kl", _step(distill.mean_kl, "v", "v_teacher"), "a b std v v_teacher", still="a v_teacher"),
+    FunctionCall("distill.velocity_mse", distill.velocity_mse, "v v_teacher", still="v_teacher"),
+    FunctionCall(
         "dpo.dpo_loss",
         dpo.dpo_loss,
         "err_win err_lose err_win_ref err_lose_ref",
@@ -279,8 +279,8 @@ ROWS = (
         "err_win_ref err_lose_ref",
         INFO,
     ),
-    Row("dpo.clip_log_ratio", dpo.clip_log_ratio, "log_prob log_prob_ref", {"eps": 0.1}),
-    Row(
+    FunctionCall("dpo.clip_log_ratio", dpo.clip_log_ratio, "log_prob log_prob_ref", {"eps": 0.1}),
+    FunctionCall(
         "dpo.d3po_loss",
         dpo.d3po_loss,
         "log_ratio log_ratio_other preferred",
@@ -288,16 +288,16 @@ ROWS = (
         "log_ratio_other",
         "half of the pair's loss",
     ),
-    Row("dpo.best_and_worst", partial(dpo.best_and_worst, group=GROUP), "reward", still="all"),
-    Row("ema.init", lambda x: ema.init({"w": x}), "x", still="all"),
-    Row("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), "x x_next", still="x_next"),
-    Row("ema.warm_up_decay", host(lambda: ema.warm_up_decay(0.9, 3)), "x"),
-    Row("flow_matching.interpolate", flow_matching.interpolate, "x0 noise sigma"),
-    Row("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
-    Row("gaussian.mean", _step(gaussian.mean, "x", "v"), "a b std x v", still="std"),
-    Row("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), "a b std x v noise"),
+    FunctionCall("dpo.best_and_worst", partial(dpo.best_and_worst, group=GROUP), "reward", still="all"),
+    FunctionCall("ema.init", lambda x: ema.init({"w": x}), "x", still="all"),
+    FunctionCall("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), "x x_next", still="x_next"),
+    FunctionCall("ema.warm_up_decay", host(lambda: ema.warm_up_decay(0.9, 3)), "x"),
+    FunctionCall("flow_matching.interpolate", flow_matching.interpolate, "x0 noise sigma"),
+    FunctionCall("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
+    FunctionCall("gaussian.mean", _step(gaussian.mean, "x", "v"), "a b std x v", still="std"),
+    FunctionCall("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), "a b std x v noise"),
     *(
-        Row(
+        FunctionCall(
             f"gaussian.log_prob {form} {by}",
             _step(partial(gaussian.log_prob, form=form, reduction=by), "x", "v", "x_next"),
             "a b std x v x_next",
@@ -305,11 +305,11 @@ ROWS = (
         )
         for form, by in log_probs
     ),
-    Row("gaussian.draw", _step(gaussian.draw, "x", "v", "noise"), "a b std x v noise", held=SCORED),
-    Row("gaussian.kl", _step(gaussian.kl, "v", "v_ref"), "a b std v v_ref", still="a"),
-    Row("gaussian.check_stochastic", checking(lambda t: gaussian.check_stochastic("f", t)), "std"),
-    Row("guidance.classifier_free", guidance.classifier_free, "v v_uncond", {"guidance": 2.0}),
-    Row(
+    FunctionCall("gaussian.draw", _step(gaussian.draw, "x", "v", "noise"), "a b std x v noise", held=SCORED),
+    FunctionCall("gaussian.kl", _step(gaussian.kl, "v", "v_ref"), "a b std v v_ref", still="a"),
+    FunctionCall("gaussian.check_stochastic", checking(lambda t: gaussian.check_stochastic("f", t)), "std"),
+    FunctionCall("guidance.classifier_free", guidance.classifier_free, "v v_uncond", {"guidance": 2.0}),
+    FunctionCall(
         "nft.nft_loss",
         nft.nft_loss,
         "v v_old x0 xt t reward_prob",
@@ -318,7 +318,7 @@ ROWS = (
         "errors' sizes",
     ),
     *(
-        Row(
+        FunctionCall(
             f"nft.reward_prob {mode}",
             partial(nft.reward_prob, mode=mode),
             "advantage",
@@ -327,16 +327,16 @@ ROWS = (
         )
         for mode in nft.MODES
     ),
-    Row(
+    FunctionCall(
         "nft.check_nft_numbers",
         checking(lambda t: nft.check_nft_numbers(beta=t, adv_clip=2.0, weight_min=t, batch=BATCH)),
         "t",
     ),
-    Row("policy.clipped_surrogate", policy.clipped_surrogate, PAIRS, CLIPS, held=INFO),
-    Row(
+    FunctionCall("policy.clipped_surrogate", policy.clipped_surrogate, PAIRS, CLIPS, held=INFO),
+    FunctionCall(
         "policy.noise_weighted_surrogate", policy.noise_weighted_surrogate, f"{PAIRS} std", CLIPS | {"scale": 1.7}, held=INFO
     ),
-    Row(
+    FunctionCall(
         "policy.guard_surrogate",
         _policy(policy.guard_surrogate, "v", "v_old", "dt"),
         f"a b std {PAIRS} v v_old dt",
@@ -344,7 +344,7 @@ ROWS = (
         "a",
         INFO,
     ),
-    Row(
+    FunctionCall(
         "policy.dppo_surrogate",
         _policy(policy.dppo_surrogate, "v", "v_old"),
         f"a b std {PAIRS} v v_old",
@@ -352,73 +352,78 @@ ROWS = (
         "a b std v v_old kl_threshold",
         INFO,
     ),
-    Row("random.key", host(lambda: random.key(2**40 + 1)), "x"),
-    Row("random.check_key", host(lambda: random.check_key("f", random.key(0))), "x"),
-    Row("random.fold_in", _keyed(lambda key, ids: random.fold_in(random.fold_in(key, ids), 3)), "low high ids", still="all"),
-    Row("random.fold_in one", lambda ids: random.fold_in(random.key(2**40), ids), "ids", still="all"),
-    Row(
+    FunctionCall("random.key", host(lambda: random.key(2**40 + 1)), "x"),
+    FunctionCall("random.check_key", host(lambda: random.check_key("f", random.key(0))), "x"),
+    FunctionCall(
+        "random.fold_in", _keyed(lambda key, ids: random.fold_in(random.fold_in(key, ids), 3)), "low high ids", still="all"
+    ),
+    FunctionCall("random.fold_in one", lambda ids: random.fold_in(random.key(2**40), ids), "ids", still="all"),
+    FunctionCall(
         "random.fold_in 0-d",
         _keyed(lambda key, one_id: random.fold_in(random.fold_in(key, one_id), GROUP)),
         f"{ONE} one_id",
         still="all",
     ),
-    Row("random.normal 0-d", _keyed(partial(random.normal, shape=(BATCH, 5))), ONE, still="all"),
-    Row("step.sde_step 0-d", _keyed(lambda key, v: step.sde_step(TAKEN, v, v, key=key)), f"{ONE} v", held=SCORED),
-    Row("rollout.scan 0-d", _keyed(lambda key, x: floats(rollout.scan(velocity, x, PLAN, key))), f"{ONE} x"),
-    Row("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), "low high", still="all"),
-    Row("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), "low high", still="all"),
-    Row("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), "x"),
-    Row("random.bits", _keyed(partial(random.bits, shape=(BATCH, 5))), "low high", still="all"),
-    Row("random.uniform", _keyed(partial(random.uniform, shape=(BATCH, 5))), "low high", still="all"),
-    Row("random.normal", _keyed(partial(random.normal, shape=(BATCH, 5))), "low high", still="all"),
-    Row(
+    FunctionCall("random.normal 0-d", _keyed(partial(random.normal, shape=(BATCH, 5))), ONE, still="all"),
+    FunctionCall("step.sde_step 0-d", _keyed(lambda key, v: step.sde_step(TAKEN, v, v, key=key)), f"{ONE} v", held=SCORED),
+    FunctionCall("rollout.scan 0-d", _keyed(lambda key, x: floats(rollout.scan(velocity, x, PLAN, key))), f"{ONE} x"),
+    FunctionCall("random.sample_keys", _keyed(lambda key: random.sample_keys(key, BATCH)), "low high", still="all"),
+    FunctionCall("random.philox", _keyed(lambda key: random.philox((key.low, 1, 0, 0), key)), "low high", still="all"),
+    FunctionCall("random.host_uniforms", host(lambda: random.host_uniforms(random.key(5), 6)), "x"),
+    FunctionCall("random.bits", _keyed(partial(random.bits, shape=(BATCH, 5))), "low high", still="all"),
+    FunctionCall("random.uniform", _keyed(partial(random.uniform, shape=(BATCH, 5))), "low high", still="all"),
+    FunctionCall("random.normal", _keyed(partial(random.normal, shape=(BATCH, 5))), "low high", still="all"),
+    FunctionCall(
         "random.step_noises",
         _keyed(lambda key: [*random.step_noises(key, [0, 2], (BATCH, *EVENT), torch.float64)]),
         "low high",
         still="all",
     ),
-    Row("random.step_keys", _keyed(lambda key: [*random.step_keys(key, [0, 2], BATCH)]), "low high", still="all"),
-    *(Row(f"rollout.rollout {name}", partial(sampled, name=name), "sigma_next", {"eta": 0.6}) for name in stochastic),
-    Row(
+    FunctionCall("random.step_keys", _keyed(lambda key: [*random.step_keys(key, [0, 2], BATCH)]), "low high", still="all"),
+    *(
+        FunctionCall(f"rollout.rollout {name}", partial(sampled, name=name), "sigma_next", {"eta": 0.6})
+        for name in stochastic
+    ),
+    FunctionCall(
         "rollout.rollout keys",
         _keyed(lambda key, sigma_next: sampled(sigma_next, key=key, window=[0, 1])),
         "low high sigma_next",
     ),
-    Row("rollout.rollout part", partial(sampled, steps=range(1, 3), record=debug), "sigma_next"),
-    Row("rollout.rollout all", partial(sampled, record=None), "sigma_next", {"eta": 0.6}),
-    Row(
+    FunctionCall("rollout.rollout part", partial(sampled, steps=range(1, 3), record=debug), "sigma_next"),
+    FunctionCall("rollout.rollout all", partial(sampled, record=None), "sigma_next", {"eta": 0.6}),
+    FunctionCall(
         "rollout.rollout windows",
         partial(sampled, window=WINDOWS, record=None),
         "sigma_next",
         not_compiled="steps are values: `plan` outside, `scan` inside",
     ),
-    Row("rollout.scan", lambda x: floats(rollout.scan(velocity, x, PLAN, random.key(1))), "x"),
-    Row("rollout.unroll", lambda x: [step.x_next for step in taken(x=x)], "x"),
-    Row("rollout.stack", lambda x: floats(rollout.stack(PLAN, taken(x=x), x)), "x"),
-    Row("rollout.wrap_samples", lambda final: rollout.wrap_samples(final).final * 2, "final"),
-    Row("sigmas.linear", lambda x: x * sigmas.linear(3).sum(), "x"),
-    Row("sigmas.shifted", lambda x: x * sigmas.shifted(3, 3.0).sum(), "x"),
-    Row("sigmas.shifted_twice", lambda x: x * sigmas.shifted_twice(3, 3.0).sum(), "x"),
-    Row("sigmas.dynamic_shift", lambda x: x * sigmas.dynamic_shift(3, 1024, shift_terminal=0.02).sum(), "x"),
-    Row(
+    FunctionCall("rollout.scan", lambda x: floats(rollout.scan(velocity, x, PLAN, random.key(1))), "x"),
+    FunctionCall("rollout.unroll", lambda x: [step.x_next for step in taken(x=x)], "x"),
+    FunctionCall("rollout.stack", lambda x: floats(rollout.stack(PLAN, taken(x=x), x)), "x"),
+    FunctionCall("rollout.wrap_samples", lambda final: rollout.wrap_samples(final).final * 2, "final"),
+    FunctionCall("sigmas.linear", lambda x: x * sigmas.linear(3).sum(), "x"),
+    FunctionCall("sigmas.shifted", lambda x: x * sigmas.shifted(3, 3.0).sum(), "x"),
+    FunctionCall("sigmas.shifted_twice", lambda x: x * sigmas.shifted_twice(3, 3.0).sum(), "x"),
+    FunctionCall("sigmas.dynamic_shift", lambda x: x * sigmas.dynamic_shift(3, 1024, shift_terminal=0.02).sum(), "x"),
+    FunctionCall(
         "sigmas.from_scheduler",
         lambda sigma: sigmas.from_scheduler(scheduler(sigma)),
         "sigma",
         held="the rounding to float32",
     ),
-    Row("sigmas.check_sigmas", checking(lambda t: sigmas.check_sigmas(scheduler(t).sigmas)), "sigma"),
-    Row("sigmas.sde_window", host(lambda: sigmas.sde_window(random.key(3), 9, 2)), "x"),
-    Row("sigmas.sde_steps", host(lambda: sigmas.sde_steps(random.key(3), 9, 2)), "x"),
-    Row("sigmas.moving_window", host(lambda: sigmas.moving_window(5, 9, 2, every=2, decay=0.1)), "x"),
-    Row(
+    FunctionCall("sigmas.check_sigmas", checking(lambda t: sigmas.check_sigmas(scheduler(t).sigmas)), "sigma"),
+    FunctionCall("sigmas.sde_window", host(lambda: sigmas.sde_window(random.key(3), 9, 2)), "x"),
+    FunctionCall("sigmas.sde_steps", host(lambda: sigmas.sde_steps(random.key(3), 9, 2)), "x"),
+    FunctionCall("sigmas.moving_window", host(lambda: sigmas.moving_window(5, 9, 2, every=2, decay=0.1)), "x"),
+    FunctionCall(
         "step.step_log_prob",
         _step(step.step_log_prob, "x", "v", "x_next"),
         "a b std x v x_next v_ref v_uncond",
         {"guidance": 2.0},
     ),
-    Row("step.sde_step", _step(partial(step.sde_step, key=random.key(3)), "x", "v"), "a b std x v", held=SCORED),
+    FunctionCall("step.sde_step", _step(partial(step.sde_step, key=random.key(3)), "x", "v"), "a b std x v", held=SCORED),
     *(
-        Row(
+        FunctionCall(
             f"step.policy_loss {weight}",
             _step(partial(step.policy_loss, kl_weight=weight), "x", "v", "x_next"),
             "a b std x v x_next log_prob_old advantage v_ref v_uncond dt",
@@ -428,43 +433,47 @@ ROWS = (
         )
         for weight in step.KL_WEIGHTS
     ),
-    Row("step.kl_scale", _scaled, "std v", {"kl_coef": 0.5}, "v kl_coef"),
-    Row("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
-    Row("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
-    Row("step.apply_guidance", partial(step.apply_guidance, "f"), "v v_uncond", {"guidance": 2.0}),
-    Row("table.plan", lambda x: x * planned(record=[0, 1]).table.std.sum(), "x"),
-    Row("table.mask", lambda x: x * table.mask(((0,), (1,)), 3, x.device).sum(), "x"),
-    Row(
+    FunctionCall("step.kl_scale", _scaled, "std v", {"kl_coef": 0.5}, "v kl_coef"),
+    FunctionCall("step.kl_factor", lambda dt: step.kl_factor(Transition(dt, dt, dt), dt, "rate"), "dt"),
+    FunctionCall("step.check_guidance", checking(lambda t: step.check_guidance("f", t, 2.0)), "v"),
+    FunctionCall("step.apply_guidance", partial(step.apply_guidance, "f"), "v v_uncond", {"guidance": 2.0}),
+    FunctionCall("table.plan", lambda x: x * planned(record=[0, 1]).table.std.sum(), "x"),
+    FunctionCall("table.mask", lambda x: x * table.mask(((0,), (1,)), 3, x.device).sum(), "x"),
+    FunctionCall(
         "transitions.bind", lambda eta, **levels: transitions.bind("cps", eta, GRID)(*levels.values()), LEVELS, {"eta": 0.6}
     ),
-    Row("transitions.check_eta", checking(lambda t: transitions.check_eta("f", "cps", t)), "t"),
-    Row("transitions.sampler_name", host(lambda: len(transitions.sampler_name(partial(transitions.cps, eta=0.5)))), "x"),
-    Row("transitions.ode", transitions.ode, LEVELS),
-    Row("transitions.flow_sde", partial(transitions.flow_sde, sigma_max=0.97), LEVELS, {"eta": 0.6}),
-    Row("transitions.wan_sde", transitions.wan_sde, LEVELS, {"eta": 0.6, "sigma_max": 0.9}),
-    Row("transitions.dance_sde", transitions.dance_sde, LEVELS, {"eta": 0.6}),
-    Row("transitions.cps", transitions.cps, LEVELS, {"eta": 0.6}),
-    Row("transitions.ddim", transitions.ddim, "alpha_bar alpha_bar_next", {"eta": 0.6}),
-    Row("types.to_device", lambda x: 2 * types.to_device(x, x.device), "x"),
-    Row("checks.compute_dtype", lambda x: x.to(checks.compute_dtype("f", x=x)) * 2, "x"),
-    Row("checks.check_same_shape", checking(lambda t: checks.check_same_shape("f", x=t, y=t)), "x"),
-    Row("checks.match_tensors", lambda x: checks.match_tensors("f", x=x, y=2 * x), "x"),
-    Row("checks.check_same_device", checking(lambda t: checks.check_same_device("f", x=t, y=t)), "x"),
-    Row("checks.check_per_sample", checking(lambda t: checks.check_per_sample("f", BATCH, t=t)), "t"),
-    Row("checks.check_group", checking(lambda t: checks.check_group("f", GROUP, len(t))), "t"),
-    Row("checks.check_choice", host(lambda: checks.check_choice("f", "x", "a", ("a", "b"))), "x"),
-    Row("checks.check_number", checking(lambda t: checks.check_number("f", "t", t, low=0, high=1, batch=BATCH)), "t"),
-    Row("checks.number", lambda t: 2 * checks.number("f", "t", t, t, low=0, high=1), "t"),
-    Row(
+    FunctionCall("transitions.check_eta", checking(lambda t: transitions.check_eta("f", "cps", t)), "t"),
+    FunctionCall(
+        "transitions.sampler_name", host(lambda: len(transitions.sampler_name(partial(transitions.cps, eta=0.5)))), "x"
+    ),
+    FunctionCall("transitions.ode", transitions.ode, LEVELS),
+    FunctionCall("transitions.flow_sde", partial(transitions.flow_sde, sigma_max=0.97), LEVELS, {"eta": 0.6}),
+    FunctionCall("transitions.wan_sde", transitions.wan_sde, LEVELS, {"eta": 0.6, "sigma_max": 0.9}),
+    FunctionCall("transitions.dance_sde", transitions.dance_sde, LEVELS, {"eta": 0.6}),
+    FunctionCall("transitions.cps", transitions.cps, LEVELS, {"eta": 0.6}),
+    FunctionCall("transitions.ddim", transitions.ddim, "alpha_bar alpha_bar_next", {"eta": 0.6}),
+    FunctionCall("types.to_device", lambda x: 2 * types.to_device(x, x.device), "x"),
+    FunctionCall("checks.compute_dtype", lambda x: x.to(checks.compute_dtype("f", x=x)) * 2, "x"),
+    FunctionCall("checks.check_same_shape", checking(lambda t: checks.check_same_shape("f", x=t, y=t)), "x"),
+    FunctionCall("checks.match_tensors", lambda x: checks.match_tensors("f", x=x, y=2 * x), "x"),
+    FunctionCall("checks.check_same_device", checking(lambda t: checks.check_same_device("f", x=t, y=t)), "x"),
+    FunctionCall("checks.check_per_sample", checking(lambda t: checks.check_per_sample("f", BATCH, t=t)), "t"),
+    FunctionCall("checks.check_group", checking(lambda t: checks.check_group("f", GROUP, len(t))), "t"),
+    FunctionCall("checks.check_choice", host(lambda: checks.check_choice("f", "x", "a", ("a", "b"))), "x"),
+    FunctionCall(
+        "checks.check_number", checking(lambda t: checks.check_number("f", "t", t, low=0, high=1, batch=BATCH)), "t"
+    ),
+    FunctionCall("checks.number", lambda t: 2 * checks.number("f", "t", t, t, low=0, high=1), "t"),
+    FunctionCall(
         "checks.check_fields",
         host(lambda: checks.check_fields(table.RECORD)),
         "x",
         not_compiled="it reads the types of fields",
     ),
-    Row("checks.type_of", host(lambda: len(checks.type_of(3))), "x"),
-    Row("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), "x"),
-    Row("checks.clip", lambda t, low, high: checks.clip(t, low, high), "t", {"low": 0.2, "high": 0.4}),
-    Row("checks.per_sample", lambda t, x: checks.per_sample(t, x) * x, "t x"),
+    FunctionCall("checks.type_of", host(lambda: len(checks.type_of(3))), "x"),
+    FunctionCall("checks.can_look", lambda x: x * (3 if isinstance(checks.can_look(x), bool) else 0), "x"),
+    FunctionCall("checks.clip", lambda t, low, high: checks.clip(t, low, high), "t", {"low": 0.2, "high": 0.4}),
+    FunctionCall("checks.per_sample", lambda t, x: checks.per_sample(t, x) * x, "t x"),
 )
 
 

@@ -27,7 +27,7 @@ class Test(NamedTuple):
     skipped: bool
 
 
-class Row(NamedTuple):
+class FileTimes(NamedTuple):
     """The tests of a file in a session that are marked `long`, or those that are not."""
 
     session: str
@@ -57,43 +57,43 @@ def tests(session: str, report: Path) -> list[Test]:
     return read
 
 
-def rows(ran: Iterable[Test]) -> list[Row]:
+def rows(ran: Iterable[Test]) -> list[FileTimes]:
     """Add up the tests of each file in each session."""
     groups: dict[tuple[str, str, bool], list[Test]] = {}
     for test in ran:
         groups.setdefault((test.session, test.file, test.long), []).append(test)
     return [
-        Row(*key, len(group), sum(test.processes for test in group), sum(test.seconds for test in group))
+        FileTimes(*key, len(group), sum(test.processes for test in group), sum(test.seconds for test in group))
         for key, group in sorted(groups.items())
     ]
 
 
-def load() -> list[Row]:
+def load() -> list[FileTimes]:
     """Return the rows of the ledger."""
     with FILE.open(newline="") as file:
         return [_row(**line) for line in csv.DictReader(file)]
 
 
-def _row(session: str, file: str, long: str, tests: str, processes: str, seconds: str) -> Row:
-    return Row(session, file, long == "long", int(tests), int(processes), float(seconds))
+def _row(session: str, file: str, long: str, tests: str, processes: str, seconds: str) -> FileTimes:
+    return FileTimes(session, file, long == "long", int(tests), int(processes), float(seconds))
 
 
-def save(measured: Iterable[Row]) -> None:
+def save(measured: Iterable[FileTimes]) -> None:
     """Put rows into the ledger in place of those of the same tests, and drop those of files that are gone."""
     measured = [*measured]
     tests = {(row.file, row.long) for row in measured}
     kept = [row for row in load() if (row.file, row.long) not in tests]
     with FILE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
+        writer.writerow(FileTimes._fields)
         for row in sorted([*kept, *measured]):
             if (FILE.parents[1] / row.file).exists():
                 writer.writerow(row._replace(long="long" * row.long, seconds=f"{row.seconds:.1f}"))  # type: ignore[arg-type]
 
 
-def by_file(rows: Iterable[Row]) -> dict[tuple[str, bool], Row]:
+def by_file(rows: Iterable[FileTimes]) -> dict[tuple[str, bool], FileTimes]:
     """Add up the rows of a file's tests over the sessions."""
-    added: dict[tuple[str, bool], Row] = {}
+    added: dict[tuple[str, bool], FileTimes] = {}
     for row in rows:
         old = added.get((row.file, row.long), row._replace(tests=0, processes=0, seconds=0.0))
         sums = {name: getattr(old, name) + getattr(row, name) for name in ("tests", "processes", "seconds")}
@@ -101,7 +101,7 @@ def by_file(rows: Iterable[Row]) -> dict[tuple[str, bool], Row]:
     return added
 
 
-def growth(measured: Iterable[Row], known: Iterable[Row]) -> tuple[list[str], list[str]]:
+def growth(measured: Iterable[FileTimes], known: Iterable[FileTimes]) -> tuple[list[str], list[str]]:
     """Compare files of which all tests ran with the ledger.
 
     Returns:

@@ -19,7 +19,7 @@ from fluvial.models.replay.processors import read_processors
 from fluvial.models.tiny.pipelines import PARTS, build, build_network, find_call, random_weights, write
 
 
-class Row(NamedTuple):
+class ConditionedCase(NamedTuple):
     """One pipeline: how to build and call it."""
 
     make: Callable[[], Any]
@@ -89,20 +89,22 @@ ADAPTED: dict[str, Callable[[], Any]] = {
 }
 
 
-def of(name: str, make: Callable[[], Any] | None = None, *, scale: float | None = None, size: int = 16, **call: Any) -> Row:
+def of(
+    name: str, make: Callable[[], Any] | None = None, *, scale: float | None = None, size: int = 16, **call: Any
+) -> ConditionedCase:
     """Return the row of a pipeline that is called as `fluvial models --measured` calls it, but for some arguments."""
     asked = find_call(name)
     own = {**asked.call, **call}
     scale = asked.scale if scale is None else scale
-    return Row(make or partial(build, name), asked.media, own, scale, asked.frames, (size, size), size)
+    return ConditionedCase(make or partial(build, name), asked.media, own, scale, asked.frames, (size, size), size)
 
 
-def euler(name: str) -> Row:
+def euler(name: str) -> ConditionedCase:
     """Return the row of a pipeline with Euler's steps in place of a solver's."""
     return of(name, partial(build, name, scheduler=flow(shift=3.0)))
 
 
-def qwen_edit(name: str) -> Row:
+def qwen_edit(name: str) -> ConditionedCase:
     """Return the row of a Qwen-Image-Edit of two blocks."""
     return of(name, partial(build, name, transformer=partial(build_network, "QwenImageTransformer2DModel", num_layers=2)))
 
@@ -110,7 +112,7 @@ def qwen_edit(name: str) -> Row:
 WAN = "WanImageToVideoPipeline"
 BAD: dict[str, Any] = {"negative_prompt": "bad"}
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, ConditionedCase] = {
     "kontext": of("FluxKontextPipeline"),
     "kontext-guided": of("FluxKontextPipeline", scale=2.5, true_cfg_scale=3.0, **BAD),
     "fill": of("FluxFillPipeline", scale=2.5, strength=1.0),
@@ -183,7 +185,7 @@ def write_random(make: Callable[[], Any], folder: Path) -> None:
         write(random_weights(make, 0.1), folder)
 
 
-def draw(folder: Path, name: str, argument: str, seed: int, row: Row) -> str:
+def draw(folder: Path, name: str, argument: str, seed: int, row: ConditionedCase) -> str:
     """Write an image, a video of 5 frames or a sound of random numbers for an argument, and return the file's name."""
     kind = next((kind for kind in KINDS if argument in kind.arguments), IMAGE)
     numbers = np.random.default_rng(seed)

@@ -36,7 +36,7 @@ STEPS = 3
 TEXT = 40  # tokens per prompt, padding included
 
 
-class Row(NamedTuple):
+class TinyArchitecture(NamedTuple):
     """One architecture: how to build, call and compare its pipeline."""
 
     adapter: Callable[..., Pipeline]  # class of the adapter
@@ -251,7 +251,7 @@ def load_both(pipeline: Any, folder: Path) -> None:
 # The last block of SD3 drops the text tokens after attention.
 SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q")
 
-UNET = Row(
+UNET = TinyArchitecture(
     StableDiffusion,
     stable_diffusion,
     without_negative,
@@ -270,7 +270,7 @@ Z_IMAGE: dict[str, Any] = {
     "sizes": ((16, 16), (16, 24), (16, 32)),
 }
 
-VIDEOS = Row(
+VIDEOS = TinyArchitecture(
     Wan,
     wan,
     classifier_free,
@@ -280,15 +280,15 @@ VIDEOS = Row(
     images=lambda made: made.frames.transpose(1, 2),
 )
 
-ROWS: dict[str, Row] = {
-    "sd3": Row(SD3, sd3, classifier_free, idle=SD3_IDLE),
-    "sd3-without-t5": Row(SD3, sd3_without_t5, classifier_free, idle=SD3_IDLE, variant=True),
-    "flux": Row(Flux, flux, true_guidance, options={"embedded_guidance": 2.5}, latents=packed),
-    "flux-schnell": Row(Flux, lambda: flux(distilled=False), true_guidance, latents=packed, variant=True),
-    "qwen-image": Row(
+ROWS: dict[str, TinyArchitecture] = {
+    "sd3": TinyArchitecture(SD3, sd3, classifier_free, idle=SD3_IDLE),
+    "sd3-without-t5": TinyArchitecture(SD3, sd3_without_t5, classifier_free, idle=SD3_IDLE, variant=True),
+    "flux": TinyArchitecture(Flux, flux, true_guidance, options={"embedded_guidance": 2.5}, latents=packed),
+    "flux-schnell": TinyArchitecture(Flux, lambda: flux(distilled=False), true_guidance, latents=packed, variant=True),
+    "qwen-image": TinyArchitecture(
         QwenImage, qwen_image, norm_keeping, masks=True, idle=QWEN_IDLE, latents=packed, asked=with_negatives, exact=False
     ),
-    "z-image": Row(ZImage, z_image, counted_from_none, masks=True, **Z_IMAGE),
+    "z-image": TinyArchitecture(ZImage, z_image, counted_from_none, masks=True, **Z_IMAGE),
     "sd1": UNET,
     "sd2-v": UNET._replace(make=lambda: stable_diffusion(predicts="v_prediction"), variant=True),
     "sdxl": UNET._replace(adapter=StableDiffusionXL, make=lambda: stable_diffusion(large=True)),
@@ -297,7 +297,7 @@ ROWS: dict[str, Row] = {
 }
 
 
-def save(row: Row, folder: Path) -> Path:
+def save(row: TinyArchitecture, folder: Path) -> Path:
     """Save a row's pipeline with random weights, the same at every call; return its folder."""
     names = [name for name, known in ROWS.items() if known is row]
     if names:
@@ -306,7 +306,7 @@ def save(row: Row, folder: Path) -> Path:
     return folder
 
 
-def _make(row: Row, folder: Path) -> None:
+def _make(row: TinyArchitecture, folder: Path) -> None:
     with quietly():
         random_weights(row.make, 0.1).save_pretrained(folder)
 
@@ -319,7 +319,7 @@ def opened(name: str, folder: Path, **options: Any) -> Pipeline:
     return open_model(folder, **{"text_tokens": TEXT, "device": "cpu", **ROWS[name].options, **options})
 
 
-def theirs(row: Row, folder: Path) -> Any:
+def theirs(row: TinyArchitecture, folder: Path) -> Any:
     """Return a row's pipeline as diffusers opens it."""
     from diffusers import DiffusionPipeline
 
@@ -332,7 +332,9 @@ def theirs(row: Row, folder: Path) -> Any:
     return pipeline
 
 
-def images_of(row: Row, pipeline: Any, model: Pipeline, x: Tensor, prompts: Sequence[str], scale: float) -> Tensor:
+def images_of(
+    row: TinyArchitecture, pipeline: Any, model: Pipeline, x: Tensor, prompts: Sequence[str], scale: float
+) -> Tensor:
     """Return the images of diffusers' pipeline for given initial noise."""
     size = [model.vae_scale * side for side in x.shape[-2:]]
     given = {"prompt": list(prompts), "height": size[0], "width": size[1], "latents": row.latents(x)}

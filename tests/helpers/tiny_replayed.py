@@ -17,7 +17,7 @@ from fluvial.models.tiny.pipelines import build, random_weights
 PROMPTS = ["a red fox", "two cats", "an owl"]
 
 
-class Row(NamedTuple):
+class ReplayedCase(NamedTuple):
     """One architecture: how to build and call its pipeline, and the layers that LoRA adapts."""
 
     make: Callable[[], Any]
@@ -51,9 +51,9 @@ LARGE = {"height": 32, "width": 32}  # the smallest size that some take
 WITHOUT_ADAPTER = ("sana", "lumina2", "aura-flow", "flux2")
 ATTENTION = ("to_q", "to_k", "to_v")
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, ReplayedCase] = {
     # One call for both halves of guidance, a mask of text tokens, and samples in float32.
-    "sana": Row(
+    "sana": ReplayedCase(
         partial(built, "SanaPipeline", shift=3.0),
         {
             **LARGE,
@@ -65,27 +65,27 @@ ROWS: dict[str, Row] = {
         ATTENTION,
     ),
     # Two calls, norm-preserving guidance, a velocity of the other sign, and time 1 - sigma.
-    "lumina2": Row(
+    "lumina2": ReplayedCase(
         partial(built, "Lumina2Pipeline"),
         {**LARGE, "guidance_scale": 4.0, "system_prompt": "", "max_sequence_length": 24},
         ATTENTION,
     ),
     # One call for both halves of guidance, and time between 0 and 1.
-    "aura-flow": Row(
+    "aura-flow": ReplayedCase(
         partial(built, "AuraFlowPipeline", shift=1.73),
         {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24},
         ATTENTION,
     ),
-    "flux2": Row(
+    "flux2": ReplayedCase(
         flux2,
         {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 32, "text_encoder_out_layers": [0, 1, 2]},
         ATTENTION,
         latents=unpacked,
         returns_samples=False,
     ),
-    "sd3": Row(sd3, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 12}, ATTENTION),
-    "flux": Row(flux, {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 12}, ATTENTION),
-    "flux-guided": Row(
+    "sd3": ReplayedCase(sd3, {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 12}, ATTENTION),
+    "flux": ReplayedCase(flux, {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 12}, ATTENTION),
+    "flux-guided": ReplayedCase(
         flux,
         {**SIZE, "guidance_scale": 2.5, "true_cfg_scale": 3.0, "negative_prompt": "bad", "max_sequence_length": 12},
         ATTENTION,
@@ -111,5 +111,5 @@ def load(name: str, folder: Path) -> Any:
     return loaded
 
 
-def _make(row: Row, folder: Path) -> None:
+def _make(row: ReplayedCase, folder: Path) -> None:
     random_weights(row.make, 0.2).save_pretrained(folder)

@@ -15,7 +15,7 @@ from fluvial.engines.extensions.plan.plan import (
     GIB,
     KNOBS,
     Knobs,
-    Plan,
+    MemoryPlan,
     PlanConfig,
     find_transformer,
     plan,
@@ -33,7 +33,7 @@ TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the m
 SIDE = 16  # pixels that a plan's resolution is a multiple of
 
 
-def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, Plan]]:
+def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, MemoryPlan]]:
     """Return the plan as it is, and after each setting that is turned, with the setting's flag.
 
     Raises:
@@ -66,7 +66,7 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
     )
 
 
-def tabulate_savings(name: str, steps: list[tuple[str, Plan]]) -> Table:
+def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
     """Return a table of what each setting saves at the peak of the larger phase."""
     unit = unit_of(max(found.need for _, found in steps))
     rows, before = dict[str, tuple[str, ...]](), None
@@ -115,7 +115,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
     return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 
 
-def _text_base(config: TrainConfig, name: str, found: Plan, *, half: bool) -> Any:
+def _text_base(config: TrainConfig, name: str, found: MemoryPlan, *, half: bool) -> Any:
     """Return the format of the text encoders that takes most memory and fits beside the network's weights and moments.
 
     Raises:

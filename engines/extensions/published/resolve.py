@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.runs import PublishedRun, Source, always, as_flag, find
+from fluvial.engines.extensions.published.runs import Citation, PublishedRun, always, as_flag, find
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.record import as_record, read_record
@@ -14,14 +14,14 @@ from fluvial.engines.run.record import as_record, read_record
 ASSUMED = "assumed"  # of a setting that no source states
 
 
-class Row(NamedTuple):
+class ComparedSetting(NamedTuple):
     """A setting as published and as fluvial runs it."""
 
     setting: str
     published: str
     ours: str
     why: str  # empty where the two are the same
-    source: Source | None
+    source: Citation | None
 
 
 def resolve(run: PublishedRun) -> TrainConfig:
@@ -43,7 +43,7 @@ def configure(name: str) -> TrainConfig:
     return resolve(find(name))
 
 
-def side_by_side(run: PublishedRun) -> Iterator[Row]:
+def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
     """Yield each setting of the configuration, and what a source states besides, in the order of a config.json.
 
     A setting that no source states is assumed, whatever its value.
@@ -58,7 +58,7 @@ def side_by_side(run: PublishedRun) -> Iterator[Row]:
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
-            yield Row(name, "not stated", value, ASSUMED, None)
+            yield ComparedSetting(name, "not stated", value, ASSUMED, None)
 
 
 def format_value(value: Any) -> str:
@@ -68,16 +68,16 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) and value.strip() else json.dumps(value)
 
 
-def _format_setting(run: PublishedRun, name: str, ours: str) -> Row:
+def _format_setting(run: PublishedRun, name: str, ours: str) -> ComparedSetting:
     """Return the row of a setting that a source states, or that differs."""
     found, deviation = run.settings.get(name), run.deviations.get(name)
     source = None if found is None else found.source
     published = run.published.get(name, "not stated" if source is None or found is None else found.value)
     if deviation is None:
-        return Row(name, format_value(published), ours, "", source)
+        return ComparedSetting(name, format_value(published), ours, "", source)
     published = published if deviation.published is None else deviation.published
     ours = ours if deviation.ours is None else format_value(deviation.ours)
-    return Row(name, format_value(published), ours, f"[{deviation.kind}] {deviation.why}", source)
+    return ComparedSetting(name, format_value(published), ours, f"[{deviation.kind}] {deviation.why}", source)
 
 
 def _with_tables(names: Iterable[str]) -> Iterator[str]:

@@ -27,7 +27,7 @@ WITHOUT = {"advantage": AdvantageConfig(), "kl": KLConfig()}
 Kind = Literal["hardware", "precision", "reward", "model", "method"]
 
 
-class Source(NamedTuple):
+class Citation(NamedTuple):
     """Where settings were read."""
 
     repo: str
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     """A value of the configuration."""
 
     value: Any
-    source: Source | None  # None: no source states it, the value is assumed
+    source: Citation | None  # None: no source states it, the value is assumed
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PublishedRun:
         return str(self.settings["model"].value)
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[Citation]:
         """Where the settings were read."""
         return list(dict.fromkeys(found.source for found in self.settings.values() if found.source is not None))
 
@@ -182,14 +182,14 @@ def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapp
     yield entry
 
 
-def _source(stated: Mapping[str, str], inherited: Source | None) -> Source | None:
+def _source(stated: Mapping[str, str], inherited: Citation | None) -> Citation | None:
     """Return the source of a block; one that names no repository has the inherited one with other parts."""
     if "repo" in stated:
-        return Source(**stated)
+        return Citation(**stated)
     return None if inherited is None else inherited._replace(**stated)
 
 
-def _extend(run: PublishedRun, part: Mapping[str, Any], source: Source | None) -> PublishedRun:
+def _extend(run: PublishedRun, part: Mapping[str, Any], source: Citation | None) -> PublishedRun:
     """Return a run with the values of a block in place of its own."""
     settings = dict(run.settings)
     for table, origin in (("assumed", None), ("settings", source)):

@@ -210,7 +210,7 @@ def number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
 
 
-class Shown(NamedTuple):
+class SheetSample(NamedTuple):
     """A sample of a sheet."""
 
     image: Image.Image
@@ -219,7 +219,7 @@ class Shown(NamedTuple):
     sound: bytes | None = None  # WAV file
 
 
-def read_sheet(samples: Path, name: str) -> list[Shown]:
+def read_sheet(samples: Path, name: str) -> list[SheetSample]:
     """Return the samples of a sheet; none if it is missing."""
     index, path = read_json(samples / f"{name}.json"), samples / f"{name}.png"
     if not isinstance(index, list) or not path.is_file():
@@ -228,12 +228,12 @@ def read_sheet(samples: Path, name: str) -> list[Shown]:
     sounds = (file.read_bytes() if file.is_file() else None for file in files)
     with Image.open(path) as sheet:
         return [
-            Shown(sheet.crop(tuple(row["box"])), str(row["prompt"]), row["score"], sound)
+            SheetSample(sheet.crop(tuple(row["box"])), str(row["prompt"]), row["score"], sound)
             for row, sound in zip(index, sounds, strict=True)
         ]
 
 
-def pair_samples(before: Sequence[Shown], after: Sequence[Shown]) -> list[tuple[Shown, Shown]]:
+def pair_samples(before: Sequence[SheetSample], after: Sequence[SheetSample]) -> list[tuple[SheetSample, SheetSample]]:
     """Return samples of the first and the last evaluation, from the same noise, those first whose score changed most."""
     pairs = [pair for pair in zip(before, after, strict=False) if pair[0].prompt == pair[1].prompt]
     return sorted(pairs, key=lambda pair: -abs((pair[1].score or 0.0) - (pair[0].score or 0.0)))

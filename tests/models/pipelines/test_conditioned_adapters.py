@@ -31,7 +31,7 @@ TEXTS = "a red fox", "two cats and"
 MODULES = ("pipeline_qwenimage_edit", "pipeline_qwenimage_edit_plus")  # of diffusers
 
 
-class Row(NamedTuple):
+class AdapterCase(NamedTuple):
     """A pipeline, the options of its adapter, and the sizes of the images of two prompts as height and width."""
 
     name: str  # of `tiny_conditioned`
@@ -63,20 +63,20 @@ SCALES = {**TEXT, "guidance_scale_2": 1.5}  # beside another scale
 SEEN = {"text_tokens": 300}
 MIXED = {**SEEN, "mixed_images": True}
 RATIO = ((20, 30), (40, 60))  # two sizes of images that are scaled alike
-UNETS = {name: Row(name, SIZE, {"text_tokens": 40, **edit.call}, (SIZE, SIZE)) for name, edit in EDITS.items()}
+UNETS = {name: AdapterCase(name, SIZE, {"text_tokens": 40, **edit.call}, (SIZE, SIZE)) for name, edit in EDITS.items()}
 ROWS = {
-    "wan": Row("wan", (16, 32), TEXT, frames=5),
-    "wan-last": Row("wan", (16, 32), LAST, frames=5),
-    "wan-clip": Row("wan-clip", (16, 32), WHOLE, frames=5),
-    "wan-both": Row("wan-both", (16, 32), WHOLE, frames=5),  # a network that is given two CLIP embeddings
-    "wan-experts": Row("wan-experts", (16, 16), TEXT, frames=5),
-    "wan-experts-scales": Row("wan-experts", (16, 16), SCALES, frames=5),
-    "wan-first-frame": Row("wan-first-frame", (32, 16), TEXT, frames=3),
-    "qwen-edit": Row("qwen-edit", (16, 24), SEEN, RATIO),
-    "qwen-edit-mixed": Row("qwen-edit", (16, 24), MIXED, ((40, 20), (20, 30))),
-    "qwen-edit-plus": Row("qwen-edit-plus", (16, 24), SEEN, RATIO),
-    "qwen-edit-plus-several": Row("qwen-edit-plus", (16, 24), SEEN, RATIO, several=True),
-    "qwen-edit-plus-mixed": Row("qwen-edit-plus", (24, 16), MIXED, ((40, 20), (20, 30))),
+    "wan": AdapterCase("wan", (16, 32), TEXT, frames=5),
+    "wan-last": AdapterCase("wan", (16, 32), LAST, frames=5),
+    "wan-clip": AdapterCase("wan-clip", (16, 32), WHOLE, frames=5),
+    "wan-both": AdapterCase("wan-both", (16, 32), WHOLE, frames=5),  # a network that is given two CLIP embeddings
+    "wan-experts": AdapterCase("wan-experts", (16, 16), TEXT, frames=5),
+    "wan-experts-scales": AdapterCase("wan-experts", (16, 16), SCALES, frames=5),
+    "wan-first-frame": AdapterCase("wan-first-frame", (32, 16), TEXT, frames=3),
+    "qwen-edit": AdapterCase("qwen-edit", (16, 24), SEEN, RATIO),
+    "qwen-edit-mixed": AdapterCase("qwen-edit", (16, 24), MIXED, ((40, 20), (20, 30))),
+    "qwen-edit-plus": AdapterCase("qwen-edit-plus", (16, 24), SEEN, RATIO),
+    "qwen-edit-plus-several": AdapterCase("qwen-edit-plus", (16, 24), SEEN, RATIO, several=True),
+    "qwen-edit-plus-mixed": AdapterCase("qwen-edit-plus", (24, 16), MIXED, ((40, 20), (20, 30))),
     **UNETS,
 }
 each = pytest.mark.parametrize("name", ROWS)

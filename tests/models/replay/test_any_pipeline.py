@@ -28,7 +28,7 @@ from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay import any_pipeline
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.recipe import Row
+from fluvial.models.replay.recipe import SampleInput
 from fluvial.models.tiny.pipelines import find_call, save
 
 STEPS = 4
@@ -320,7 +320,7 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
     assert model.check(model.build().eval(), PROMPTS) < 1e-5
     assert model.known.model.ragged
     (recipe,) = model.known.model.recipes
-    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, Row) and not leaf.repeats]
+    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, SampleInput) and not leaf.repeats]
 
 
 def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:

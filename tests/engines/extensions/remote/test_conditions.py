@@ -66,7 +66,7 @@ class Model(tiny.Tiny):
 MODEL = Model()
 
 
-class Row(NamedTuple):
+class RequestCase(NamedTuple):
     """Another value of a field that a sample depends on.
 
     Args:
@@ -91,52 +91,65 @@ GUIDED = {"scale": 2.0, "negative": "4"}
 PROMPTS = [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("1")]
 AGAINST = [Prompt("1", negative="5"), Prompt("1", negative="3"), Prompt("2"), Prompt("1", negative="5")]
 # By object and field. Each object is one that `generate` takes, so that a sample depends on nothing else but the weights.
-CARRIED: dict[str, list[Row]] = {
-    "Requests.prompts": [Row(requests={"prompts": [Prompt("3")] * COUNT})],
-    "Requests.ids": [Row(requests={"ids": (1, 2, 8, 9)})],
-    "Requests.key": [Row(requests={"key": key(2**40)})],
-    "Requests.initial_ids": [Row(requests={"initial_ids": (2, 2, 0, 0)})],
-    "Prompt.text": [Row(requests={"prompts": [Prompt("0"), Prompt("3"), Prompt("0"), Prompt("1")]})],
-    "Prompt.negative": [Row(guidance=GUIDED, requests={"prompts": AGAINST})],
-    "Guidance.scale": [Row(guidance=GUIDED), Row(guidance={**GUIDED, "scale": 3.5}), Row(guidance={"scale": 0.0})],
-    "Guidance.negative": [Row(guidance={**GUIDED, "negative": ""}), Row(guidance={**GUIDED, "negative": "2"})],
-    "Guidance.forwards": [Row(guidance={**GUIDED, "forwards": "two"}, same=True)],
-    "Sampling.shape": [Row(sampling=shaped((1, 2, 8))), Row(sampling=shaped((1, 4, 2, 2)))],
-    "Sampling.schedule": [Row(sampling={"schedule": MODEL.schedule(6, tiny.SHAPE)})],
-    "Sampling.guidance": [Row(guidance=GUIDED)],
-    "Sampling.stochastic": [Row(rollout={"sampler": Ode()}, stochastic=None)],
-    "Sampling.autocast": [Row(sampling={"autocast": True})],
+CARRIED: dict[str, list[RequestCase]] = {
+    "Requests.prompts": [RequestCase(requests={"prompts": [Prompt("3")] * COUNT})],
+    "Requests.ids": [RequestCase(requests={"ids": (1, 2, 8, 9)})],
+    "Requests.key": [RequestCase(requests={"key": key(2**40)})],
+    "Requests.initial_ids": [RequestCase(requests={"initial_ids": (2, 2, 0, 0)})],
+    "Prompt.text": [RequestCase(requests={"prompts": [Prompt("0"), Prompt("3"), Prompt("0"), Prompt("1")]})],
+    "Prompt.negative": [RequestCase(guidance=GUIDED, requests={"prompts": AGAINST})],
+    "Guidance.scale": [
+        RequestCase(guidance=GUIDED),
+        RequestCase(guidance={**GUIDED, "scale": 3.5}),
+        RequestCase(guidance={"scale": 0.0}),
+    ],
+    "Guidance.negative": [
+        RequestCase(guidance={**GUIDED, "negative": ""}),
+        RequestCase(guidance={**GUIDED, "negative": "2"}),
+    ],
+    "Guidance.forwards": [RequestCase(guidance={**GUIDED, "forwards": "two"}, same=True)],
+    "Sampling.shape": [RequestCase(sampling=shaped((1, 2, 8))), RequestCase(sampling=shaped((1, 4, 2, 2)))],
+    "Sampling.schedule": [RequestCase(sampling={"schedule": MODEL.schedule(6, tiny.SHAPE)})],
+    "Sampling.guidance": [RequestCase(guidance=GUIDED)],
+    "Sampling.stochastic": [RequestCase(rollout={"sampler": Ode()}, stochastic=None)],
+    "Sampling.autocast": [RequestCase(sampling={"autocast": True})],
     "Sampling.prefix": [
-        Row(
+        RequestCase(
             sampling={"prefix": SharedPrefix(1, 2)},
             stochastic={"window": (1, 2)},
             requests={"initial_ids": (0, 0, 1, 1), "prompts": [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("2")]},
         )
     ],
-    "Sampling.text_tokens": [Row(sampling={"text_tokens": 2})],
-    "Sampling.after": [Row(sampling={"after": Tail(fraction=0.5)}, stochastic={"window": (0, 1)})],
-    "Sampling.reuse": [Row(sampling={"reuse": "all"}, same=True), Row(sampling={"reuse": "outside_blocks"}, same=True)],
-    "Sampling.final": [Row(sampling={"final": False}, stochastic={"window": (1,)}), Row(sampling={"final": False})],
+    "Sampling.text_tokens": [RequestCase(sampling={"text_tokens": 2})],
+    "Sampling.after": [RequestCase(sampling={"after": Tail(fraction=0.5)}, stochastic={"window": (0, 1)})],
+    "Sampling.reuse": [
+        RequestCase(sampling={"reuse": "all"}, same=True),
+        RequestCase(sampling={"reuse": "outside_blocks"}, same=True),
+    ],
+    "Sampling.final": [
+        RequestCase(sampling={"final": False}, stochastic={"window": (1,)}),
+        RequestCase(sampling={"final": False}),
+    ],
     "StochasticSteps.transition": [
-        *(Row(rollout={"sampler": Stochastic(name, eta=ETA)}) for name in ("cps", "dance_sde", "wan_sde")),
-        Row(rollout={"sampler": Stochastic(eta=0.9)}),
+        *(RequestCase(rollout={"sampler": Stochastic(name, eta=ETA)}) for name in ("cps", "dance_sde", "wan_sde")),
+        RequestCase(rollout={"sampler": Stochastic(eta=0.9)}),
     ],
     "StochasticSteps.window": [
-        Row(stochastic={"window": (1, 2)}),
-        Row(stochastic={"window": lambda ids: torch.tensor([[own % 3, own % 3 + 1] for own in ids])}),
+        RequestCase(stochastic={"window": (1, 2)}),
+        RequestCase(stochastic={"window": lambda ids: torch.tensor([[own % 3, own % 3 + 1] for own in ids])}),
     ],
-    "StochasticSteps.record": [Row(stochastic={"record": False})],
-    "StochasticSteps.form": [Row(stochastic={"form": "unscaled"}), Row(stochastic={"form": "no_const"})],
-    "StochasticSteps.reduction": [Row(stochastic={"reduction": "sum"})],
-    "StochasticSteps.keep_velocity": [Row(stochastic={"keep_velocity": True})],
+    "StochasticSteps.record": [RequestCase(stochastic={"record": False})],
+    "StochasticSteps.form": [RequestCase(stochastic={"form": "unscaled"}), RequestCase(stochastic={"form": "no_const"})],
+    "StochasticSteps.reduction": [RequestCase(stochastic={"reduction": "sum"})],
+    "StochasticSteps.keep_velocity": [RequestCase(stochastic={"keep_velocity": True})],
 }
 # A value that changes nothing of what is asked for: of the update, of rewards and metrics, or a choice of kernels.
-LOCAL: dict[str, Row] = {
-    "Guidance.gradient": Row(guidance={**GUIDED, "gradient": "conditional"}),
-    "Guidance.update": Row(guidance={**GUIDED, "update": "conditional"}),
-    "StochasticSteps.implementation": Row(stochastic={"implementation": "reference"}),
+LOCAL: dict[str, RequestCase] = {
+    "Guidance.gradient": RequestCase(guidance={**GUIDED, "gradient": "conditional"}),
+    "Guidance.update": RequestCase(guidance={**GUIDED, "update": "conditional"}),
+    "StochasticSteps.implementation": RequestCase(stochastic={"implementation": "reference"}),
     **{
-        f"Prompt.{name}": Row(requests={"prompts": [replace(prompt, **{name: value}) for prompt in PROMPTS]})
+        f"Prompt.{name}": RequestCase(requests={"prompts": [replace(prompt, **{name: value}) for prompt in PROMPTS]})
         for name, value in cast(
             dict[str, Any],
             {
@@ -184,7 +197,7 @@ def server() -> rollout_servers.Server:
     return rollout_servers.served(rollout_servers.policy(model=MODEL), micro_batch=COUNT)
 
 
-def asked_for(row: Row) -> tuple[Requests, Sampling, SamplingConfig]:
+def asked_for(row: RequestCase) -> tuple[Requests, Sampling, SamplingConfig]:
     """Return what a row asks for."""
     config = SamplingConfig(**{"steps": tiny.STEPS, "sampler": Stochastic(eta=ETA), **row.rollout})
     schedule = row.sampling.get("schedule", MODEL.schedule(tiny.STEPS, tiny.SHAPE))
@@ -207,7 +220,7 @@ class Made(NamedTuple):
     inside: Chunk
 
 
-def made(row: Row, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
+def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
     """Return the samples of a row, by the server and in process."""
     requests, sampling, config = asked_for(row)
     bodies, replies, transport = list[Any](), list[bytes](), asgi.Transport(server.app)
@@ -259,7 +272,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 def plain(server: rollout_servers.Server, one: World) -> Made:
     """The samples of no change, and of guidance alone."""
     with pytest.MonkeyPatch.context() as patch:
-        return made(Row(), server, one, patch)
+        return made(RequestCase(), server, one, patch)
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, number) for name in CARRIED for number in range(len(CARRIED[name]))])
@@ -288,7 +301,7 @@ def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One step has two, and W steps in a row W + 1; the final ones are sent only where they are needed."""
-    row = Row(stochastic={"window": window}, sampling={"final": final})
+    row = RequestCase(stochastic={"window": window}, sampling={"final": final})
     samples = [sample for reply in made(row, server, one, monkeypatch).replies for sample in read_response(reply)]
     assert [len(cast(Any, sample.dit_trajectory).latents) for sample in samples] == [count] * COUNT
 
@@ -383,7 +396,7 @@ def test_what_samples_do_not_depend_on_stays_with_the_trainer(
     """Metadata and images of a prompt are there for the rewards."""
     row = LOCAL[name]
     found = made(row, server, one, monkeypatch)
-    without = made(Row(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
+    without = made(RequestCase(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
     assert same(bits(found.served), bits(without.served))
     assert found.bodies == without.bodies
     assert [*found.served.prompts] == [*asked_for(row)[0].prompts]
@@ -394,7 +407,7 @@ def test_a_server_with_another_schedule_is_found_out(
 ) -> None:
     """Its levels are no field of a request."""
     levels = MODEL.schedule(tiny.STEPS, tiny.SHAPE).levels ** 1.1
-    row = Row(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
+    row = RequestCase(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
     with pytest.raises(RunError, match=r"was made at sigma .* serve with the trainer's scheduler and shift"):
         made(row, server, one, monkeypatch)
 

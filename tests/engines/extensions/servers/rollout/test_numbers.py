@@ -35,7 +35,7 @@ from fluvial.models.pipelines.layouts import TOKENS
 KEY, IDS = key(11), (4, 0, 9)
 
 
-class Row(NamedTuple):
+class NumbersCase(NamedTuple):
     """A sampler as a request names it, and as fluvial does."""
 
     sampler: str
@@ -47,15 +47,15 @@ class Row(NamedTuple):
 
 
 TABLE = {
-    "sde": Row("flow_sde", {"rollout_sde_type": "sde"}, {}),
-    "cps": Row("cps", {"rollout_sde_type": "cps"}, {}),
-    "sde_unscaled": Row("flow_sde", {"rollout_log_prob_no_const": True}, {}, "unscaled"),
-    "cps_unscaled": Row("cps", {"rollout_sde_type": "cps", "rollout_log_prob_no_const": True}, {}, "unscaled"),
-    "ode": Row("ode", {"rollout_sde_type": "ode", "rollout_log_prob_no_const": True}, {}, "unscaled", eta=0.0),
-    "sde_no_const": Row("flow_sde", {}, {"form": "no_const"}, "no_const"),
-    "dance_sde": Row("dance_sde", {}, {"sampler": "dance_sde"}),
-    "wan_sde": Row("wan_sde", {}, {"sampler": "wan_sde"}),
-    "ddim": Row("ddim", {}, {"sampler": "ddim"}, prediction="epsilon"),
+    "sde": NumbersCase("flow_sde", {"rollout_sde_type": "sde"}, {}),
+    "cps": NumbersCase("cps", {"rollout_sde_type": "cps"}, {}),
+    "sde_unscaled": NumbersCase("flow_sde", {"rollout_log_prob_no_const": True}, {}, "unscaled"),
+    "cps_unscaled": NumbersCase("cps", {"rollout_sde_type": "cps", "rollout_log_prob_no_const": True}, {}, "unscaled"),
+    "ode": NumbersCase("ode", {"rollout_sde_type": "ode", "rollout_log_prob_no_const": True}, {}, "unscaled", eta=0.0),
+    "sde_no_const": NumbersCase("flow_sde", {}, {"form": "no_const"}, "no_const"),
+    "dance_sde": NumbersCase("dance_sde", {}, {"sampler": "dance_sde"}),
+    "wan_sde": NumbersCase("wan_sde", {}, {"sampler": "wan_sde"}),
+    "ddim": NumbersCase("ddim", {}, {"sampler": "ddim"}, prediction="epsilon"),
 }
 WINDOWS: dict[str, tuple[int, ...] | None] = {"all": None, "one": (1,), "two": (0, 2), "none": ()}
 T = tiny.STEPS
@@ -67,18 +67,18 @@ def of() -> dict[Prediction, Server]:
     return {"velocity": servers.served(), "epsilon": servers.served(servers.policy("epsilon"))}
 
 
-def own(row: Row | None = None, **options: Any) -> dict[str, Any]:
+def own(row: NumbersCase | None = None, **options: Any) -> dict[str, Any]:
     """Return fluvial's own fields, with the noise of `KEY` and `IDS`."""
     options = {"key": list(KEY), "ids": list(IDS), **({} if row is None else row.own), **options}
     return {"num_outputs_per_prompt": len(IDS), "extra_sampling_params": {"fluvial": options}}
 
 
-def body(row: Row, **fields: Any) -> dict[str, Any]:
+def body(row: NumbersCase, **fields: Any) -> dict[str, Any]:
     """Return the request of a row, with a trajectory."""
     return {**row.fields, **own(row), "rollout_noise_level": row.eta or 0.7, "rollout_return_dit_trajectory": True, **fields}
 
 
-def chunk_of(server: Server, row: Row, window: Any, *, guidance: Guidance = NO_GUIDANCE, **changes: Any) -> Chunk:
+def chunk_of(server: Server, row: NumbersCase, window: Any, *, guidance: Guidance = NO_GUIDANCE, **changes: Any) -> Chunk:
     """Return the samples of `IDS`, made in process in a batch of the server's size."""
     policy = server.policy
     schedule = policy.schedule(T, tiny.SHAPE)
