@@ -3,7 +3,7 @@
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,19 +152,20 @@ def add_lora(
     targets: Sequence[str],
     *,
     adapters: Sequence[str] = ("default",),
+    trained: Collection[str] = (),
     seed: int = 0,
 ) -> None:
     """Freeze `module` and add adapters to its linear layers, in place; `default` is trained and active.
 
     One factor starts at 0, so the module's output does not change. The others are drawn from `seed`, with the same values on
-    any device. The other adapters are frozen and start equal to `default`. If the weights are on the meta device, adapters
-    are on the CPU.
+    any device. The other adapters start equal to `default`. If the weights are on the meta device, adapters are on the CPU.
 
     Args:
         module: network to adapt.
         config: form, rank, scale and targets.
         targets: suffixes of the names of the layers, used if `config.targets` is None.
         adapters: names of the adapters; `default` is the first.
+        trained: names of those that are trained beside `default`; the others are frozen.
         seed: seed of A.
 
     Raises:
@@ -189,6 +190,9 @@ def add_lora(
         lighten(layer, product=config.product)
     for name in adapters[1:]:
         copy_adapter(module, "default", name)
+    for name in trained:
+        for parameter in adapter_parameters(module, name).values():
+            parameter.requires_grad_(True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ and what its loss means come in as a pytree and a function.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 from fluvial.core import ema
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
-from fluvial.engines.engine.module import HostOffload, LastBackward, ShardedModule
+from fluvial.engines.engine.module import HostOffload, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved, local, set_lr, shard_like
 from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World
@@ -69,13 +69,15 @@ class Engine:
     grad_sync="last", else those of a block. `fluvial plan` adds it up, also for other optimizers.
 
     Args:
-        module: module as `ShardedModule` takes it. Parameters that do not require gradients stay frozen.
+        module: module as `ShardedModule` takes it, or one that is sharded already, of which several engines train different
+            parameters. Parameters that do not require gradients stay frozen.
         blocks: repeated blocks of the module; each is one unit of communication. By default `find_blocks(module)`.
         config: optimizer, schedule, clipping and moving average.
         world: process group the module is sharded over. By default the one of the enclosing `init_world()`.
         updates: number of updates planned, for the learning-rate schedule. A constant schedule does not need it.
         sharding: sharding, precision, checkpointing and offload of the module.
         weights: model folder that parameters on the meta device are read from.
+        parameters: names of the parameters that are trained; by default those that require gradients.
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks, or the optimizer's package is missing.
@@ -84,7 +86,7 @@ class Engine:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | ShardedModule,
         blocks: Sequence[nn.Module] | None = None,
         config: OptimizerConfig | None = None,
         world: World | None = None,
@@ -92,17 +94,23 @@ class Engine:
         updates: int | None = None,
         sharding: EngineConfig | None = None,
         weights: Weights | None = None,
+        parameters: Collection[str] | None = None,
     ) -> None:
         self.config = config or OptimizerConfig()
-        self.sharded = ShardedModule(module, blocks, world, sharding, weights=weights)
+        shared = isinstance(module, ShardedModule)
+        if not isinstance(module, ShardedModule):
+            module = ShardedModule(module, blocks, world, sharding, weights=weights)
+        self.sharded = module
         self.world, self.sharding = self.sharded.world, self.sharded.config
         self.module, self.compiles = self.sharded.module, self.sharding.compiles(self.world.device)
-        self.last_backward = LastBackward(self.sharded.units, reshard=self.sharding.comm == "reshard")
-        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        named, chosen = dict(self.module.named_parameters()), parameters
+        if chosen is not None and not {*chosen} <= {*named}:
+            raise ValueError(f"Engine: the module has no parameter {min({*chosen} - {*named})}")
+        self.trainable = {name: p for name, p in named.items() if p.requires_grad and (chosen is None or name in chosen)}
         if not self.trainable:
             raise ValueError("Engine: the module has no parameter that requires a gradient")
         # Adapters that are not trained, e.g. the old policy's, are not in the base weights, so a checkpoint must hold them.
-        self.carried = {name: p for name, p in self.module.named_parameters() if is_adapter(name) and not p.requires_grad}
+        self.carried = {} if shared else {n: p for n, p in named.items() if is_adapter(n) and not p.requires_grad}
         self._row = OPTIMIZERS[self.config.name]
         self._check_row()
         self.optimizer = self._row.build(self.trainable.values(), self.config)
@@ -174,7 +182,7 @@ class Engine:
             for i, (size, (batch, factor)) in enumerate(zip(passes, batches, strict=True)):
                 rows, shapes = slice(start, start + size), (size, *of_row)
                 self.set_last(i == last)
-                self.last_backward.begin(i == last)
+                self.sharded.last_backward.begin(i == last)
                 with self._count_flops(shapes):
                     result = loss_fn(batch)
                     loss, info = result if isinstance(result, tuple) else (result, ())
@@ -187,7 +195,7 @@ class Engine:
                 loss_sum = loss_sum + total.detach()
                 diagnostics.add(info, rows)
                 start, flops = rows.stop, flops + self.flops[shapes]
-        self.last_backward.end()
+        self.sharded.last_backward.end()
         norm = self._gradient_norm()
         row = diagnostics.row(loss_sum, self.world.peak_memory())[None]
         # The one read-back of the update.
@@ -205,9 +213,9 @@ class Engine:
         with self.sharded.train():
             for i, loss in enumerate(losses):
                 self.set_last(i == len(losses) - 1)
-                self.last_backward.begin(i == len(losses) - 1)
+                self.sharded.last_backward.begin(i == len(losses) - 1)
                 loss().backward()
-        self.last_backward.end()
+        self.sharded.last_backward.end()
 
     def step(self) -> UpdateInfo:
         """Take an optimizer step with the gradients that `backward` added, and clear them; every rank must take part."""
@@ -400,7 +408,7 @@ class Engine:
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""
-        shards = self.sharded.shards(trainable=True)
+        shards = {name: local(parameter).detach() for name, parameter in self.trainable.items()}
         return shards if dtype is None else {name: shard.to(dtype) for name, shard in shards.items()}
 
     def _write_local(self, shards: dict[str, Tensor]) -> None:

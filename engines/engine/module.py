@@ -247,6 +247,7 @@ class ShardedModule:
             self.module._apply(self._allocate)
         # None if FSDP2 shards the module.
         self.copies = None if isinstance(self.module, FSDPModule) else self._keep_copies()
+        self.last_backward = LastBackward(self.units, reshard=config.comm == "reshard")
         _held.update(self.units)
         if empty and weights is not None and has_values(world.device):
             load_weights(self.module, weights, world=world)

@@ -1,10 +1,10 @@
 """Parts of a run: network, engine, policies, rewards and the rest, built from a configuration and a job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import TrainConfig, with_values
-from fluvial.engines.run.declared import Start, Teacher
+from fluvial.engines.run.declared import Base, Start, Teacher, Trained
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
@@ -53,7 +53,7 @@ from fluvial.engines.scoring.warm_up import warm_up, warm_up_evaluators
 from fluvial.models import Schedule, is_recorded
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
-from fluvial.models.lora import LowRank, add_lora
+from fluvial.models.lora import LowRank, adapter_names, add_lora
 from fluvial.models.lora_files import load_lora
 from fluvial.models.protocol import Weights
 
@@ -147,7 +147,11 @@ def _built(
         base = join_digests({name: digest for part in shares for name, digest in part.items()})
         base += "" if config.engine.base == "auto" else f" {config.engine.base}"  # other weights, after rounding
     blocks = job.model.blocks(module)
-    engine = Engine(module, blocks, config.optimizer, world, updates=config.updates, sharding=config.engine, weights=weights)
+    others = _list_adapters(config, module)
+    theirs = {name for names in others.values() for name in names}
+    own = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in theirs]
+    settings: Any = {"updates": config.updates, "sharding": config.engine, "weights": weights}
+    engine = Engine(module, blocks, config.optimizer, world, **settings, parameters=own)
     with world.agreed():
         try:
             conditioned = any(prompt.media for prompt in job.prompts)
@@ -161,7 +165,7 @@ def _built(
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
-    networks = _networks(config, job, engine, weights)
+    networks = _networks(config, job, engine, weights, others)
     schedules, texts = Schedules(job.model, config.method.sampling, world.device), TextLengths(job.model, world)
     schedule, _ = schedules.of(job.shape)
     copy = _copy(config, job, networks, world) if config.rollout.ahead else None
@@ -196,7 +200,7 @@ def _built(
             copy=copy,
             given=preferences,
             sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
-            reference=bool(config.reference_guidance),
+            guides=any(scale != 1 for scale in config.own_guidance.values()),
         )
     run = Run(
         config,
@@ -253,17 +257,49 @@ def _pairs(
     return choice.sizes
 
 
-def _networks(config: TrainConfig, job: Job, engine: Engine, weights: Weights | None) -> BuiltNetworks:
-    """Return the networks that the method declares; every rank must take part."""
-    frozen: dict[str, ShardedModule] = {}
+def _list_adapters(config: TrainConfig, module: nn.Module) -> dict[str, Collection[str]]:
+    """Return the parameters of the adapters that are networks of their own and learn, by network."""
+    learn = [name for name, network in config.networks.items() if isinstance(network, Trained) and config.train == "lora"]
+    return {name: [*adapter_names(module, name).values()] for name in learn}
+
+
+def _networks(
+    config: TrainConfig, job: Job, engine: Engine, weights: Weights | None, adapters: Mapping[str, Collection[str]]
+) -> BuiltNetworks:
+    """Return the networks that the method declares; every rank must take part.
+
+    Args:
+        adapters: parameters of those that are adapters and learn, by name.
+    """
+    frozen, trained = dict[str, ShardedModule](), dict[str, Engine]()
     for name, network in config.networks.items():
-        if isinstance(network, Start) and config.train == "full":
+        if isinstance(network, Start | Base) and config.train == "full":
             frozen[name] = _frozen(config, job, engine.world, weights)
+        elif isinstance(network, Trained):
+            trained[name] = _trained(config, job, network, engine, weights, adapters.get(name))
         elif isinstance(network, Teacher):
             assert network.weights is not None
             taught = job.with_weights(network.weights)
             frozen[name] = _frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
-    return BuiltNetworks(config.networks, engine, frozen, job.model, continues=config.lora.weights is not None)
+    continues = config.lora.weights is not None
+    return BuiltNetworks(config.networks, engine, trained, frozen, job.model, continues=continues)
+
+
+def _trained(
+    config: TrainConfig,
+    job: Job,
+    network: Trained,
+    engine: Engine,
+    weights: Weights | None,
+    adapter: Collection[str] | None,
+) -> Engine:
+    """Return the engine of a second network that learns: of an adapter of the policy's module, or of a module of its own."""
+    if adapter is not None:
+        return Engine(engine.sharded, config=network.optimizer, parameters=adapter)
+    with engine.world.agreed():
+        module = _network(config, job)
+    blocks = job.model.blocks(module)
+    return Engine(module, blocks, network.optimizer, engine.world, sharding=config.engine, weights=weights)
 
 
 def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None) -> ShardedModule:
@@ -429,7 +465,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     folder = config.lora.weights  # of an adapter that the run continues from
     found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
     if config.train == "lora":
-        adapters: tuple[str, ...] = ("default", *config.followers)
+        learn = [name for name, network in config.networks.items() if isinstance(network, Trained)]
+        adapters: tuple[str, ...] = ("default", *config.followers, *learn)
         settings, targets = config.lora, job.model.lora_targets
         if found is not None:
             form = settings.form if settings.form.kind == found.form.kind else found.form
@@ -438,7 +475,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
             settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
             adapters, targets = (*adapters, START), found.layers
         try:
-            add_lora(module, settings, targets, adapters=adapters, seed=config.seed)
+            add_lora(module, settings, targets, adapters=adapters, trained=learn, seed=config.seed)
         except ValueError as error:
             raise UsageError(str(error)) from error
         if found is not None:

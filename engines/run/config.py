@@ -11,7 +11,7 @@ from fluvial.engines.choices import BARE
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.plugins import did_you_mean
-from fluvial.engines.run.declared import Follower, Networks, Start, Teacher, find_followers
+from fluvial.engines.run.declared import Follower, Networks, Teacher, Trained, find_followers
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import (
     CheckpointConfig,
@@ -143,6 +143,9 @@ class TrainConfig:
             yield UsageError("correction.mode", "none", "truncate, reject or mask", hint)
         if any(isinstance(network, Teacher) and network.weights is None for network in self.networks.values()):
             yield UsageError("teacher", None, "a folder of weights", f"{name} compares with a teacher")
+        for field, network in self.networks.items():
+            if isinstance(network, Trained):
+                yield from network.problems(field)
         if self.followers and self.train == "full":
             followers = ", ".join(self.followers)
             hint = f"{name} keeps policies that lag behind ({followers}) as LoRA adapters"
@@ -249,15 +252,15 @@ class TrainConfig:
 
     @property
     def is_guided(self) -> bool:
-        """Whether rollouts, evaluations or the reference need the conditioning of the negative prompt."""
-        scales = self.method.sampling.guidance.scale, self.evaluation_guidance.scale, *self.reference_guidance
+        """Whether rollouts, evaluations or another network need the conditioning of the negative prompt."""
+        scales = self.method.sampling.guidance.scale, self.evaluation_guidance.scale, *self.own_guidance.values()
         return any(scale != 1 for scale in scales)
 
     @property
-    def reference_guidance(self) -> tuple[float, ...]:
-        """Scale of the guidance of the reference, where that has one of its own."""
-        starts = (network for network in self.networks.values() if isinstance(network, Start))
-        return tuple(start.guidance for start in starts if start.guidance is not None)
+    def own_guidance(self) -> dict[str, float]:
+        """Scale of the guidance of each network that has one of its own, by name."""
+        scales = {name: getattr(network, "guidance", None) for name, network in self.networks.items()}
+        return {name: scale for name, scale in scales.items() if scale is not None}
 
     @property
     def takes_ratios(self) -> bool:

@@ -1,7 +1,7 @@
 """Declarations of a method: the networks beside the policy."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.errors import UsageError, no_effect
 
 # (v, rows) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
 Loss = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -45,17 +46,53 @@ class Before:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The model's own weights, without an adapter: the teacher of a student that is distilled from them.
+
+    Args:
+        guidance: its own scale of classifier-free guidance; None is that of the update.
+    """
+
+    guidance: float | None = None
+
+
+@dataclass(frozen=True)
 class Teacher:
     """Another model of the same architecture, without gradient.
 
     Args:
         weights: folder of its weights.
+        guidance: its own scale of classifier-free guidance; None is that of the update.
     """
 
     weights: Path | None
+    guidance: float | None = None
 
 
-Network = Follower | Start | Before | Teacher
+@dataclass(frozen=True)
+class Trained:
+    """A second network that learns (`run.update(network=...)`), which starts as the policy does.
+
+    It is an adapter beside the policy's, or with full fine-tuning a module of its own.
+
+    Args:
+        optimizer: its optimizer.
+        guidance: its own scale of classifier-free guidance.
+    """
+
+    optimizer: OptimizerConfig
+    guidance: float | None = 1.0
+
+    def problems(self, name: str) -> Iterator[UsageError]:
+        """Yield what has no meaning among the settings of its optimizer, which are those of the field `name`."""
+        hint = "whose number of updates is not planned"
+        if self.optimizer.schedule != "constant":
+            yield UsageError(f"{name}.schedule", self.optimizer.schedule, "constant", f"of a second network, {hint}")
+        if self.optimizer.ema_decay:
+            yield no_effect(f"{name}.ema_decay", "of a second network, whose moving average nothing reads")
+
+
+Network = Follower | Start | Before | Base | Teacher | Trained
 Networks = dict[str, Network]  # by the name under which rows hold their predictions
 
 

@@ -38,7 +38,7 @@ class Loop:
     def restore(self, progress: Progress) -> None:
         """Go on from what a run had counted, whose weights the engine has."""
         self.progress = self.run.memory = progress
-        self.finished = self.engine.updates, progress  # the newest update whose state is whole
+        self.finished = self.run.networks.updates, progress  # the newest update whose state is whole
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the record of each rollout and its updates, until the last update or a request to stop."""
@@ -68,7 +68,7 @@ class Loop:
         seconds: dict[str, float] = {}
         known = self.progress
         lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
-        self.finished = self.engine.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
+        self.finished = self.run.networks.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
         self.run.notes = {}
         with self.time(seconds, "rollout"), naming_errors(self.method, "collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()
@@ -81,7 +81,7 @@ class Loop:
         for phase, spent in seconds.items():
             self.progress.seconds[phase] += spent
         self._watch_ratio(updates[0])
-        self.finished = self.engine.updates, self.progress
+        self.finished = self.run.networks.updates, self.progress
         compiled = count_programs() - programs if self.engine.compiles else None
         floors = {} if self.method.advantage is None else self.method.advantage.floor_of
         if floors:

@@ -1,7 +1,7 @@
 """Networks beside the policy, as a run builds and opens them."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import optree
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.run.declared import Follower, Networks, Start, find_followers
+from fluvial.engines.run.declared import Base, Follower, Networks, Start, Trained, find_followers
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
@@ -23,13 +23,14 @@ class BuiltNetworks:
     """The networks of a run, opened by name.
 
     With LoRA the reference is the module without its adapters, or with the adapter that training started from, and a
-    follower is another adapter: neither needs a copy. A teacher, and the reference of full fine-tuning, are sharded modules
-    without an optimizer.
+    follower, or a second network that learns, is another adapter: none needs a copy. A teacher, and the reference of full
+    fine-tuning, are sharded modules without an optimizer.
 
     Args:
         declared: networks that the method declares.
         engine: engine of the policy.
-        frozen: networks that are a module of their own, by name.
+        trained: engines of the other networks that learn, by name.
+        frozen: networks without an engine that are a module of their own, by name.
         model: adapter of the architecture, which encodes the negative prompt of a reference with guidance of its own.
         continues: whether training started from a trained adapter.
     """
@@ -38,28 +39,50 @@ class BuiltNetworks:
         self,
         declared: Networks,
         engine: Engine,
+        trained: Mapping[str, Engine],
         frozen: Mapping[str, ShardedModule],
         model: DiffusionModel,
         *,
         continues: bool = False,
     ) -> None:
-        self.declared, self.engine, self.frozen, self.model = declared, engine, frozen, model
+        self.declared, self.engine, self.trained, self.model = declared, engine, trained, model
+        modules = {name: each.sharded for name, each in trained.items() if each.sharded is not engine.sharded}
+        self.separate = {**frozen, **modules}
         self.followers = find_followers(declared)
         self.start = START if continues else None
 
     @contextmanager
     def open(self, name: str) -> Iterator[nn.Module]:
         """Yield a network for forward passes without gradient; every rank must take part."""
-        if name in self.frozen:
+        if name in self.separate:
             self.engine.sharded.reshard()  # so that both modules are not gathered at the same time
-            with self.frozen[name].inference() as module:
-                yield module
-        elif isinstance(self.declared.get(name), Start | Follower):
-            with self.engine.inference() as module, use_adapter(module, name if name in self.followers else self.start):
+            with self.separate[name].inference() as module:
                 yield module
         else:
-            with self.engine.inference() as module:
+            with self.engine.inference() as module, self._use_adapter(name):
                 yield module
+
+    @property
+    def updates(self) -> dict[str, int]:
+        """Number of updates of each network that learns."""
+        return {"policy": self.engine.updates, **{name: engine.updates for name, engine in self.trained.items()}}
+
+    @contextmanager
+    def train(self, name: str) -> Iterator[Engine]:
+        """Yield the engine of a network that learns, for updates of it; every rank must take part."""
+        engine = self.trained.get(name, self.engine)
+        if name in self.separate:
+            self.engine.sharded.reshard()
+        with self._use_adapter(name):
+            yield engine
+
+    def _use_adapter(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which the policy's module computes as a network that is no module of its own."""
+        network = self.declared.get(name)
+        if name in self.separate or not isinstance(network, Start | Base | Follower | Trained):
+            return nullcontext()
+        adapter = self.start if isinstance(network, Start) else None if isinstance(network, Base) else name
+        return use_adapter(self.engine.module, adapter)
 
     @contextmanager
     def open_sampler(self) -> Iterator[nn.Module]:
@@ -80,8 +103,7 @@ class BuiltNetworks:
         Args:
             negative: negative prompt of the policy's guidance.
         """
-        declared = self.declared.get(name)
-        scale = declared.guidance if isinstance(declared, Start) else None
+        scale = getattr(self.declared.get(name), "guidance", None)
         if scale is None:
             return cond
         plain = cond.cond if isinstance(cond, Guided) else cond
@@ -112,11 +134,15 @@ class BuiltNetworks:
                 blend_adapter(self.engine.module, "default", name, decay)
 
     def offload(self) -> None:
-        """Move the modules that do not take part in a rollout to the host."""
-        for module in self.frozen.values():
+        """Move what does not take part in a rollout to the host: modules, and the state of their optimizers."""
+        for module in self.separate.values():
             module.offload()
+        for engine in self.trained.values():
+            engine.offload(parameters=False)
 
     def onload(self) -> None:
-        """Move these modules back to the device."""
-        for module in self.frozen.values():
+        """Move it back to the device."""
+        for module in self.separate.values():
             module.onload()
+        for engine in self.trained.values():
+            engine.onload()

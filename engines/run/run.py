@@ -244,10 +244,9 @@ class Run:
         """Return items with the predictions of those of the named networks that the method declares."""
         declared, known = self.networks.declared, items.rows.predictions
         todo = [name for name in names if name in declared and name not in known and name not in self._before]
-        negative = self.config.method.sampling.guidance.negative
         # Modules of their own come first, so that they and the engine's are not gathered at the same time.
-        for name in sorted(todo, key=lambda name: name not in self.networks.frozen):
-            cond = self.networks.condition(name, items.cond, negative)
+        for name in sorted(todo, key=lambda name: name not in self.networks.separate):
+            cond = self._condition(name, items)
             with self.networks.open(name) as module:
                 items = items.with_predictions(**{name: self._predictions(module, items, cond)})
         return items
@@ -273,26 +272,34 @@ class Run:
         table[items.rows.place[: items.real]] = values[: items.real]
         return self.world.gather_data(table[None, :-1].contiguous()).sum(0).view(items.used.shape)
 
-    def update(self, items: Items, loss: Loss, *, split_guidance: bool = False) -> UpdateInfo:
+    def update(self, items: Items, loss: Loss, *, network: str = "policy", split_guidance: bool = False) -> UpdateInfo:
         """Take one optimizer step on the mean of a loss over the items of all ranks.
 
         Args:
             items: what `minibatches` yields, with the predictions that the loss reads.
             loss: `(v, rows) -> (loss [P], diagnostics)`.
+            network: name of the network that learns, whose prediction `v` is; an update of another than the policy is not
+                yielded, and is recorded under its name.
             split_guidance: give the loss the conditional prediction, and with guidance the unconditional one in
                 `rows.predictions["uncond"]` and the scale in `rows.guidance`.
         """
         items, loss = items if items.dealt else self._deal(items, items.used, items.count), self.check_loss(loss)
-        return self.engine.update(
-            items.rows,
-            lambda rows: self._loss(rows, items, loss, split_guidance=split_guidance),
-            items.rows.weight,
-            count=max(items.count, 1),
-            micro_batch=self._pass_sizes(items.pad_to),
-            pad_to=items.pad_to,
-            inputs=items.cond,
-            parts=items.rows.parts(items.batch.plan.sampling.schedule.levels),
-        )
+        cond = self._condition(network, items)
+        with self.networks.train(network) as engine:
+            info = engine.update(
+                items.rows,
+                lambda rows: self._loss(engine.module, rows, cond, loss, split_guidance=split_guidance),
+                items.rows.weight,
+                count=max(items.count, 1),
+                micro_batch=self._pass_sizes(items.pad_to),
+                pad_to=items.pad_to,
+                inputs=cond,
+                parts=items.rows.parts(items.batch.plan.sampling.schedule.levels),
+            )
+        if engine is not self.engine:
+            record = {"loss": info.loss, "grad_norm": info.grad_norm, "lr": info.lr, "objective": info.mean}
+            self.log(networks={**self.notes.get("networks", {}), network: record})
+        return info
 
     def forward(self, items: Items, rows: Rows) -> Tensor:
         """Return the policy's prediction at rows of items, with gradient: for a loss that takes further steps."""
@@ -338,16 +345,20 @@ class Run:
             rows = first._replace(weight=torch.zeros_like(first.weight))
         return replace(items, rows=rows, cond=cond, used=used, count=count, pad_to=max(longest, 1), real=real, dealt=True)
 
-    def _loss(self, rows: Any, items: Items, loss: Loss, *, split_guidance: bool) -> tuple[Tensor, Any]:
+    def _condition(self, network: str, items: Items) -> Cond:
+        """Return the conditioning of items for a network."""
+        return self.networks.condition(network, items.cond, self.config.method.sampling.guidance.negative)
+
+    def _loss(self, module: nn.Module, rows: Any, cond: Cond, loss: Loss, *, split_guidance: bool) -> tuple[Tensor, Any]:
         """Return the loss of each row of a micro-batch, and diagnostics."""
-        model, module = self.job.model, self.engine.module
-        inputs, options = self._inputs(rows, items.cond)
+        model = self.job.model
+        inputs, options = self._inputs(rows, cond)
         if split_guidance and isinstance(inputs[-1], Guided) and is_classifier_free(model):
             v, v_uncond = guidance_halves(model, module, *inputs, **options)
             scale = scale_at(model, inputs[-1], rows.level, rows.timestep)
             rows = _with(rows, {"uncond": v_uncond})._replace(guidance=scale)
         else:
-            v = self._predict(module, rows, items.cond)
+            v = self._predict(module, rows, cond)
         before = {name: v.detach() for name in self._before if name not in rows.predictions}
         with prefer(self.config.engine.implementation):
             return loss(v, _with(rows, before))

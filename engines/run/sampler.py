@@ -58,7 +58,7 @@ class Sampler:
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
         given: given preferences, which are learnt from in place of rollouts.
         sends_final: whether servers send the final latents, too.
-        reference: whether the reference has guidance of its own, so that the negative prompt is always encoded.
+        guides: whether another network has guidance of its own, so that the negative prompt is always encoded.
 
     Raises:
         UsageError: images of one caption are compared, and no caption has two.
@@ -76,12 +76,12 @@ class Sampler:
         copy: Copy | None = None,
         given: tuple[Preference, ...] | EncodedPreferences = (),
         sends_final: bool = True,
-        reference: bool = False,
+        guides: bool = False,
     ) -> None:
         self.config, self.job, self.world, self.engine = config, job, engine.world, engine
         self.source, self.schedules, self.texts, self.method = source, schedules, texts, config.method
         self.copy, self.given, self._compared = copy, given, False
-        self._sends_final, self._reference = sends_final, reference
+        self._sends_final, self._guides = sends_final, guides
         source_of = self.method.source
         self._compare = source_of.compare if isinstance(source_of, Images) else None  # what given images have in common
         self._captions = Captions(job.prompts) if self._compare == "caption" else None
@@ -214,7 +214,7 @@ class Sampler:
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
         prompts = [asked[i * len(asked) // asked_for.batch] for i in ids]
         size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
-        negative = [asked_for.guidance.negative] if self._reference else []
+        negative = [asked_for.guidance.negative] if self._guides else []
         padding = self.texts.padding([*asked_for.guidance.texts(self.job.model, prompts), *negative])
         trunk = asked_for.window.trunk(asked_for.steps, asked_for.group)
         initial_ids = [i // trunk for i in ids] if asked_for.shared_noise or asked_for.window.shares_start else None

@@ -1,10 +1,11 @@
 """Checkpoints of a run: when one is written, what it holds besides the engine's state, and what a resumption must match."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -30,6 +31,7 @@ from fluvial.models.lora import lora_settings
 
 # Settings that may change between the start of a run and its resumption.
 NEVER = -1  # update of no checkpoint
+NETWORK = "network."  # prefix of the state of a network that learns beside the policy
 SHARDING = tuple(f"engine.{each.name}" for each in fields(EngineConfig))  # what changes the bits of an update, and no more
 FREE = {
     *("out", "prompts", "pipeline.weights", "updates", "tracker", "resume", "evaluation", "checkpoint", "export"),
@@ -56,7 +58,8 @@ class Saver:
     """Writes and reads the checkpoints of a run.
 
     Args:
-        engine: engine whose state is saved.
+        engine: engine of the policy, whose state is saved.
+        trained: engines of other networks that learn, by name.
         prompts: prompts that are trained on.
         base: fingerprint of the weights that training starts from.
         console: where a failed background checkpoint and a changed environment are reported; None is silent.
@@ -72,10 +75,12 @@ class Saver:
         base: str,
         *,
         console: Console | None,
+        trained: Mapping[str, Engine] = MappingProxyType({}),
         ahead: Ahead | None = None,
         pairs: Sequence[int] = (),
     ) -> None:
         self.config, self.engine, self.world, self.console = config, engine, engine.world, console
+        self.trained = trained
         self.prompts, self.base, self.ahead, self.pairs = prompts, base, ahead, list(pairs)
         self.saved_at = NEVER
         self.background = self.world.background() if config.checkpoint.background else None
@@ -112,6 +117,7 @@ class Saver:
         update = self.engine.updates
         meta = {
             "engine": self.engine.counters(),
+            "networks": {name: engine.counters() for name, engine in self.trained.items()},
             **asdict(progress),
             "runs_on": self._environment(),
             "run": as_record(with_absolute_paths(self.config)),
@@ -122,7 +128,7 @@ class Saver:
         best = best_of(progress.evaluations)
         if self.config.evaluation.stop_when_gamed and best is not None:
             written["spare"] = best.update
-        state = self.engine.state()
+        state = self._state()
         if self.ahead is not None:
             tensors, meta["ahead"] = ({}, {}) if ahead is None else ahead.state()
             state = {**state, **tensors}
@@ -181,7 +187,7 @@ class Saver:
             RunError: it is damaged, or of another run.
             UsageError: more updates than planned would raise the learning rate again.
         """
-        state = optree.tree_map(torch.empty_like, self.engine.state())
+        state = optree.tree_map(torch.empty_like, self._state())
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         requested: dict[str, Tensor] = {}
         if self.ahead is not None:  # whose shapes only the checkpoint knows
@@ -199,6 +205,10 @@ class Saver:
         )
         replanned = self._is_replanned(meta["run"]["updates"], done=meta["engine"]["updates"])
         self.engine.restore(state, meta["engine"])
+        for name, engine in self.trained.items():
+            prefix = f"{NETWORK}{name}."
+            own = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+            engine.restore(own, meta["networks"][name])
         if self.ahead is not None:
             self.ahead.restore(requested, meta["ahead"])
         self.saved_at = self.engine.updates
@@ -215,6 +225,15 @@ class Saver:
         self._say(f"resumed {path} after update {self.engine.updates}")
         known = {name: meta[name] for name in asdict(Progress())}
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the state of every network that learns, that of another than the policy under its name."""
+        others = {
+            f"{NETWORK}{name}.{key}": tensor
+            for name, engine in self.trained.items()
+            for key, tensor in engine.state().items()
+        }
+        return {**self.engine.state(), **others}
 
     def _is_replanned(self, planned: int, *, done: int) -> bool:
         """Return whether the learning rate from here on is another one than that of the schedule of `planned` updates."""

@@ -99,6 +99,7 @@ class Trainer:
                 self.engine,
                 self.job.prompts,
                 parts.base,
+                trained=self.run.networks.trained,
                 console=console,
                 ahead=self.ahead,
                 pairs=self.pairs,
@@ -198,12 +199,15 @@ class Trainer:
         because the error came between the updates of a rollout, or in an optimizer step.
         """
         updates, progress = self.loop.finished
-        if self.engine.updates != updates or self.engine.stepping:
+        networks = self.run.networks
+        engines = self.engine, *networks.trained.values()
+        if networks.updates != updates or any(engine.stepping for engine in engines):
             return False
-        self.engine.optimizer.zero_grad()
-        self.engine.sharded.reshard()
-        self.engine.onload()
-        self.run.networks.onload()
+        for engine in engines:
+            engine.optimizer.zero_grad()
+            engine.sharded.reshard()
+            engine.onload()
+        networks.onload()
         self.saver.save_alone(progress)
         return True
 

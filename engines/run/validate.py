@@ -34,12 +34,13 @@ def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool =
         raise UsageError("evaluation.guidance", config.evaluation.guidance, "that of the rollout", f"{model} has no adapter")
     if on_schedule and sampling.window.tail != Tail():
         raise UsageError("sampling.window.tail", sampling.window.tail.solver, "its default", own_levels)
-    for scale in config.reference_guidance:
+    for name, scale in config.own_guidance.items():
+        field = "kl.guidance" if name == "ref" else f"{name}.guidance"
         if recorded:
-            raise UsageError("kl.guidance", scale, "None", f"{model} has no adapter, and its pipeline's guidance")
+            raise UsageError(field, scale, "None", f"{model} has no adapter, and its pipeline's guidance")
         if conditioned and scale != 1 and sampling.guidance.scale == 1:
             hint = "prompts have images, and so has the negative prompt of a guided rollout only: guide the rollout, too"
-            raise UsageError("kl.guidance", scale, "None or 1", hint)
+            raise UsageError(field, scale, "None or 1", hint)
     if not isinstance(method.rows, NoisedRows):
         return
     noising = method.rows.noising.choose_levels(on_schedule=on_schedule)

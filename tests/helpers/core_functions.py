@@ -27,6 +27,7 @@ from fluvial.core import (
     flow_matching,
     gaussian,
     guidance,
+    matching,
     nft,
     policy,
     random,
@@ -86,7 +87,7 @@ def _drawn(name: str, seed: int) -> Tensor:
         return torch.tensor(seed * 5 + 3)
     if name in ("ids", "low", "high"):
         return torch.arange(BATCH) * (seed + 3) + seed
-    event = EVENT if name[0] in "vx" or name in ("noise", "target", "final") else ()
+    event = EVENT if name[0] in "vx" or name in ("noise", "target", "final", "correction", "reference") else ()
     tensor = normals(
         seed, BATCH, *{"rewards": (2,), "margin": (2,), "steps_old": (3,), "steps_other": (3,)}.get(name, event)
     )
@@ -165,6 +166,15 @@ def planned(window: Any = None, **options: Any) -> table.StepPlan:
 
 WINDOWS = torch.tensor([[0, 1], [1, 2], [0, 2], [0, 1]])
 PLAN = planned(WINDOWS)
+
+
+def _rising(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a sample, noise, and the levels of a falling step, from the lower of which it is noised."""
+
+    def call(x: Tensor, noise: Tensor, sigma: Tensor, sigma_next: Tensor) -> Any:
+        return function(x, noise, sigma_next, sigma)
+
+    return call
 
 
 def _step(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
@@ -294,6 +304,22 @@ ROWS = (
     FunctionCall("ema.warm_up_decay", host(lambda: ema.warm_up_decay(0.9, 3)), "x"),
     FunctionCall("flow_matching.interpolate", flow_matching.interpolate, "x0 noise sigma"),
     FunctionCall("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
+    *(
+        FunctionCall(
+            f"matching.matching_loss {form}",
+            partial(matching.matching_loss, form=form),
+            "x0 correction reference",
+            {"huber": 0.1},
+            "correction reference" + (" huber" if form != "huber" else ""),
+            "the scale",
+        )
+        for form in matching.MATCH_FORMS
+    ),
+    *(
+        FunctionCall(f"matching.{name}", _rising(getattr(matching, name)), f"x noise {LEVELS}")
+        for name in ("renoise", "ambient_velocity", "noise_weight")
+    ),
+    FunctionCall("matching.snr_weight", partial(matching.snr_weight, largest=5.0), "sigma"),
     FunctionCall("gaussian.mean", _step(gaussian.mean, "x", "v"), "a b std x v", still="std"),
     FunctionCall("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), "a b std x v noise"),
     *(
