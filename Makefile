@@ -58,7 +58,7 @@ lint: $(VENV)/installed-test | build/types/fluvial
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=build/types $(BIN)/python -P -m mypy -p fluvial
-	MYPYPATH=build/types:tests/helpers:tests/workers $(BIN)/python -P -m mypy tests
+	MYPYPATH=build/types:tests $(BIN)/python -P -m mypy tests
 
 # The site of all pages and of the docstrings: build/site/index.html.
 docs: $(VENV)/installed-docs | build/types/fluvial

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ledger
 import pytest
+from helpers import ledger
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 

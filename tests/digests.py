@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # before torch reads them
-sys.path[:0] = [str(Path(__file__).parent / "helpers")]
+sys.path[:0] = [str(Path(__file__).parent)]
 
 # What a run imports on first use is imported here, once for all forks.
 import diffusers.optimization  # noqa: E402
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-from digest_cases import Case, cases, prepare  # noqa: E402
+from helpers.digest_cases import Case, cases, prepare  # noqa: E402
 
 from fluvial.engines import TrainConfig, Trainer, init_world  # noqa: E402
 from fluvial.engines.run import train  # noqa: E402

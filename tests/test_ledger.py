@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import ledger
 import pytest
+from helpers import ledger
 
 ROOT = Path(__file__).parents[1]
 # Seconds of CPU, of a ledger that may have been measured on a busy machine, where the same tests take a fifth more.

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import pages
 import pytest
-import tiny_pipelines
-import tiny_rewards
+from helpers import pages, tiny_pipelines, tiny_rewards
 from PIL import Image
 
 from fluvial.engines.cli import main as cli

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
-from pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
+from helpers import pages
+from helpers.pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 
 from fluvial.engines.cli import main as cli
 

@@ -97,10 +97,9 @@ def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def has_field(kind: Any, path: Sequence[str]) -> bool:
     """Return whether a dataclass has a field, by the parts of its name; a choice has those of each of its kinds."""
-    hints = get_type_hints(kind)
     if path[0] not in {each.name for each in dataclasses.fields(kind)}:
         return False
-    inner = hints[path[0]]
+    inner = get_type_hints(kind)[path[0]]
     if len(path) == 1 or not (variants(inner) or dataclasses.is_dataclass(inner)):
         return True
     kinds = variants(inner) or (inner,)

@@ -13,9 +13,9 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
 
 import torch
-from core_functions import BATCH, ROWS, FunctionCall, public
-from tables import DTYPES
-from tolerances import COMPUTE_DTYPE
+from helpers.core_functions import BATCH, ROWS, FunctionCall, public
+from helpers.tables import DTYPES
+from helpers.tolerances import COMPUTE_DTYPE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-import short_runs
+from helpers import short_runs
 
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.extensions.report import charts as drawing

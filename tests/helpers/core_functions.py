@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from tables import normals
+from helpers.tables import normals
 from torch import Tensor
 
 import fluvial.core

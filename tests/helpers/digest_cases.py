@@ -6,10 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import tiny_pipelines
-import tiny_replayed
-import tiny_token_job
 import torch
+from helpers import tiny_pipelines, tiny_replayed, tiny_token_job
 from PIL import Image
 from torch import Tensor
 
@@ -161,7 +159,7 @@ def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **as
     size = {} if "sizes" in asked else {"height": 16, "width": 16}
     cache, held = folder / "texts" / (kind or name), (str(folder / "heldout.txt"),)
     settings = PipelineConfig(**{**size, "text_cache": cache, "heldout": held, **asked})
-    rewards = ("digest_cases:bold",) if base.rewards else ()
+    rewards = ("helpers.digest_cases:bold",) if base.rewards else ()
     prompts = () if base.data.images else (str(folder / "prompts.txt"),)
     changes: dict[str, Any] = {
         "sampling.steps": 3,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from diffusers import SD3Transformer2DModel
-from lora_model import adapted, perturb
+from helpers.lora_model import adapted, perturb
 from torch import nn
 
 SINGLE = "diffusion_pytorch_model.safetensors"

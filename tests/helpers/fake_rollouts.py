@@ -7,8 +7,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-import asgi
-import rollout_servers
+from helpers import asgi, rollout_servers
 from torch import nn
 
 from fluvial.engines.extensions.servers.rollout.service import GENERATE

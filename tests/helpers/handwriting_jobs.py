@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import stored
 import torch
+from helpers import stored
 from torch import Tensor
 
 from fluvial.engines.methods.grpo import Grpo

@@ -41,7 +41,7 @@ class FileTimes(NamedTuple):
 def spent() -> tuple[float, int]:
     """Return the CPU seconds of this process, its children and the server's forks so far, and the number of these forks."""
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    forked = getattr(sys.modules.get("launch"), "forked", ())
+    forked = getattr(sys.modules.get("helpers.launch"), "forked", ())
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime + sum(forked), len(forked)
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import wheels
+from helpers import wheels
 
 VERSION = "0.5.23"
 TOP = "sglang.multimodal_gen"

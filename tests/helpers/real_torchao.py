@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-import wheels
+from helpers import wheels
 
 VERSION = "0.18.0"  # as in constraints.txt
 

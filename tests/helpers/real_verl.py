@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import wheels
+from helpers import wheels
 
 VERSION = "0.9.1"
 OTHER = "0.9.0"  # its FSDPEngineConfig lacks a field, as that of 0.10.0.dev

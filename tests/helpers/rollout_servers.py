@@ -4,9 +4,9 @@ import asyncio
 import atexit
 from typing import Any, NamedTuple
 
-import asgi
-import tiny_jobs as tiny
 import torch
+from helpers import asgi
+from helpers import tiny_jobs as tiny
 from torch import Tensor, nn
 
 from fluvial.engines.extensions.servers.batching import Batcher

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.core.rollout import Trajectory

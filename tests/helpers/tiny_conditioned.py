@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import stored
 import torch
+from helpers import stored
+from helpers.tiny_pipelines import ddim, flow, stable_diffusion
+from helpers.tiny_replayed import flux2
+from helpers.tiny_sounds import RATE
 from PIL import Image
-from tiny_pipelines import ddim, flow, stable_diffusion
-from tiny_replayed import flux2
-from tiny_sounds import RATE
 
 from fluvial.models.pipelines.folder import entries, quietly
 from fluvial.models.replay.kinds import IMAGE, KINDS, SOUND, Sound

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import stored
 import torch
 from einops import rearrange
-from marks import long
+from helpers import stored
+from helpers.marks import long
 from torch import Tensor, nn
 
 from fluvial.core import transitions

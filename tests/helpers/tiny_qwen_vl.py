@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_rewards import randomise
+from helpers.tiny_rewards import randomise
 from torch import Tensor
 
 from fluvial.core.random import key, normal

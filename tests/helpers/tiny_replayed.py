@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import stored
 import torch
 from einops import rearrange
-from tiny_pipelines import flux, sd3
+from helpers import stored
+from helpers.tiny_pipelines import flux, sd3
 from torch import Tensor
 
 from fluvial.models.replay.any_pipeline import AnyPipeline

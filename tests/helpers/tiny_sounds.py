@@ -4,7 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-import stored
+from helpers import stored
 from torch import Tensor
 
 from fluvial.models.tiny.pipelines import build, random_weights

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import tiny_transformers
 import torch
+from helpers import tiny_transformers
 from torch import Tensor, nn
 
 from fluvial.core.guidance import classifier_free

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny_models import Info
+from helpers.tiny_models import Info
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine

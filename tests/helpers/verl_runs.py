@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import optree
-import real_verl
-import tiny_pipelines
 import torch
+from helpers import real_verl, tiny_pipelines
 from torch import Tensor, nn
 
 from fluvial.core.rollout import Trajectory

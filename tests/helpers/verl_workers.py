@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import real_verl
 import torch
 import torch.distributed as dist
+from helpers import real_verl
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from torch import Tensor

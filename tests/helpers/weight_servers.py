@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import asgi
 import torch
-from tiny_jobs import Tiny
+from helpers import asgi
+from helpers.tiny_jobs import Tiny
 from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig

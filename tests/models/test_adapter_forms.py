@@ -5,14 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import lora_model
 import peft
 import pytest
-import tiny_pipelines
 import torch
 from diffusers.loaders import lora_conversion_utils as theirs
-from lora_model import MODEL, inputs, loss_of, run
-from marks import long
+from helpers import lora_model, tiny_pipelines
+from helpers.lora_model import MODEL, inputs, loss_of, run
+from helpers.marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import launch
 import pytest
 import torch
-from addresses import misplaced, placed
+from helpers import launch
+from helpers.addresses import misplaced, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Net, data, squared
+from helpers.tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel

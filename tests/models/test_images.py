@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
-from tiny_pipelines import ROWS, opened
+from helpers import tiny_replayed
+from helpers.tiny_pipelines import ROWS, opened
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key

@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-import lora_model
 import peft
 import pytest
 import torch
-from lora_model import LORA, MODEL, perturb, run
+from helpers import lora_model
+from helpers.lora_model import LORA, MODEL, perturb, run
 from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig

@@ -4,8 +4,8 @@ import warnings
 from typing import Any, get_args
 
 import pytest
-import real_torchao
 import torch
+from helpers import real_torchao
 from torch import nn
 from torch.func import jvp
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import launch
-import pipeline_ranks
 import pytest
 import torch
-from marks import long
-from pipeline_ranks import SHORT
+from helpers import launch
+from helpers.marks import long
 from safetensors.torch import load_file
+from workers import pipeline_ranks
+from workers.pipeline_ranks import SHORT
 
 from fluvial.engines.engine.world import World
 
@@ -35,7 +35,7 @@ def two(folder: Path) -> Callable[[bool], Path]:
         to.mkdir()
         for name, _ in runs:
             pipeline_ranks.save(folder, name)
-        launch.on_ranks(2, "pipeline_ranks:updates", folder, to, runs, timeout=400)
+        launch.on_ranks(2, "workers.pipeline_ranks:updates", folder, to, runs, timeout=400)
         return to
 
     return updated

@@ -3,8 +3,8 @@
 import warnings
 from typing import Any
 
-import tiny_transformers
 import torch
+from helpers import tiny_transformers
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World

@@ -6,8 +6,8 @@ from typing import Any
 
 import optree
 import torch
-from lora_model import perturb
-from tiny_models import Info, Wide, data, gather_state
+from helpers.lora_model import perturb
+from helpers.tiny_models import Info, Wide, data, gather_state
 from torch import Tensor, nn
 
 from fluvial.bench.counting import Collectives, HostReads

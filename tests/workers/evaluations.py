@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import tiny_jobs as tiny
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.engine.world import World

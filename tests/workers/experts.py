@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from helpers.tiny_pipelines import TEXT
 from safetensors.torch import save_file
-from tiny_pipelines import TEXT
 from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig

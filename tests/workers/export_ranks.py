@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lora_model import MODEL, adapted, inputs, loss_of, perturb, run
+from helpers.lora_model import MODEL, adapted, inputs, loss_of, perturb, run
 from torch import Tensor, nn
 
 import fluvial.engines.export.model_folder as exporting

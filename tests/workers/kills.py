@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import forks
 import fsspec
 import torch
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from helpers import forks
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from large_layers import tower
-from tiny_models import Net
+from helpers.large_layers import tower
+from helpers.tiny_models import Net
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule

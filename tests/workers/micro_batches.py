@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import tiny_jobs as tiny
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import with_values

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World

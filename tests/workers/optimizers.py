@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import real_torchao
 import torch
-from tiny_models import Wide, data, gather_state, squared
+from helpers import real_torchao
+from helpers.tiny_models import Wide, data, gather_state, squared
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine

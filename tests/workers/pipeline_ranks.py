@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
-import tiny_pipelines
-import tiny_replayed
 import torch
+from helpers import tiny_pipelines, tiny_replayed
+from helpers.tiny_replayed import WITHOUT_ADAPTER
 from safetensors.torch import save_file
-from tiny_replayed import WITHOUT_ADAPTER
 from torch import Tensor
 
 from fluvial.core.gaussian import log_prob

@@ -5,7 +5,7 @@ import json
 import sys
 
 import torch
-from addresses import placed
+from helpers.addresses import placed
 from torch import Tensor
 from torch.nn import functional as F
 

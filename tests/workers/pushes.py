@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.weight_servers import adapted, base, engine_of, move, moved_base, run, served
 from safetensors.torch import load_file
-from weight_servers import adapted, base, engine_of, move, moved_base, run, served
 
 import fluvial.engines.export.model_folder as exporting
 from fluvial.engines.engine.world import World

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tiny_models import SHARDINGS, Net, data, squared
+from helpers.tiny_models import SHARDINGS, Net, data, squared
 
 from fluvial.bench.counting import Collectives
 from fluvial.engines import rendezvous

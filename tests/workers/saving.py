@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import forks
 import torch
 import torch._dynamo  # which DTensor imports when it is first used: once here, not in each forked process
 import torch.distributed as dist
+from helpers import forks
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

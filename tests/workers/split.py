@@ -4,9 +4,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import tiny_token_job
-import tiny_transformers
-from handwriting_jobs import config
+from helpers import tiny_token_job, tiny_transformers
+from helpers.handwriting_jobs import config
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.config import with_values

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tiny_models import Net, data, squared
+from helpers.tiny_models import Net, data, squared
 
 from fluvial.bench.counting import Collectives
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig

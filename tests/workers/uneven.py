@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from handwriting_jobs import config, job
+from helpers.handwriting_jobs import config, job
 from torch import Tensor
 
 from fluvial.engines.engine.weights import gather

@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import real_verl
 import torch
-import verl_runs
+from helpers import real_verl, verl_runs
 from safetensors.torch import save_file
 
 from fluvial.engines.engine.world import World

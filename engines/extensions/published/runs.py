@@ -96,9 +96,9 @@ class PublishedRun:
 
     def overlay(self) -> dict[str, Any]:
         """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
-        record: dict[str, Any] = {}
+        record, fixed = dict[str, Any](), self.fixed
         for name, setting in self.settings.items():
-            if name in self.fixed:
+            if name in fixed:
                 continue
             *parents, last = name.split(".")
             of_run = (parents or [last])[0] in OF_RUN

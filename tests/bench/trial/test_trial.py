@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import wheels
+from helpers import launch, wheels
 
 from fluvial.bench.trial.pipelines import COLUMNS, PipelineTrial, _reason, format_table
 from fluvial.engines.cli import main as cli

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli

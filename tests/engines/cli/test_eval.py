@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
 import torch
+from helpers import launch, tiny_pipelines
 from PIL import Image
 from torch import Tensor
 
@@ -333,11 +332,18 @@ def test_a_run_of_a_user_defined_model_is_evaluated(tmp_path: Path, capfd: pytes
     """With its exported weights, beside the model that it started from."""
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     run = tmp_path / "run"
-    own = ["--model", "toy_doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
-    assert cli.run(["train", "toy_doors:recipe", "--out", str(run), *own]) == 0
+    own = [
+        "--model",
+        "helpers.doors:adapter",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--rewards",
+        "helpers.doors:bold",
+    ]
+    assert cli.run(["train", "helpers.doors:recipe", "--out", str(run), *own]) == 0
     capfd.readouterr()
     assert cli.run(["eval", str(run), "--base", "start", "--out", str(tmp_path / "scores")]) == 0, capfd.readouterr().err
     table = json.loads((tmp_path / "scores" / "table.json").read_text())
-    assert "toy_doors:bold" in json.dumps(table)
+    assert "helpers.doors:bold" in json.dumps(table)
     images = [*(tmp_path / "scores" / "base").glob("*.png"), *(tmp_path / "scores" / "images").glob("*.png")]
     assert len({image.read_bytes() for image in images}) > len(images) // 2

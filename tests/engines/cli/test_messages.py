@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import recipes

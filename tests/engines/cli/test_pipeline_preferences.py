@@ -4,11 +4,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_jobs
-import tiny_pipelines
 import torch
+from helpers import launch, tiny_jobs, tiny_pipelines
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli

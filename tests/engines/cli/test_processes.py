@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import launch
 import pytest
 import torch
+from helpers import launch
 from safetensors.torch import load_file
 
 from fluvial.engines.cli import main as cli

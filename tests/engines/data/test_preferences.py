@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from PIL import Image
 from torch import Tensor
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import Net
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import Net
 
 from fluvial.engines.engine.config import UNUSED, EngineConfig, OptimizerConfig, lr_factor
 from fluvial.engines.engine.engine import Engine

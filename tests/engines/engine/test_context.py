@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_transformers
 import torch
+from helpers import launch, tiny_transformers
 
 from fluvial.engines.engine.engine import Engine, OptimizerConfig
 from fluvial.engines.engine.world import World
@@ -17,7 +16,7 @@ from fluvial.engines.engine.world import World
 )
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, in pairs, and the result of their updates."""
-    return request.param, launch.on_ranks(request.param, "context:updates")[0]
+    return request.param, launch.on_ranks(request.param, "workers.context:updates")[0]
 
 
 @pytest.mark.parametrize("lies", tiny_transformers.LIES)
@@ -61,7 +60,7 @@ def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]]
 @pytest.mark.long
 def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None:
     """Rollout, reward and update, with guidance and a KL, on 1 rank and on a pair."""
-    found = {ranks: launch.on_ranks(ranks, "split:updates", tmp_path)[0] for ranks in (1, 2)}
+    found = {ranks: launch.on_ranks(ranks, "workers.split:updates", tmp_path)[0] for ranks in (1, 2)}
     for train, expected in found[1].items():
         split = found[2][train]
         assert split["pairs"] == expected["pairs"] == [16, 16]

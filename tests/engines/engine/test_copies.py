@@ -5,14 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import copies
-import launch
 import pytest
 import torch
+from helpers import launch
+from helpers.tiny_models import Net, data, gather_state, squared
 from safetensors.torch import load_file
-from tiny_models import Net, data, gather_state, squared
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from workers import copies
 
 from fluvial.engines.engine import module, parallelize
 from fluvial.engines.engine.config import EngineConfig
@@ -193,7 +193,7 @@ def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> Non
 def trained_on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """Return the folder with the checkpoints of adapters trained on two ranks, and what each rank says."""
     folder = tmp_path_factory.mktemp("copies")
-    return folder, launch.on_ranks(2, "copies:checkpoints", str(folder))
+    return folder, launch.on_ranks(2, "workers.copies:checkpoints", str(folder))
 
 
 def test_copies_reduce_once_and_stay_alike(trained_on_two: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import Net, data, gather_state, squared, take_plain_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Net, data, gather_state, squared, take_plain_step
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig

@@ -6,13 +6,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import launch
 import peft
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from exported import INDEX, SINGLE, contents, moved, opened
-from lora_model import MODEL, adapted, inputs, perturb, run, velocity
+from helpers import launch
+from helpers.exported import INDEX, SINGLE, contents, moved, opened
+from helpers.lora_model import MODEL, adapted, inputs, perturb, run, velocity
 from safetensors.torch import load_file, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +29,7 @@ from fluvial.models.lora import merge_lora, use_adapter
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder that two ranks exported to, with what they found in result.json."""
     out = tmp_path_factory.mktemp("ranks")
-    found = launch.on_ranks(2, "export_ranks:exports", out)[0]
+    found = launch.on_ranks(2, "workers.export_ranks:exports", out)[0]
     (out / "result.json").write_text(json.dumps(found))
     return out
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_transformers
 import torch
+from helpers import tiny_transformers
 from torch import Tensor, nn
 
 from fluvial.engines.engine import parallelize as host_activations

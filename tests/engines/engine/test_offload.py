@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import Net, data, squared
+from helpers.tiny_models import Net, data, squared
 from torch import Tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig

@@ -7,12 +7,11 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
-import launch
 import pytest
-import real_torchao
 import torch
-from marks import long
-from tiny_models import Wide, data, gather_state, squared, take_updates
+from helpers import launch, real_torchao
+from helpers.marks import long
+from helpers.tiny_models import Wide, data, gather_state, squared, take_updates
 from torch import Tensor
 from torch.distributed.tensor import DTensor, debug
 
@@ -123,7 +122,7 @@ def test_ranks_step_as_one_process_does(one: World, name: str) -> None:
         take_updates(trained, 3)
     expected = gather_state(trained)
     for ranks in (2, 3):
-        found = launch.on_ranks(ranks, "optimizers:updates", name)[0]
+        found = launch.on_ranks(ranks, "workers.optimizers:updates", name)[0]
         assert set(found) == set(expected)
         for key, tensor in expected.items():
             atol = 1 if ".codes." in key else 1e-3 if name.startswith("adamw") else 1e-6  # a code may round to its neighbour

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-import tiny_transformers
 import torch
-from tiny_models import Info, Net, squared
+from helpers import tiny_transformers
+from helpers.tiny_models import Info, Net, squared
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 

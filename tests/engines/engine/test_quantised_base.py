@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any, get_args
 
-import lora_model
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from lora_model import LORA, MODEL, adapted, inputs, velocity
+from helpers import lora_model
+from helpers.lora_model import LORA, MODEL, adapted, inputs, velocity
 from torch import Tensor
 
 from fluvial.engines.engine import parallelize

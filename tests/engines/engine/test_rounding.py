@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import launch
 import pytest
 import torch
-from tiny_models import Net, Wide, data, gather_state, squared, take_updates
+from helpers import launch
+from helpers.tiny_models import Net, Wide, data, gather_state, squared, take_updates
 
 from fluvial.core.random import bits, fold_in, key
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
@@ -96,7 +96,7 @@ def test_ranks_round_as_one_process_does(one: World) -> None:
     trained = engine(one)
     take_updates(trained, 3)
     expected = gather_state(trained)
-    found = launch.on_ranks(3, "optimizers:updates_in_bfloat16")[0]
+    found = launch.on_ranks(3, "workers.optimizers:updates_in_bfloat16")[0]
     weight = torch.tensor(found["weight.first.weight"])
     assert (weight == expected["weight.first.weight"].float()).float().mean() > 0.95
 

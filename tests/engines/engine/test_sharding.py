@@ -3,11 +3,11 @@
 from collections import Counter
 from typing import Any
 
-import launch
 import pytest
 import torch
-from marks import long
-from tiny_models import SHARDINGS, Info, Net, data, squared, take_plain_step
+from helpers import launch
+from helpers.marks import long
+from helpers.tiny_models import SHARDINGS, Info, Net, data, squared, take_plain_step
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
@@ -20,7 +20,7 @@ ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and the result of their updates."""
-    return request.param, launch.on_ranks(request.param, "ranks:updates")[0]
+    return request.param, launch.on_ranks(request.param, "workers.ranks:updates")[0]
 
 
 def check(name: str, weights: dict[str, Tensor]) -> None:
@@ -116,12 +116,12 @@ def test_numbers_per_sample_keep_their_digits(one: World) -> None:
 
 def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
     """The number of items of other ranks, which is asked for where it is not given, is no size of a pass."""
-    assert launch.on_ranks(2, "ranks:passes") == [[3, 3, 3]] * 2
+    assert launch.on_ranks(2, "workers.ranks:passes") == [[3, 3, 3]] * 2
 
 
 def test_a_rank_that_waits_for_one_that_raised_ends_in_a_line() -> None:
     """Whatever its main thread waits in; no timeout of a collective is waited for."""
-    with launch._started("ranks:one_raises", ranks=2) as processes:
+    with launch._started("workers.ranks:one_raises", ranks=2) as processes:
         assert launch._finished(processes, 120) == [1, 1]
         line = launch.one_line(processes[0].stderr)
     assert line == "fluvial: rank 0: rank 1 failed, and this one waited for it; its own message says why"

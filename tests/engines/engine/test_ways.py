@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
-import lora_model
 import pytest
-import real_torchao
 import torch
-from marks import long
-from tiny_models import Wide, gather_state, take_updates
+from helpers import lora_model, real_torchao
+from helpers.marks import long
+from helpers.tiny_models import Wide, gather_state, take_updates
 from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig

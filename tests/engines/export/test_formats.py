@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import tiny_pipelines
 import torch
+from helpers import tiny_pipelines
 from safetensors.torch import load_file
 
 from fluvial.engines.engine.world import World

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from exported import INDEX, SINGLE, contents, moved, opened
-from lora_model import MODEL, adapted, run
+from helpers.exported import INDEX, SINGLE, contents, moved, opened
+from helpers.lora_model import MODEL, adapted, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn

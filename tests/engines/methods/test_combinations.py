@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from objective_rows import OBJECTIVE_ROWS
+from helpers import tiny_jobs as tiny
+from helpers.objective_rows import OBJECTIVE_ROWS
 from torch import Tensor
 
 from fluvial.engines.data.preferences import write_preferences

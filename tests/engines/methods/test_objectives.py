@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
+from helpers import tiny_jobs as tiny
+from helpers.objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
 
 from fluvial.core import transitions
 from fluvial.core.guidance import classifier_free

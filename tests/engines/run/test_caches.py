@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines
 import torch
+from helpers import tiny_pipelines
 from PIL import Image
 
 from fluvial.engines.engine.world import World

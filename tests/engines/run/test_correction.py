@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import STEPS, Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import STEPS, Spied
 
 from fluvial.core import correction, gaussian, transitions
 from fluvial.core.advantages import group_advantages

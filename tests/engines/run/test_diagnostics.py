@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

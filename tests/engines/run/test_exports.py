@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
-from marks import long
+from helpers import launch, tiny_pipelines
+from helpers.marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

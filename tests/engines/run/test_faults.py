@@ -14,11 +14,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from marks import long
+from helpers import launch
+from helpers.marks import long
 from rich.console import Console
 from torch.distributed import distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -102,7 +102,7 @@ def launched(out: Path, *args: str, restarts: int = 0, interpreters: bool = Fals
     if interpreters:
         process = launch.Torchrun(*typed, restarts=restarts)
     else:
-        process = launch.Process("elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
+        process = launch.Process("workers.elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
     with process:
         run = Launched(process, out, pids)
         try:

@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import handwriting_jobs
 import pytest
-import tiny_token_job
 import torch
-from addresses import misplaced, placed
+from helpers import handwriting_jobs, tiny_token_job
+from helpers.addresses import misplaced, placed
+from helpers.tiny_token_job import Toy, ToyCond
 from rich.console import Console
-from tiny_token_job import Toy, ToyCond
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import OptimizerConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import ODE, Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import ODE, Spied
 from torch import Tensor
 
 from fluvial.core.random import Key, key

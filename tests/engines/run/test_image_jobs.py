@@ -5,12 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
-import tiny_replayed
 import torch
-from marks import long
+from helpers import launch, tiny_pipelines, tiny_replayed
+from helpers.marks import long
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor

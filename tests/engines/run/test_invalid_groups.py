@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from objective_rows import OBJECTIVE_ROWS
-from spied_runs import FAST, ODE, STEPS
+from helpers import tiny_jobs as tiny
+from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.spied_runs import FAST, ODE, STEPS
 from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts

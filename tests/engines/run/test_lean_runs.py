@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import handwriting_jobs
 import pytest
 import torch
-from marks import long
+from helpers import handwriting_jobs
+from helpers.marks import long
 from safetensors.torch import load_file
 
 from fluvial.engines.cli.eval import EvalConfig

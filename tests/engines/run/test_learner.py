@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import FAST, ODE, STEPS, Spied
+from helpers import launch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, ODE, STEPS, Spied
 from torch import Tensor
 
 from fluvial.core import gaussian
@@ -264,7 +264,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """Return the results of the rollouts by the number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {size: launch.on_ranks(size, "objective_ranks:rollouts", folder)[0] for size in (1, 2)}
+    return {size: launch.on_ranks(size, "workers.objective_ranks:rollouts", folder)[0] for size in (1, 2)}
 
 
 @pytest.mark.slow

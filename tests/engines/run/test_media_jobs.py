@@ -4,13 +4,11 @@ import json
 import re
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.marks import long
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
@@ -94,7 +92,7 @@ def called(name: str) -> list[str]:
     """Return the flags of a row's call."""
     row = tiny_conditioned.ROWS[name]
     given = [f"{argument}={json.dumps(value)}" for argument, value in row.call.items()]
-    sounds = ["--rewards", "tiny_sounds:even"] if {*SOUND.arguments} & {*row.media} else []
+    sounds = ["--rewards", "helpers.tiny_sounds:even"] if {*SOUND.arguments} & {*row.media} else []
     scale = ["--sampling.guidance.scale", str(row.scale)]
     size = ["--pipeline.height", str(row.size), "--pipeline.width", str(row.size), "--pipeline.frames", str(row.frames)]
     return [*size, *scale, *sounds, "--pipeline.call", *given]

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import launch
+from helpers import tiny_jobs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -261,7 +261,7 @@ def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
 
 def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
     """Two ranks whose clocks differ: both take what the slower one says, and the weights of that number."""
-    (first, numbers), (second, others) = launch.on_ranks(2, "micro_batches:chosen", tmp_path)
+    (first, numbers), (second, others) = launch.on_ranks(2, "workers.micro_batches:chosen", tmp_path)
     assert first == second == 4
     assert numbers["auto"] == numbers["4"] == others["auto"] == others["4"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt

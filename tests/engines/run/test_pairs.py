@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import handwriting_jobs
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import handwriting_jobs
+from helpers import tiny_jobs as tiny
+from helpers.tiny_jobs import TinyCond
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny_jobs import TinyCond
 from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split

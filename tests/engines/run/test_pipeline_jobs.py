@@ -5,15 +5,13 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
-import tiny_pipelines
-import tiny_replayed
-from marks import long
+from helpers import launch, tiny_pipelines, tiny_replayed
+from helpers.marks import long
+from helpers.tiny_replayed import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_replayed import WITHOUT_ADAPTER
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError

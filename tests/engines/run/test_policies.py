@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import FAST, ODE, STEPS, Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, ODE, STEPS, Spied
 
 from fluvial.core.dpo import best_and_worst
 from fluvial.engines.engine.config import OptimizerConfig

@@ -10,14 +10,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import ahead_ranks
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
-from marks import long
+from helpers import launch
+from helpers import tiny_jobs as tiny
+from helpers.marks import long
 from rich.console import Console
 from torch import Tensor, nn
+from workers import ahead_ranks
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
@@ -332,7 +332,7 @@ def test_how_far_ahead_is_bounded() -> None:
 
 def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
     """Samples are the same, so rewards agree to the rounding of gradients; two ranks' queue goes on with on one."""
-    found = launch.on_ranks(2, "ahead_ranks:trained", tmp_path / "two")
+    found = launch.on_ranks(2, "workers.ahead_ranks:trained", tmp_path / "two")
     assert found[0] == found[1]
     alone = ahead_ranks.trained(one, str(tmp_path / "one"))
     config = replace(ahead_ranks.config(tmp_path / "two", 2), resume=True)
@@ -348,7 +348,7 @@ def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_pat
 
 def test_ranks_that_share_a_server_wait_for_each_other(tmp_path: Path) -> None:
     """Rank 0 pushes weights when the slow rank has its samples of the earlier ones, and the slow rank asks after that."""
-    found = launch.on_ranks(2, "ahead_ranks:shared", tmp_path)
+    found = launch.on_ranks(2, "workers.ahead_ranks:shared", tmp_path)
     assert [record[2] for record in found[0]] == [{"0": 12}, *[{"1": 12}] * (ahead_ranks.UPDATES - 1)]
 
 

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import fake_servers
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import fake_servers
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.engine.world import init_world

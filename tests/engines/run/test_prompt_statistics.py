@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.checkpoint import checkpoint

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import paper_losses
 import pytest
-import tiny_jobs as tiny
 import torch
-from paper_losses import Scene, Velocity
-from published_settings import settings_of
-from spied_runs import Spied, Update
+from helpers import paper_losses
+from helpers import tiny_jobs as tiny
+from helpers.paper_losses import Scene, Velocity
+from helpers.published_settings import settings_of
+from helpers.spied_runs import Spied, Update
 from torch import Tensor
 
 from fluvial.engines.engine.config import OptimizerConfig

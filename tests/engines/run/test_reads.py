@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_jobs import Run, config
+from helpers.tiny_jobs import Run, config
 
 from fluvial.bench.counting import HostReads
 from fluvial.engines.engine.world import World

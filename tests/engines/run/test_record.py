@@ -7,8 +7,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-import handwriting_jobs
 import pytest
+from helpers import handwriting_jobs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

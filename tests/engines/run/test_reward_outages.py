@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_jobs as tiny
-from spied_runs import STEPS
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import STEPS
 from torch import Tensor
 
 from fluvial.engines.errors import RunError

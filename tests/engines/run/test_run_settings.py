@@ -4,11 +4,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import handwriting_jobs
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import ODE
+from helpers import handwriting_jobs
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import ODE
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps

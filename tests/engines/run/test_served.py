@@ -3,10 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-import handwriting_jobs
-import launch
 import pytest
 import torch
+from helpers import handwriting_jobs, launch
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError

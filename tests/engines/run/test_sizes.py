@@ -5,11 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
-import tiny_replayed
 import torch
+from helpers import launch, tiny_pipelines, tiny_replayed
 from PIL import Image
 
 from fluvial.engines.cli import main as cli

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_pipelines
+from helpers import launch, tiny_pipelines
 
 from fluvial.engines.cli import main as cli
 

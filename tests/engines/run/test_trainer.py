@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-import handwriting_jobs
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import handwriting_jobs, launch
+from helpers import tiny_jobs as tiny
 from safetensors.torch import load_file
 
 from fluvial.engines.engine.config import OptimizerConfig

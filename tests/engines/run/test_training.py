@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import numpy as np
 import pytest
-import short_runs
 import torch
-from handwriting_jobs import alternating, config, job, trained, updates
-from marks import long
+from helpers import launch, short_runs
+from helpers.handwriting_jobs import alternating, config, job, trained, updates
+from helpers.marks import long
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -444,7 +443,7 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
 @pytest.mark.parametrize("ranks", [long(1), 2])
 def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, ranks: int) -> None:
     """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
-    done = launch.program("faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
+    done = launch.program("workers.faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
     assert done.returncode == 1, done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
     assert len(ours) == 1, done.stderr
@@ -648,7 +647,7 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
     out = launch.trained(tmp_path / "run", "--updates", "2")
     flags = ["train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "4", "--resume"]
-    done = launch.program("faulty_runs:full_disk", *flags)
+    done = launch.program("workers.faulty_runs:full_disk", *flags)
     assert done.returncode == 1, done.stderr
     assert "earlier checkpoints are unchanged" in launch.one_line(done.stderr)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]

@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
-from marks import long
+from helpers import launch
+from helpers.marks import long
+from helpers.tiny_models import Net, data, squared
 from safetensors.torch import load_file
-from tiny_models import Net, data, squared
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run.exports import export_run
@@ -20,7 +20,7 @@ from fluvial.models.handwriting import BASE
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """Return the result of the updates of two ranks."""
-    return launch.on_ranks(2, "two_ranks:updates")[0]
+    return launch.on_ranks(2, "workers.two_ranks:updates")[0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

@@ -2,15 +2,17 @@
 
 from typing import Any
 
-import launch
 import pytest
 import torch
+from helpers import launch
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """Return the result of the updates by the number of ranks."""
-    return {ranks: launch.on_ranks(ranks, "uneven:updates", tmp_path_factory.mktemp("uneven"))[0] for ranks in (1, 2)}
+    return {
+        ranks: launch.on_ranks(ranks, "workers.uneven:updates", tmp_path_factory.mktemp("uneven"))[0] for ranks in (1, 2)
+    }
 
 
 def test_forwards_are_counted(found: dict[int, dict[str, Any]]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_jobs as tiny
 import torch
-from marks import long
-from objective_rows import OBJECTIVE_ROWS
-from spied_runs import ODE, STEPS
+from helpers import tiny_jobs as tiny
+from helpers.marks import long
+from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.spied_runs import ODE, STEPS
 from torch import Tensor
 
 from fluvial.core import transitions

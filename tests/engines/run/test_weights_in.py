@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import launch, tiny_pipelines
+from helpers.marks import long
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -152,7 +151,7 @@ def test_preferences_are_drawn_with_the_policy_of_a_run(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By its adapter or its exported weights, which draw the same images; the next command starts from them, too."""
-    reward = ["--rewards", "tiny_token_job:brightness"]  # no ties, and the same order in spite of rounding
+    reward = ["--rewards", "helpers.tiny_token_job:brightness"]  # no ties, and the same order in spite of rounding
     given = ["--prompts", str(folder / "prompts.txt"), *reward, "--group", "2", "--steps", "2", "--count", "1"]
     drawn = {}
     for name, start in (

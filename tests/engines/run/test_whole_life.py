@@ -4,13 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import launch
-import life_reward
 import numpy as np
 import pytest
-import tiny_pipelines
-import tiny_replayed
 import torch
+from helpers import launch, life_reward, tiny_pipelines, tiny_replayed
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
@@ -120,7 +117,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     # Reinforcement learning from it, with records that reach the reward; it crashes in its second update and goes on.
     recipe = "ddpo" if name == "sdxl" else "grpo"
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl")]
-    rewards = ["--rewards", "life_reward:counted"]
+    rewards = ["--rewards", "helpers.life_reward:counted"]
     life_reward.FAILS_AT.extend(range(5, 50))  # after a trial, the evaluation before and two calls of the first rollout
     crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export.every", "1", code=1)
     assert "out of paper" in launch.one_line(crashed)
@@ -134,13 +131,15 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     # Preferences are drawn, and learnt from offline.
     drawn = ["--out", str(tmp_path / "pairs"), "--group", "2", "--steps", "2", "--micro-batch", "2", *size(name)]
     guided = ["--guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
-    fluvial("preferences", str(model), *prompts, "--rewards", "life_reward:bright", *drawn, *guided, *start("rl/lora"))
+    fluvial(
+        "preferences", str(model), *prompts, "--rewards", "helpers.life_reward:bright", *drawn, *guided, *start("rl/lora")
+    )
     learnt = ["--preferences", str(tmp_path / "pairs"), "--sampling.prompts", "2"]
     train("dpo", "dpo", *learnt, "--noising.each", "2", *levels(name), *start("rl/lora"))
 
     # It is evaluated with guidance that it was not trained with.
     asked = ["--steps", "2", "--micro-batch", "2", "--guidance", "3", "--seeds", "1", "--out", str(tmp_path / "scores")]
-    fluvial("eval", str(tmp_path / "dpo"), *prompts, "--rewards", "life_reward:bright", *asked)
+    fluvial("eval", str(tmp_path / "dpo"), *prompts, "--rewards", "helpers.life_reward:bright", *asked)
     assert (tmp_path / "scores" / "table.json").is_file()
 
     # What is exported draws the same in diffusers: the whole pipeline, and the adapter in it.

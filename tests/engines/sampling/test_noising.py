@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, normal

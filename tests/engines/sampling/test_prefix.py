@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import Spied
 from torch import Tensor, nn
 
 from fluvial.core.random import key

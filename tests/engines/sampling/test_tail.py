@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import STEPS, Spied
 from hypothesis import given
 from hypothesis import strategies as st
-from spied_runs import STEPS, Spied
 from torch import Tensor
 from torch.testing import assert_close
 

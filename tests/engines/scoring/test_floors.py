@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import FAST, STEPS
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, STEPS
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import launch
 import numpy as np
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
+from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.tiny_conditioned import EDITS, SIZE
+from helpers.tiny_pipelines import STEPS, packed, start
 from PIL import Image
-from tiny_conditioned import EDITS, SIZE
-from tiny_pipelines import STEPS, packed, start
 from torch import Tensor
 
 from fluvial.bench.trial import pipelines

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import experts
-import launch
 import pytest
 import torch
+from helpers import launch
+from helpers.tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
 from safetensors.torch import load_file
-from tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
+from workers import experts
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.world import init_world
@@ -21,7 +21,7 @@ from fluvial.models.pipelines.wan import EXPERTS
 def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None:
     """They agree to run both experts, or one would wait for the other; each expert learns, and is exported to a folder."""
     folder = save(ROWS["wan-experts"], tmp_path / "wan")
-    launch.on_ranks(2, "experts:exported", folder, tmp_path / "two")
+    launch.on_ranks(2, "workers.experts:exported", folder, tmp_path / "two")
     found = load_file(tmp_path / "two" / "gradients.safetensors")
     with init_world() as one:
         expected = experts.update(folder, tmp_path / "one", one)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pipelines import ROWS, opened
+from helpers.tiny_pipelines import ROWS, opened
 from torch import Tensor
 
 from fluvial.engines.run.passes.storages import LiveStorages

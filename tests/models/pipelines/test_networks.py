@@ -8,8 +8,8 @@ from typing import Any
 import optree
 import pytest
 import torch
+from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, opened, sampled, save, start, theirs, wan
 from safetensors.torch import load_file
-from tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, opened, sampled, save, start, theirs, wan
 
 from fluvial.core.sigmas import shifted
 from fluvial.engines.engine.config import EngineConfig

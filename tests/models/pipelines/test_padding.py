@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_pipelines import ROWS, each_row, opened, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pipelines import ROWS, each_row, opened, start
 from torch import Tensor, nn
 
 from fluvial.models.flops import FlopCounter

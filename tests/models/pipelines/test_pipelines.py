@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lora_model import perturb
-from tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, noisy, opened, sampled, start, theirs
-from tolerances import rounding_tolerance
+from helpers.lora_model import perturb
+from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, noisy, opened, sampled, start, theirs
+from helpers.tolerances import rounding_tolerance
 from torch import Tensor, nn
 
 from fluvial.core import gaussian

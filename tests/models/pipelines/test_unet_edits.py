@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tiny_conditioned import EDITS, SIZE, draw_image, save, write_random
-from tiny_pipelines import STEPS
+from helpers.tiny_conditioned import EDITS, SIZE, draw_image, save, write_random
+from helpers.tiny_pipelines import STEPS
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key, normal

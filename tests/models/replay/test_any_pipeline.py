@@ -10,12 +10,12 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_replayed
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from marks import long
-from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER, opened
-from tolerances import Tolerance, rounding_tolerance
+from helpers import tiny_replayed
+from helpers.marks import long
+from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER, opened
+from helpers.tolerances import Tolerance, rounding_tolerance
 from torch import Tensor, nn
 
 from fluvial.core.random import key

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
-from tiny_replayed import PROMPTS
+from helpers import tiny_replayed
+from helpers.tiny_replayed import PROMPTS
 from torch import Tensor
 
 from fluvial.core.random import key, normal

@@ -6,11 +6,11 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_conditioned
 import torch
-from marks import long
+from helpers import tiny_conditioned
+from helpers.marks import long
+from helpers.tiny_conditioned import ROWS
 from PIL import Image
-from tiny_conditioned import ROWS
 from torch import nn
 
 from fluvial.core.random import key

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
-from marks import long
-from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
+from helpers import tiny_replayed
+from helpers.marks import long
+from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
 from fluvial.core import gaussian

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_towers
 import pytest
-import tiny_rewards
 import torch
-from numpy_towers import Array, quick_gelu
+from helpers import numpy_towers, tiny_rewards
+from helpers.numpy_towers import Array, quick_gelu
 from torch import Tensor
 
 from fluvial.core.random import key, normal

@@ -8,12 +8,11 @@ from typing import Any
 
 import ftfy
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
-import wheels
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards, wheels
+from helpers.numpy_towers import Array
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards import table

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
-import wheels
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards, wheels
+from helpers.numpy_towers import Array
 from torch import Tensor
 
 from fluvial.engines.scoring.signature import signature_of

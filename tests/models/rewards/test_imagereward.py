@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards
+from helpers.numpy_towers import Array
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, normal

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards
+from helpers.numpy_towers import Array
 from scipy.special import expit
 
 from fluvial.models.rewards.clip import Siglip

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from dry_runs import check
+from helpers.dry_runs import check
 from torch import Tensor
 
 from fluvial.engines.extensions.dryrun.run import dry_run

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_conditioned
-import tiny_pipelines
-import tiny_replayed
-from dry_runs import between, check, gathers, reductions, simulations
+from helpers import tiny_conditioned, tiny_pipelines, tiny_replayed
+from helpers.dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line

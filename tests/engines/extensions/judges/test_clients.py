@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_servers
 import numpy as np
 import pytest
-import tiny_jobs as tiny
 import torch
-from fake_servers import chat_reply, client, loopback
+from helpers import fake_servers
+from helpers import tiny_jobs as tiny
+from helpers.fake_servers import chat_reply, client, loopback
 from PIL import Image
 from torch import Tensor
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import handwriting_jobs
 import pytest
-import tiny_pipelines
 import torch
+from helpers import handwriting_jobs, tiny_pipelines
 from rich.console import Console
 
 from fluvial.engines.engine.config import EngineConfig

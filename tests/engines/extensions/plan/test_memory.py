@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Net, data, squared
+from helpers.tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 

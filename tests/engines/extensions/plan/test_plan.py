@@ -8,10 +8,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import tiny_conditioned, tiny_pipelines
+from helpers.marks import long
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.world import World

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import ODE, STEPS, Spied
 from hypothesis import given
 from hypothesis import strategies as st
-from spied_runs import ODE, STEPS, Spied
 
 from fluvial.core.random import key
 from fluvial.engines.engine.world import World

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from published_settings import stated
+from helpers.published_settings import stated
 
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import PublishedRun, as_flag, flat, load_published

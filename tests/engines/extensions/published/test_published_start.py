@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_conditioned
-import tiny_pipelines
+from helpers import tiny_conditioned, tiny_pipelines
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.prompt_sets import PROMPT_SETS

@@ -8,15 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
-import asgi
 import httpx2
-import launch
 import optree
 import pytest
-import rollout_servers
-import tiny_jobs as tiny
 import torch
-from marks import long
+from helpers import asgi, launch, rollout_servers
+from helpers import tiny_jobs as tiny
+from helpers.marks import long
 from torch import Tensor
 
 from fluvial.core.random import key

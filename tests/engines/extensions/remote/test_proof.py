@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from fake_rollouts import FakeRollouts
-from fake_servers import loopback
-from marks import long
+from helpers import tiny_jobs as tiny
+from helpers.fake_rollouts import FakeRollouts
+from helpers.fake_servers import loopback
+from helpers.marks import long
 from torch import Tensor
 
 from fluvial.engines.engine.config import OptimizerConfig

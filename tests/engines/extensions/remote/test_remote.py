@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import optree
 import pytest
-import tiny_jobs as tiny
 import torch
-from fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, respond
-from fake_servers import loopback
+from helpers import tiny_jobs as tiny
+from helpers.fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, respond
+from helpers.fake_servers import loopback
 from torch import nn
 
 from fluvial.core.random import key

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.marks import long
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.methods.grpo import Grpo

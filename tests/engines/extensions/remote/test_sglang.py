@@ -21,14 +21,13 @@ import msgpack
 import PIL.Image
 import PIL.ImageOps
 import pytest
-import real_sglang
-import tiny_conditioned
-import tiny_jobs as tiny
 import torch
-from fake_rollouts import MICRO_BATCH, respond
-from fake_servers import loopback
+from helpers import real_sglang, tiny_conditioned
+from helpers import tiny_jobs as tiny
+from helpers.fake_rollouts import MICRO_BATCH, respond
+from helpers.fake_servers import loopback
+from helpers.weight_servers import adapted, base, engine_of, move, served
 from safetensors.torch import load_file
-from weight_servers import adapted, base, engine_of, move, served
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt

@@ -8,14 +8,13 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import asgi
-import launch
-import pushes
 import pytest
 import torch
-from tiny_jobs import Tiny
+from helpers import asgi, launch
+from helpers.tiny_jobs import Tiny
+from helpers.weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
 from torch import Tensor, nn
-from weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
+from workers import pushes
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
@@ -369,7 +368,7 @@ def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lo
 
 def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
     """The same bytes, and a server that computes the same."""
-    main, other = launch.on_ranks(2, "pushes:pushes", tmp_path / "two")
+    main, other = launch.on_ranks(2, "workers.pushes:pushes", tmp_path / "two")
     alone = pushes.pushes(one, str(tmp_path / "one"))
     assert main == alone
     for method, found in other.items():
@@ -382,7 +381,7 @@ def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
 @pytest.mark.parametrize("method", ["auto", "full"])
 def test_a_trainer_that_is_killed_leaves_nothing_to_take(tmp_path: Path, one: World, method: str) -> None:
     """Its last complete push stays until another trainer comes; the one it was writing is hidden."""
-    with launch.Process("pushes:killed", tmp_path, method, environment=launch.environment()) as process:
+    with launch.Process("workers.pushes:killed", tmp_path, method, environment=launch.environment()) as process:
         assert process.wait(120) == -9
     (left,) = tmp_path.iterdir()
     names = sorted(path.name for path in left.iterdir())

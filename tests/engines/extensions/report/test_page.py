@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import chromium
 import pytest
 import torch
+from helpers import chromium
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError

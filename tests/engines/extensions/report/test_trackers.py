@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_servers import bomb
+from helpers.fake_servers import bomb
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image

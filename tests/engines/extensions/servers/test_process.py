@@ -11,12 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import fake_servers
-import launch
 import pytest
-import rollout_servers
-import tiny_jobs as tiny
 import torch
+from helpers import fake_servers, launch, rollout_servers
+from helpers import tiny_jobs as tiny
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,8 +27,8 @@ from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
 
 COMMANDS = {
-    "serve": ("serve", "tiny_jobs:Tiny", "--micro-batch", "2", "--steps", "3"),
-    "serve-rewards": ("serve-rewards", "fake_servers:lightness"),
+    "serve": ("serve", "helpers.tiny_jobs:Tiny", "--micro-batch", "2", "--steps", "3"),
+    "serve-rewards": ("serve-rewards", "helpers.fake_servers:lightness"),
 }
 BODY = {"prompt": "1", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_dit_trajectory": True}
 
@@ -220,7 +218,7 @@ def resident(pid: int) -> int:
 @pytest.mark.long
 def test_three_thousand_requests_take_no_memory() -> None:
     """Different seeds and prompts; every fifth with log-probabilities and a trajectory, every hundredth wrong."""
-    with launch.start("serve", "tiny_jobs:Tiny", "--port", "0", "--micro-batch", "1", "--steps", "2") as server:
+    with launch.start("serve", "helpers.tiny_jobs:Tiny", "--port", "0", "--micro-batch", "1", "--steps", "2") as server:
         connection = http.client.HTTPConnection("127.0.0.1", int(server.address().rpartition(":")[2]), timeout=60)
         sizes = dict[int, int]()
         for number in range(1, LAST + 1):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import real_verl
+from helpers import real_verl
 
 from fluvial.engines.engine.world import World, init_world
 

@@ -4,10 +4,8 @@ import re
 from typing import Any
 
 import pytest
-import real_verl
-import tiny_pipelines
 import torch
-import verl_runs
+from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
 from fluvial.engines.engine.weights import gather

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-import real_verl
-import verl_ranks
-import verl_runs
-from launch import on_ranks
+from helpers import real_verl, verl_runs
+from helpers.launch import on_ranks
 from safetensors.torch import load_file
+from workers import verl_ranks
 
 from fluvial.engines.engine.world import World
 
@@ -21,7 +20,7 @@ def test_two_ranks_have_the_gradients_of_one(world: World, tmp_path: Path) -> No
     outs = {ranks: tmp_path / str(ranks) for ranks in (1, 2)}
     for out in outs.values():
         out.mkdir()
-    first, second = on_ranks(2, "verl_ranks:train", outs[2])
+    first, second = on_ranks(2, "workers.verl_ranks:train", outs[2])
     alone = verl_ranks.train(world, str(outs[1]))
     for way in ("full", "lora", "shared"):
         expected, found = (load_file(out / f"{way}.safetensors") for out in outs.values())

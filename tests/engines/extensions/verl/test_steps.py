@@ -5,10 +5,8 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_pipelines
 import torch
-import verl_runs
-import verl_workers
+from helpers import tiny_pipelines, verl_runs, verl_workers
 from torch import Tensor
 
 from fluvial.core.transitions import bind

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chromium
-import launch
 import numpy as np
 import pytest
 import torch
+from helpers import chromium, launch
 from PIL import Image
 
 from fluvial.engines.extensions.judges.votes import Votes

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from fake_servers import client, loopback
+from helpers.fake_servers import client, loopback
 
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.wire.client import HttpClient, Reply, is_success

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fsspec.core import url_to_fs
-from saved_checkpoints import files, found, holds, last, load, options, save, state
+from helpers.saved_checkpoints import files, found, holds, last, load, options, save, state
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError

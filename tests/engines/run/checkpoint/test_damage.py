@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from fsspec import AbstractFileSystem
+from helpers.saved_checkpoints import FINGERPRINT, files, holds, load, save, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_checkpoints import FINGERPRINT, files, holds, load, save, state
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError

@@ -7,10 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import launch
+from helpers import tiny_jobs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -74,7 +74,7 @@ def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
     """To the bit, with an odd number of samples; every image is kept once, and a sheet shows the same ones."""
     kept: list[str] = []
     alone = found(one, TAGGED, seeds=3, keep=lambda names, images: kept.extend(names))
-    ranks = launch.on_ranks(2, "evaluations:two")
+    ranks = launch.on_ranks(2, "workers.evaluations:two")
     for rank in ranks:
         assert rank["values"] == alone.scores.values.tolist()
         assert rank["score"] == alone.score

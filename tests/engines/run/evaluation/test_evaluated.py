@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError

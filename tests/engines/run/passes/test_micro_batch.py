@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import SHARDINGS, Net, data, squared
+from helpers.tiny_models import SHARDINGS, Net, data, squared
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig

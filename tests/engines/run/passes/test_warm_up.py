@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
+from helpers.tiny_models import Net, data, squared
 from rich.console import Console
-from tiny_models import Net, data, squared
 from torch import Tensor, nn
 
 from fluvial.engines.engine import parallelize

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import wheels
 import yaml
+from helpers import launch, wheels
 
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.serve import ServeConfig
@@ -29,7 +28,7 @@ RUNS = ROOT / "tests" / "workers" / "ray_runs.py"
 # SkyPilot's own parser. Packages that it imports for clouds and its server, and that are not installed, are stand-ins.
 SKYPILOT = """
 import sys
-import wheels
+from helpers import wheels
 
 sys.meta_path.append(wheels.StandIns(
     "aiohttp", "aiosqlite", "alembic", "cachetools", "casbin", "colorama", "fastapi", "httpx", "ijson", "paramiko",
@@ -176,7 +175,7 @@ def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -
 def test_skypilots_file_is_a_task(tmp_path: Path) -> None:
     """As `sky launch` reads it, and a field that it does not know is refused."""
     folder = wheels.install("skypilot", "0.14.1", "sky")
-    paths = os.pathsep.join(map(str, (folder, Path(wheels.__file__).parent, *sys.path[1:])))
+    paths = os.pathsep.join(map(str, (folder, Path(wheels.__file__).parents[1], *sys.path[1:])))
     environment = {**os.environ, "PYTHONPATH": paths, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     (right, wrong), text = (tmp_path / "right.yaml", tmp_path / "wrong.yaml"), blocks("yaml")[0]
     right.write_text(text)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
+from helpers.weight_servers import Served, ask, base, listed, run, served
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from weight_servers import Served, ask, base, listed, run, served
 
 from fluvial.models.lora import lora_layers
 

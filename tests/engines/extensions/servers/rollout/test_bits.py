@@ -4,10 +4,10 @@ import asyncio
 import random
 from typing import Any
 
-import asgi
 import pytest
-import rollout_servers as servers
-from rollout_servers import Server
+from helpers import asgi
+from helpers import rollout_servers as servers
+from helpers.rollout_servers import Server
 
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
 from fluvial.models.handwriting import Handwriting

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fake_servers
 import pytest
-import rollout_servers as servers
-import tiny_conditioned
-import tiny_pipelines
 import torch
+from helpers import fake_servers, tiny_conditioned, tiny_pipelines
+from helpers import rollout_servers as servers
 from PIL import Image
 
 from fluvial.core.random import key

@@ -4,10 +4,10 @@ import math
 from typing import Any, NamedTuple
 
 import pytest
-import rollout_servers as servers
-import tiny_jobs as tiny
 import torch
-from rollout_servers import MICRO_BATCH, Server
+from helpers import rollout_servers as servers
+from helpers import tiny_jobs as tiny
+from helpers.rollout_servers import MICRO_BATCH, Server
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions

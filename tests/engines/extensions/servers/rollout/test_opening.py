@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rollout_servers as servers
-import tiny_pipelines
 import torch
+from helpers import rollout_servers as servers
+from helpers import tiny_pipelines
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import asgi
 import numpy as np
 import pytest
-import rollout_servers as servers
-import tiny_jobs as tiny
 import torch
+from helpers import asgi
+from helpers import rollout_servers as servers
+from helpers import tiny_jobs as tiny
+from helpers.rollout_servers import MICRO_BATCH, Server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from rollout_servers import MICRO_BATCH, Server
 from torch import nn
 
 from fluvial.engines.extensions.servers.rollout.orders import ServeLimits

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import asgi
 import pytest
-import real_sglang
 import torch
+from helpers import asgi, real_sglang
+from helpers.weight_servers import Served, adapted, ask, base, engine_of, listed, move, moved_base, run, served
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weight_servers import Served, adapted, ask, base, engine_of, listed, move, moved_base, run, served
 
 import fluvial.engines.extensions.servers.rollout.served_weights as serving
 from fluvial.engines.engine.world import init_world

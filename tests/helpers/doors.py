@@ -72,12 +72,16 @@ def recipe(model: str = "handwriting") -> TrainConfig:
     return TrainConfig(
         Path("runs/pull"),
         model=model,
-        rewards=("toy_doors:bold",),
+        rewards=("helpers.doors:bold",),
         updates=2,
         optimizer=OptimizerConfig(lr=0.02),
         method=Pull(
             sampling=SamplingConfig(
-                prompts=2, group=4, steps=4, sampler=Stochastic("toy_doors:walk", eta=0.5), window=RandomWindow(2, high=4)
+                prompts=2,
+                group=4,
+                steps=4,
+                sampler=Stochastic("helpers.doors:walk", eta=0.5),
+                window=RandomWindow(2, high=4),
             )
         ),
         engine=MachineConfig(micro_batch=8, update_micro_batch="rollout"),
@@ -87,5 +91,5 @@ def recipe(model: str = "handwriting") -> TrainConfig:
 
 
 def adapter() -> Any:
-    """Return a model that is trained under the name toy_doors:adapter."""
+    """Return a model that is trained under the name helpers.doors:adapter."""
     return Handwriting(BASE)
