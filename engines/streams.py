@@ -3,7 +3,8 @@
 Randomness is drawn from explicit keys (`core.random`). A key is split by folding in the number of a stream, so that what is
 drawn from one stream never depends on another. A stream has a parent, the key that it is folded into:
 
-    rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION, BACKPROP
+    rollout       fold_in(key(seed), update)              WINDOW, PROMPTS, SAMPLES, NOISING, MINIBATCH, FRACTION,
+                                                          RENOISING, BACKPROP
       sample      fold_in(fold_in(rollout, SAMPLES), id)  INITIAL, STEPS; the step is folded into STEPS
       noising     fold_in(fold_in(rollout, NOISING), id)  LEVELS, NOISE; the level's index is folded into NOISE
     evaluation    key(evaluate.SEED)                      EVALUATION_*
@@ -48,6 +49,7 @@ class Stream(IntEnum):
     NOISING = "rollout", 10  # noise put on clean samples
     MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
+    RENOISING = "rollout", 13  # noise put on samples of recorded steps; the number of the draw and the place are folded in
     BACKPROP = "rollout", 20  # how many of the last steps the gradient of a reward flows through
     INITIAL = "sample", 0  # initial noise
     STEPS = "sample", 1  # noise of the steps

@@ -17,18 +17,20 @@ from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
+from fluvial.engines.methods.tdm import Tdm
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
 METHODS: dict[str, type[Method]] = {
     kind.method_name: kind
-    for kind in (Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, AlignProp, Raft, Sft, Distill)
+    for kind in (Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, AlignProp, Raft, Sft, Distill, Dmd2, Tdm)
 }
 
 

@@ -20,7 +20,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling import items as rows_of
 from fluvial.engines.sampling.generate import Requests, SampleBatch, Sampling
 from fluvial.engines.sampling.items import Rows, Share
-from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.text import Padding
 from fluvial.engines.sampling.window import Trained
 from fluvial.engines.scoring.gather import Rewards, Scoring
@@ -199,6 +199,22 @@ def noise_samples(
             final, keys, weights.signal, weights.weight, schedule, noising, batch.prediction, level_keys=level_keys
         )
     return _items(batch, rows, torch.ones(batch.share.batch, noising.each), weights)
+
+
+def renoise(items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, highest: Tensor | None = None) -> Items:
+    """Return a noisy sample for each row of recorded steps, in their order.
+
+    Args:
+        x: sample at `level`, `[P, *event]`.
+        level: noise level of x, `[P]`.
+        levels: distribution of the noisy levels, of which 1 stands for `highest`.
+        key: key of the draw; what a row draws depends on nothing else but its place.
+        highest: level, `[P]`; by default 1.
+    """
+    keys = fold_in(fold_in(key, Stream.RENOISING), items.rows.place)
+    highest = torch.ones_like(level) if highest is None else highest
+    schedule = items.batch.plan.sampling.schedule
+    return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, highest, keys, schedule, levels))
 
 
 def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) -> Items:

@@ -15,7 +15,7 @@ from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, return_to
+from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, renoise, return_to
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Before, Loss
 from fluvial.engines.run.jobs.base import Job
@@ -23,7 +23,7 @@ from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
-from fluvial.engines.sampling.noising import NoisingConfig, knows_its_schedule_only
+from fluvial.engines.sampling.noising import Levels, NoisingConfig, knows_its_schedule_only
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
@@ -212,6 +212,12 @@ class Run:
         """Return the clean samples, or pairs, of a batch with noise, see `batch.noise_samples`."""
         noising = noising.choose_levels(on_schedule=self._on_schedule)
         return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
+
+    def renoise(
+        self, items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, highest: Tensor | None = None
+    ) -> Items:
+        """Return a noisy sample for each row of recorded steps, see `batch.renoise`."""
+        return renoise(items, x, level, levels, key, highest)
 
     def return_to(self, batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
         """Return the samples of a batch before their last `count` steps, see `batch.return_to`."""

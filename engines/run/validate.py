@@ -28,6 +28,8 @@ def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool =
             raise UsageError(field, solver, "dpmpp_2m", own_levels)
     if method.needs.prediction not in (prediction, None):
         raise UsageError("method", method.method_name, f"one for {prediction}", f"{model} does not predict a velocity")
+    if method.needs.off_schedule and on_schedule:
+        raise UsageError("method", method.method_name, "one that trains on recorded steps", own_levels)
     if recorded and config.evaluation_steps != sampling.steps:
         raise UsageError("evaluation.steps", config.evaluation.steps, "that of the rollout", own_levels)
     if recorded and config.evaluation_guidance != sampling.guidance:

@@ -103,6 +103,29 @@ class LogitNormalLevels:
 
 
 @dataclass(frozen=True)
+class UniformLevels:
+    """Levels uniform between two bounds, whatever the sampling schedule.
+
+    Args:
+        low: Smallest level.
+        high: Largest level.
+    """
+
+    kind: ClassVar[str] = "uniform"
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "noising.levels", low=(0, 1), high=(0, 1))
+        if self.low >= self.high:
+            raise UsageError("noising.levels.low", self.low, f"less than `noising.levels.high` {self.high}")
+
+    def draw(self, keys: Key, schedule: Schedule, each: int) -> Drawn:
+        """Return `each` levels of each sample, and no timesteps, see `Levels`."""
+        return self.low + (self.high - self.low) * uniform(keys, (_batch(keys), each)), None
+
+
+@dataclass(frozen=True)
 class AutoLevels:
     """Continuous levels, or distinct steps of the schedule for a model that knows only the levels of its schedule."""
 
@@ -116,7 +139,7 @@ class AutoLevels:
 # `levels.draw(keys, schedule, each)` returns levels `[B, each]`, and timesteps or None, where the model derives them itself:
 #   keys      key of each sample's levels, `[B]`
 #   schedule  T+1 levels and T timesteps, on the keys' device
-Levels = ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels | AutoLevels
+Levels = ScheduleLevels | StratifiedLevels | ContinuousLevels | LogitNormalLevels | UniformLevels | AutoLevels
 
 
 @dataclass(frozen=True)

@@ -357,4 +357,29 @@ class RandomRecorded(_Fraction):
         return (place < self.count(recorded)).float()
 
 
-Trained = AllRecorded | FirstRecorded | RandomRecorded
+@dataclass(frozen=True)
+class OneRecorded:
+    """One recorded step of each sample is trained on.
+
+    Args:
+        draw: Scope of one draw of the step: sample (each sample has its own) or rollout (all samples have the same).
+    """
+
+    kind: ClassVar[str] = "one"
+    draw: Literal["sample", "rollout"] = "sample"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "trained")
+
+    def count(self, recorded: int) -> int:
+        """Return how many of a sample's recorded steps are trained on."""
+        return 1
+
+    def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
+        """Return 1 for the drawn step, else 0, `[B, S]`; the same on every rank."""
+        samples = torch.zeros(batch, dtype=torch.int64) if self.draw == "rollout" else torch.arange(batch)
+        drawn = uniform(fold_in(key, samples), (batch, recorded))
+        return (drawn == drawn.amax(1, keepdim=True)).float()
+
+
+Trained = AllRecorded | FirstRecorded | RandomRecorded | OneRecorded

@@ -4,17 +4,25 @@ Given x_t and x_{t+1}, the steps of a trajectory are independent, and so are sam
 slice of them is a micro-batch.
 """
 
-from fluvial.engines.sampling.items.noised import NoisedSamples, Pairs, noised_pairs, noised_samples
+from fluvial.engines.sampling.items.noised import (
+    NoisedSamples,
+    Pairs,
+    RenoisedSamples,
+    noised_pairs,
+    noised_samples,
+    renoised_samples,
+)
 from fluvial.engines.sampling.items.share import Share, rebalance, select, transfers
 from fluvial.engines.sampling.items.steps import LastSteps, RecordedSteps, concatenate, last_steps, recorded_steps
 
-Rows = RecordedSteps | LastSteps | NoisedSamples | Pairs
+Rows = RecordedSteps | LastSteps | NoisedSamples | RenoisedSamples | Pairs
 
 __all__ = [
     "LastSteps",
     "NoisedSamples",
     "Pairs",
     "RecordedSteps",
+    "RenoisedSamples",
     "Rows",
     "Share",
     "concatenate",
@@ -23,6 +31,7 @@ __all__ = [
     "noised_samples",
     "rebalance",
     "recorded_steps",
+    "renoised_samples",
     "select",
     "transfers",
 ]

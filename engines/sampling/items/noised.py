@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fluvial.core.matching import ambient_velocity, renoise
 from fluvial.core.random import Key, fold_in, normal
-from fluvial.engines.sampling.noising import NoisingConfig, add_noise, draw_levels
+from fluvial.engines.sampling.items.steps import RecordedSteps
+from fluvial.engines.sampling.noising import Levels, NoisingConfig, add_noise, draw_levels
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction, Schedule
 from fluvial.models.host_values import to_device
@@ -28,6 +30,30 @@ class NoisedSamples(NamedTuple):
     predictions: dict[str, Tensor]  # of other policies at x, by name: old, ref, teacher, ema
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
     context: Tensor | None = None  # what the method looked up of the other items
+
+    def parts(self, levels: Tensor) -> Tensor:
+        """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
+        return in_tenth(self.level)
+
+
+class RenoisedSamples(NamedTuple):
+    """P samples of a flow that noise was put on, clean or at a level of their own, each field `[P, ...]`."""
+
+    x: Tensor  # sample with noise, at which the model is evaluated
+    level: Tensor  # its noise level t
+    timestep: Tensor | None  # None: the model derives it from the level
+    sample: Tensor  # int64, row of the conditioning; the items of one sample share it
+    weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
+    start: Tensor  # sample x_s that noise was put on
+    start_level: Tensor  # its noise level s
+    noise: Tensor
+    predictions: dict[str, Tensor]  # of other networks at x, by name, and what the method computed of each item
+    place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
+
+    @property
+    def target(self) -> Tensor:
+        """Velocity that the model of the samples should predict, `core.matching.ambient_velocity`."""
+        return ambient_velocity(self.start, self.noise, self.start_level, self.level)
 
     def parts(self, levels: Tensor) -> Tensor:
         """Return the tenth of the noise levels from 0 to 1 that each item belongs to, bool `[P, 10]`."""
@@ -100,6 +126,37 @@ def noised_samples(
         x0=x0.repeat(each, *[1] * (x0.ndim - 1)),
         target=torch.cat([target for _, target in parts]),
         predictions={},
+    )
+
+
+def renoised_samples(
+    rows: RecordedSteps, start: Tensor, level: Tensor, highest: Tensor, keys: Key, schedule: Schedule, levels: Levels
+) -> RenoisedSamples:
+    """Return samples of a flow behind recorded steps, with noise up to a higher level: item i belongs to row i.
+
+    Args:
+        rows: recorded steps, `[P, ...]`.
+        start: a sample of each, `[P, *event]`, e.g. the next one, or the clean sample that is predicted.
+        level: its noise level s, `[P]`.
+        highest: level that a draw of 1 stands for, `[P]`; a draw u is the level t = s + (highest - s) u.
+        keys: key of each row, `[P]`.
+        schedule: the model's schedule.
+        levels: distribution of u.
+    """
+    drawn, _ = draw_levels(keys, schedule, NoisingConfig(each=1, levels=levels))
+    noisy = level + (highest - level) * drawn[:, 0]
+    noise = normal(fold_in(keys, Stream.NOISE), tuple(start.shape), dtype=start.dtype)
+    return RenoisedSamples(
+        x=renoise(start, noise, level, noisy).to(start.dtype),
+        level=noisy,
+        timestep=None,
+        sample=rows.sample,
+        weight=rows.weight,
+        start=start,
+        start_level=level,
+        noise=noise,
+        predictions={},
+        place=rows.place,
     )
 
 

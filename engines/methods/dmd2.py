@@ -1,0 +1,85 @@
+"""DMD2: a few-step student whose noised samples a teacher and a model of the student itself cannot tell apart."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fluvial.core.checks import per_sample
+from fluvial.core.matching import MatchForm
+from fluvial.core.random import Key, fold_in
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.matching import FakeInfo, Matching
+from fluvial.engines.run.method import PassesConfig
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RenoisedSamples
+from fluvial.engines.sampling.noising import Levels, UniformLevels
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import OneRecorded
+from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Dmd2(Matching, name="dmd2"):
+    """DMD2: the student's clean samples, with noise on them, look alike to the teacher and to the fake (arXiv 2405.14867).
+
+    The student takes few steps, each to the clean sample that it predicts and back to a lower level with new noise. One of
+    them has a gradient. The loss on images of its adversarial variant is not offered.
+
+    Args:
+        sampling: How the student samples: few steps of cps at eta 1, without guidance.
+        trained: Which step has the gradient: the same of all samples, as published, or one of each.
+        teacher: Folder of the teacher's weights; None is the model without adapters.
+        guidance: Scale of the teacher's guidance.
+        fake: Optimizer of the model of the student's samples.
+        fake_updates: Number of its updates per update of the student, each on its share of the samples.
+        levels: Noise levels at which teacher and fake are compared.
+        fake_levels: Noise levels at which the fake is trained.
+        form: How a correction becomes a loss, see `core.matching.matching_loss`.
+        huber: Size of a correction above which form huber takes its sign.
+    """
+
+    sampling: SamplingConfig = SamplingConfig(prompts=80, group=1, steps=4, sampler=Stochastic("cps", eta=1.0))
+    trained: TrainedSteps = OneRecorded("rollout")
+    teacher: Path | None = None
+    guidance: float = 4.0
+    fake: OptimizerConfig = OptimizerConfig()
+    fake_updates: int = 5
+    levels: Levels = UniformLevels(0.02, 0.98)
+    fake_levels: Levels = UniformLevels()
+    form: MatchForm = "dmd"
+    huber: float = 1e-3
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        if self.sampling.batch % self.fake_updates:
+            yield UsageError(
+                "fake_updates", self.fake_updates, f"a divisor of the {self.sampling.batch} samples of a rollout"
+            )
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the fake to the student's samples; then move the student on the last of them, before the fake learns these."""
+        steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
+        parts = run.minibatches(steps, key, PassesConfig(minibatches=self.fake_updates))
+        for number, part in enumerate(parts, start=1):
+            x0 = part.rows.x - per_sample(part.rows.level, part.rows.x) * part.rows.predictions["old"]
+            zero = part.rows.level * 0
+            if number == self.fake_updates:
+                noisy = run.renoise(part, x0, zero, self.levels, fold_in(key, 0))
+                yield run.update(self.correct(run, part, noisy), self.loss)
+            run.update(run.renoise(part, x0, zero, self.fake_levels, fold_in(key, number)), self.fake_loss, network="fake")
+
+    def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
+        """Return the error of flow matching on the student's samples."""
+        error = velocity_error(v, rows.target)
+        return error, FakeInfo(error.detach())

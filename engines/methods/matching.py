@@ -1,0 +1,68 @@
+"""Distribution matching: a few-step student whose samples a teacher and a model of the student itself cannot tell apart."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from fluvial.core.checks import per_sample
+from fluvial.core.matching import MatchForm, matching_loss
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.run.declared import Base, Networks, Teacher, Trained
+from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
+from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
+from fluvial.engines.sampling.window import Trained as TrainedSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.run.batch import Items
+    from fluvial.engines.run.run import Run
+
+
+class MatchInfo(NamedTuple):
+    """Diagnostics of the student, one number per item, without gradient."""
+
+    gap: Tensor  # mean |x0_real - x0_fake|^2, which the student is to bring to 0
+
+
+class FakeInfo(NamedTuple):
+    """Diagnostics of the model of the student's samples, one number per item, without gradient."""
+
+    error: Tensor  # mean squared error before the item's weight
+
+
+@dataclass(frozen=True)
+class Matching(Method):
+    """What DMD2 and TDM have in common: a student, its teacher (real), and a model of the student's samples (fake)."""
+
+    needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
+    passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
+    bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
+    teacher: Path | None
+    guidance: float
+    fake: OptimizerConfig
+    trained: TrainedSteps
+    form: MatchForm
+    huber: float
+
+    @property
+    def rows(self) -> RecordedRows:
+        """Train on recorded steps, the deterministic ones too, with the velocity that made them."""
+        return RecordedRows("unscaled", velocity=True, trained=self.trained)
+
+    def networks(self) -> Networks:
+        """Keep the teacher, and the model of the student's samples, which learns."""
+        real = Base(self.guidance) if self.teacher is None else Teacher(self.teacher, self.guidance)
+        return {"real": real, "fake": Trained(self.fake)}
+
+    def correct(self, run: "Run", part: "Items", noisy: "Items") -> "Items":
+        """Return the steps with what the teacher would change in their clean sample, and what it predicts."""
+        rows: RenoisedSamples = run.predict(noisy, "real", "fake").rows
+        level, real, fake = per_sample(rows.level, rows.x), rows.predictions["real"], rows.predictions["fake"]
+        return part.with_predictions(correction=level * (fake - real), reference=rows.x - level * real)
+
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:
+        """Return `core.matching.matching_loss` of the clean sample that the student predicts."""
+        x0 = rows.x - per_sample(rows.level, rows.x) * v
+        d, reference = rows.predictions["correction"], rows.predictions["reference"]
+        return matching_loss(x0, d, reference, form=self.form, huber=self.huber), MatchInfo((d**2).flatten(1).mean(1))

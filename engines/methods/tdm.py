@@ -1,0 +1,80 @@
+"""TDM: the student's path to its samples is matched to the teacher's at every step, with few deterministic steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from fluvial.core.checks import per_sample
+from fluvial.core.matching import MatchForm, noise_weight, snr_weight
+from fluvial.core.random import Key, fold_in
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.methods.matching import FakeInfo, Matching
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RenoisedSamples
+from fluvial.engines.sampling.noising import Levels, UniformLevels
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.sampling.window import OneRecorded
+from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Tdm(Matching, name="tdm"):
+    """TDM: the ends of the student's few ODE steps are matched to the teacher's samples of that level (arXiv 2503.06674).
+
+    Args:
+        sampling: How the student samples: few steps of the ODE, without guidance.
+        trained: Which steps are matched.
+        teacher: Folder of the teacher's weights; None is the model without adapters.
+        guidance: Scale of the teacher's guidance.
+        fake: Optimizer of the model of the student's samples.
+        fake_updates: Number of its updates per update of the student, each on all samples with noise of its own.
+        interval: Levels at which a step from s to s' is compared: separate (between s' and s) or reverse (between s' and 1).
+        levels: Distribution of the place in the interval, from 0 to 1.
+        snr_max: Largest signal-to-noise ratio that weights the fake's error.
+        form: How a correction becomes a loss, see `core.matching.matching_loss`.
+        huber: Size of a correction above which form huber takes its sign.
+    """
+
+    bounds = {**Matching.bounds, "snr_max": (1e-12, 1e12)}  # noqa: RUF012
+    sampling: SamplingConfig = SamplingConfig(prompts=64, group=1, steps=4, sampler=Ode())
+    trained: TrainedSteps = OneRecorded("sample")
+    teacher: Path | None = None
+    guidance: float = 4.5
+    fake: OptimizerConfig = OptimizerConfig()
+    fake_updates: int = 1
+    interval: Literal["separate", "reverse"] = "separate"
+    levels: Levels = UniformLevels(0.02, 0.98)
+    snr_max: float = 5.0
+    form: MatchForm = "huber"
+    huber: float = 1e-3
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the fake to the ends of the student's steps, then move the student."""
+        steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
+        (part,) = run.minibatches(steps, key, self.passes)
+        for number in range(1, self.fake_updates + 1):
+            run.update(self.renoise(run, part, fold_in(key, number)), self.fake_loss, network="fake")
+        yield run.update(self.correct(run, part, self.renoise(run, part, fold_in(key, 0))), self.loss)
+
+    def renoise(self, run: "Run", part: "Items", key: Key) -> "Items":
+        """Return the end of each step with noise, and what the student predicted there: its clean sample and its noise."""
+        rows = part.rows
+        highest = rows.level if self.interval == "separate" else None
+        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, highest)
+        level, v = per_sample(rows.level, rows.x), rows.predictions["old"]
+        return noisy.with_predictions(x0=rows.x - level * v, noise=rows.x + (1 - level) * v)
+
+    def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
+        """Return the error of the clean sample, weighted by its signal and by how likely its noise is."""
+        error = velocity_error(rows.x - per_sample(rows.level, v) * v, rows.predictions["x0"])
+        likely = noise_weight(rows.predictions["noise"], rows.noise, rows.start_level, rows.level)
+        return likely * snr_weight(rows.level, largest=self.snr_max) * error, FakeInfo(error.detach())
