@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # before torch reads them
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parent / "shared")]
 
 # What a run imports on first use is imported here, once for all forks.
 import diffusers.optimization  # noqa: E402

@@ -31,7 +31,7 @@ EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name
 os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests" / "shared")]
 
 
 class Tracer:

@@ -16,7 +16,9 @@ from fluvial.engines.run.renames import migrate
 
 # Records of recipes as trees with old names wrote them: of grpo and dpo on handwriting and of crd and dgpo on x/y with
 # `objective`, of nft and sft with `method`, and the machine's settings not in groups yet.
-OLD: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "helpers" / "old_records.json").read_text())
+OLD: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "shared" / "helpers" / "old_records.json").read_text()
+)
 
 
 def run_of(name: str) -> TrainConfig:

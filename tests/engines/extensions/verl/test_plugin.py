@@ -10,7 +10,7 @@ import pytest
 from helpers import real_verl
 
 ROOT = Path(__file__).parents[4]
-TESTS = ROOT / "tests"
+TESTS = ROOT / "tests" / "shared"
 # verl's whole `__init__` runs. Packages that it imports besides ours, and that are not installed here, are stand-ins.
 IMPORT = """
 import json, sys

@@ -24,7 +24,7 @@ from fluvial.engines.run.process import on_ray
 
 ROOT = Path(__file__).parents[4]
 README = ROOT / "engines" / "run" / "process" / "README.md"
-RUNS = ROOT / "tests" / "workers" / "ray_runs.py"
+RUNS = ROOT / "tests" / "shared" / "workers" / "ray_runs.py"
 # SkyPilot's own parser. Packages that it imports for clouds and its server, and that are not installed, are stand-ins.
 SKYPILOT = """
 import sys

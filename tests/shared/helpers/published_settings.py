@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LIST = Path(__file__).parents[1] / "engines" / "extensions" / "published" / "published_runs.json"
+LIST = Path(__file__).parents[2] / "engines" / "extensions" / "published" / "published_runs.json"
 
 SD3 = ["attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out", "attn.to_k", "attn.to_out.0"]
 SD3 += ["attn.to_q", "attn.to_v"]

@@ -20,7 +20,7 @@ from typing import Any
 from helpers import forkserver, stored
 
 forked: list[float] = []  # CPU seconds of each process that has ended, for the ledger
-TESTS = Path(__file__).parents[1]
+SHARED = Path(__file__).parents[1]
 # Eight samples of four steps per update: a fraction of a second each.
 SMALL = [
     *("--sampling.prompts", "2", "--sampling.group", "4", "--sampling.steps", "4"),
@@ -351,7 +351,7 @@ def environment(*, helpers: bool = False) -> dict[str, str]:
     Args:
         helpers: let a script that is run by its path import the helpers and the workers.
     """
-    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(SHARED), os.environ.get("PYTHONPATH"))))
     own = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"} if helpers else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **own}
 

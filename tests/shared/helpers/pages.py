@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDERS = "bench", "core", "engines", "kernels", "models", "tests"
 PAGES = sorted(str(path.relative_to(ROOT)) for name in ("engines", "models") for path in (ROOT / name).rglob("README.md"))
 READMES = ["README.md", *(f"{name}/README.md" for name in ("bench", "core", "kernels", "tests"))]

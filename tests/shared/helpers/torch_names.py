@@ -1,6 +1,6 @@
 """Names of torch that the product uses, with the keywords that it calls them with, and those that the oldest torch has.
 
-Run by the oldest supported torch, `python -P tests/helpers/torch_names.py` writes `oldest_torch.json`.
+Run by the oldest supported torch, `python -P tests/shared/helpers/torch_names.py` writes `oldest_torch.json`.
 """
 
 import ast
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECORD = Path(__file__).with_name("oldest_torch.json")
 FOLDERS = ("core", "kernels", "engines", "models", "bench")
 

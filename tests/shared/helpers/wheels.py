@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-BUILD = Path(__file__).parents[2] / "build"
+BUILD = Path(__file__).parents[3] / "build"
 
 
 @cache

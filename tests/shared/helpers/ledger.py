@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-FILE = Path(__file__).parents[1] / "durations.csv"
+FILE = Path(__file__).parents[2] / "durations.csv"
 PROPERTIES = ("seconds", "processes", "long")  # of a test, in pytest's reports
 
 
