@@ -1,10 +1,19 @@
-"""On-policy distillation: the teacher is evaluated at the samples that the student's own rollout visits."""
+"""Distillation: the teacher's steps at samples that the student visits, and matching of distributions (DMD, TDM)."""
+
+from typing import Literal
+
+import torch
+from einops import reduce
+from torch import Tensor
 
 from fluvial.core import gaussian
-from fluvial.core.checks import match_tensors
+from fluvial.core.checks import check_choice, check_per_sample, match_tensors, number, per_sample
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.transitions import Transition
-from fluvial.core.types import PerSample, Samples
+from fluvial.core.types import PerSample, Samples, Scalar
+
+MatchForm = Literal["dmd", "square", "huber"]
+MATCH_FORMS: tuple[MatchForm, ...] = ("dmd", "square", "huber")
 
 
 def mean_kl(transition: Transition, v: Samples, v_teacher: Samples) -> PerSample:
@@ -40,3 +49,128 @@ def velocity_mse(v: Samples, v_teacher: Samples) -> PerSample:
     """
     v, v_teacher = match_tensors("velocity_mse", v=v, v_teacher=v_teacher)
     return velocity_error(v, v_teacher.detach())
+
+
+def matching_loss(
+    x0: Samples, correction: Samples, reference: Samples, *, form: MatchForm = "dmd", huber: Scalar = 1e-3
+) -> PerSample:
+    """Return a loss whose gradient moves a clean sample x0 along a correction d, `[B]`.
+
+        W = mean |x0 - reference|, e = x0 - sg(x0 + d), of N elements each; sg takes no gradient
+        dmd      1/2 mean (x0 - sg(x0 + d / W))^2      gradient -d / (W N)
+        square   mean e^2 / W                          gradient -2 d / (W N)
+        huber    mean (sqrt(e^2 + c^2) - c) / W        gradient -d / (sqrt(d^2 + c^2) W N)
+
+    d is the clean sample that the teacher predicts minus the one that a model of the student's own distribution predicts,
+    both at the same noised version of x0; then d is proportional to the gradient of the KL between the two distributions.
+    The forms are those of published code, whose step sizes differ. Gradients flow to x0 only.
+
+    Args:
+        x0: sample of the student, with gradient, `[B, *event]`.
+        correction: d, `[B, *event]`.
+        reference: what the teacher predicts as the clean sample, which sets the scale W, `[B, *event]`.
+        form: see above.
+        huber: c of form huber, > 0.
+
+    Source: dmd is that of DMD2, arXiv 2405.14867, and its code; square and huber are those of TDM's, arXiv 2503.06674.
+    """
+    check_choice("matching_loss", "form", form, MATCH_FORMS)
+    x0, d, reference = match_tensors("matching_loss", x0=x0, correction=correction, reference=reference)
+    c = number("matching_loss", "huber", huber, x0, low=1e-12)
+    d, scale = d.detach(), per_sample(_mean((x0 - reference).detach().abs()).clamp(min=torch.finfo(x0.dtype).tiny), x0)
+    move = x0 - x0.detach()  # 0, with gradient
+    if form == "dmd":
+        return _mean((move - d / scale) ** 2) / 2
+    error = move - d
+    if form == "square":
+        return _mean(error**2 / scale)
+    c = per_sample(c, x0) if isinstance(c, Tensor) else c
+    return _mean((torch.sqrt(error**2 + c**2) - c) / scale)
+
+
+def renoise(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> Samples:
+    """Return a sample at a higher noise level, x_t = alpha x_s + beta noise, `[B, *event]`.
+
+        alpha = (1 - t) / (1 - s), beta^2 = t^2 - (s alpha)^2
+
+    If x_s is distributed as a flow's samples at level s, x_t is at level t; at s = 0 it is `flow_matching.interpolate`.
+
+    Args:
+        x: sample at level s, `[B, *event]`.
+        noise: standard-normal noise, `[B, *event]`.
+        sigma: level s in [0, 1), `[B]`, 0-d or float.
+        sigma_noisy: level t in [s, 1], `[B]`, 0-d or float.
+
+    Source: TDM, arXiv 2503.06674.
+    """
+    x, noise = match_tensors("renoise", x=x, noise=noise)
+    alpha, beta = _renoising("renoise", x, sigma, sigma_noisy)[2:]
+    return per_sample(alpha, x) * x + per_sample(beta, x) * noise
+
+
+def ambient_velocity(x: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> Samples:
+    """Return a regression target for the velocity at x_t = `renoise(x, noise, s, t)` that needs x_s alone, `[B, *event]`.
+
+        u = -x_s / (1 - s) + noise (t + s^2 alpha / (1 - s)) / beta
+
+    E[u | x_t] = E[noise_0 - x0 | x_t], so that a model fitted to u is one of the clean samples behind x_s. At s = 0 it is
+    noise - x0.
+
+    Args:
+        x, noise, sigma, sigma_noisy: arguments of `renoise`, t > s.
+
+    Source: the target of TDM-R1's surrogate, arXiv 2603.07700, and of AC-DMD, arXiv 2605.26108.
+    """
+    x, noise = match_tensors("ambient_velocity", x=x, noise=noise)
+    s, t, alpha, beta = _renoising("ambient_velocity", x, sigma, sigma_noisy)
+    return -x / per_sample(1 - s, x) + noise * per_sample((t + s**2 * alpha / (1 - s)) / beta, x)
+
+
+def noise_weight(e: Samples, noise: Samples, sigma: Scalar, sigma_noisy: Scalar) -> PerSample:
+    """Return how likely the noise of a renoised sample is beside that of a noised clean one, `[B]`.
+
+        w = exp((mean noise^2 - mean e_t^2) / 2), e_t = (s alpha e + beta noise) / t
+
+    e_t is the noise in x_t if e is that in x_s. It is a ratio per dimension, and 1 at s = 0.
+
+    Args:
+        e: noise that the model predicts in x_s, `[B, *event]`.
+        noise, sigma, sigma_noisy: arguments of `renoise`, t > 0.
+
+    Source: TDM's code, arXiv 2503.06674, which takes the mean over the event, not the sum.
+    """
+    e, noise = match_tensors("noise_weight", e=e, noise=noise)
+    s, t, alpha, beta = _renoising("noise_weight", e, sigma, sigma_noisy)
+    mixed = per_sample(s * alpha / t, e) * e + per_sample(beta / t, e) * noise
+    return torch.exp((_mean(noise**2) - _mean(mixed**2)) / 2)
+
+
+def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
+    """Return the weight of a clean sample's squared error by its signal-to-noise ratio, min(((1 - t) / t)^2, largest).
+
+    It is `[B]`, or 0-d as the level is.
+
+    Args:
+        sigma: noise level t of a flow, in [0, 1].
+        largest: bound of the ratio, > 0.
+
+    Source: arXiv 2303.09556.
+    """
+    level = torch.as_tensor(sigma)
+    level = level if level.dtype == torch.float64 else level.float()
+    if level.ndim > 1:
+        raise ValueError(f"snr_weight: sigma has shape {list(level.shape)}, expected [] or [B]")
+    largest = number("snr_weight", "largest", largest, level.reshape(-1), low=1e-12)
+    return torch.minimum(((1 - level) / level) ** 2, torch.as_tensor(largest, dtype=level.dtype, device=level.device))
+
+
+def _renoising(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return s, t, alpha and beta, `[B]` or 0-d."""
+    s, t = (torch.as_tensor(level, dtype=x.dtype, device=x.device) for level in (sigma, sigma_noisy))
+    check_per_sample(function, x.shape[0], sigma=s, sigma_noisy=t)
+    alpha = (1 - t) / (1 - s)
+    return s, t, alpha, torch.sqrt((t**2 - (s * alpha) ** 2).clamp(min=0))
+
+
+def _mean(values: Tensor) -> Tensor:
+    return reduce(values, "b ... -> b", "mean")

@@ -67,7 +67,8 @@ class EvalConfig:
         steps: Number of steps of the sampling schedule.
         guidance: Scale of classifier-free guidance; 1 is no guidance.
         negative: Negative prompt, which guided samples are guided away from.
-        solver: Solver of the ODE: euler, dpmpp_2m, unipc, sa_solver or auto (that the model is served with).
+        solver: Solver: euler, dpmpp_2m, unipc, sa_solver, consistency (with new noise at each step, as few-step students of
+            DMD2 are sampled) or auto (that the model is served with).
         average: Take the moving average of a checkpoint's weights, if it has one.
         micro_batch: Number of samples per forward pass.
         compute: Dtype of the network's computation: float32, bfloat16, or auto (bfloat16 on CUDA).
@@ -208,7 +209,7 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
         steps=run.evaluation_steps,
         guidance=guidance.scale,
         negative=guidance.negative,
-        solver=own.solver,
+        solver=(run.method.serving_solver or "auto") if own.solver == "auto" else own.solver,
         average=own.average,
         micro_batch=own.micro_batch or (each if isinstance(each := run.engine.micro_batch, int) else config.micro_batch),
         compute=run.engine.compute,

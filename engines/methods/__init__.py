@@ -6,6 +6,7 @@ from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dmd2 import Dmd2
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
@@ -14,6 +15,7 @@ from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
+from fluvial.engines.methods.tdm import Tdm
 from fluvial.engines.run.method import (
     EpochsConfig,
     Images,
@@ -39,6 +41,7 @@ __all__ = [
     "D3po",
     "Dgpo",
     "Distill",
+    "Dmd2",
     "Dpo",
     "Dppo",
     "EpochsConfig",
@@ -60,5 +63,6 @@ __all__ = [
     "SamplingConfig",
     "Sft",
     "StepKLConfig",
+    "Tdm",
     "TempFlow",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fluvial.core.checks import per_sample
-from fluvial.core.matching import MatchForm
+from fluvial.core.distill import MatchForm
 from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
@@ -44,10 +44,11 @@ class Dmd2(Matching, name="dmd2"):
         fake_updates: Number of its updates per update of the student, each on its share of the samples.
         levels: Noise levels at which teacher and fake are compared.
         fake_levels: Noise levels at which the fake is trained.
-        form: How a correction becomes a loss, see `core.matching.matching_loss`.
+        form: How a correction becomes a loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.
     """
 
+    serving_solver = "consistency"
     sampling: SamplingConfig = SamplingConfig(prompts=80, group=1, steps=4, sampler=Stochastic("cps", eta=1.0))
     trained: TrainedSteps = OneRecorded("rollout")
     teacher: Path | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from torch import Tensor
 
 from fluvial.core.checks import per_sample
-from fluvial.core.matching import MatchForm, matching_loss
+from fluvial.core.distill import MatchForm, matching_loss
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.run.declared import Base, Networks, Teacher, Trained
 from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
@@ -62,7 +62,7 @@ class Matching(Method):
         return part.with_predictions(correction=level * (fake - real), reference=rows.x - level * real)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:
-        """Return `core.matching.matching_loss` of the clean sample that the student predicts."""
+        """Return `core.distill.matching_loss` of the clean sample that the student predicts."""
         x0 = rows.x - per_sample(rows.level, rows.x) * v
         d, reference = rows.predictions["correction"], rows.predictions["reference"]
         return matching_loss(x0, d, reference, form=self.form, huber=self.huber), MatchInfo((d**2).flatten(1).mean(1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from fluvial.core.checks import per_sample
-from fluvial.core.matching import MatchForm, noise_weight, snr_weight
+from fluvial.core.distill import MatchForm, noise_weight, snr_weight
 from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.matching import FakeInfo, Matching
@@ -40,7 +40,7 @@ class Tdm(Matching, name="tdm"):
         interval: Levels at which a step from s to s' is compared: separate (between s' and s) or reverse (between s' and 1).
         levels: Distribution of the place in the interval, from 0 to 1.
         snr_max: Largest signal-to-noise ratio that weights the fake's error.
-        form: How a correction becomes a loss, see `core.matching.matching_loss`.
+        form: How a correction becomes a loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.
     """
 

@@ -18,6 +18,7 @@ from fluvial.engines.run.declared import Networks, Start
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.solvers import Solver
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import Prediction
@@ -140,6 +141,7 @@ class Method:
     passes: EpochsConfig = PassesConfig()
     advantage: AdvantageConfig | None = None
     correction: CorrectionConfig | None = None
+    serving_solver: ClassVar[Solver | None] = None  # solver that the trained model needs; None is any
 
     def __init_subclass__(cls, *, name: str | None = None) -> None:
         cls.method_name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name

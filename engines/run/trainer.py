@@ -165,7 +165,7 @@ class Trainer:
                 world=self.world,
                 guidance=config.evaluation_guidance,
                 keep=keep,
-                solver=serving_solver(config.evaluation.solver, self.evaluated.model),
+                solver=serving_solver(config.evaluation.solver, self.evaluated.model, config.method),
                 max_invalid=config.rollout.max_invalid,
             )
             if probe is not None:

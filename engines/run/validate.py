@@ -24,7 +24,7 @@ def check_model(config: TrainConfig, prediction: Prediction, *, recorded: bool =
         fitting = [name for name, rule in SAMPLERS.items() if rule.prediction in (prediction, None)]
         raise UsageError("sampling.sampler", sampler.kind, " or ".join(fitting), f"{model} predicts {prediction}")
     for field, solver in (("sampling.sampler", sampler.solver), ("evaluation.solver", config.evaluation.solver)):
-        if on_schedule and solver == "sa_solver":
+        if on_schedule and solver in ("sa_solver", "consistency"):
             raise UsageError(field, solver, "dpmpp_2m", own_levels)
     if method.needs.prediction not in (prediction, None):
         raise UsageError("method", method.method_name, f"one for {prediction}", f"{model} does not predict a velocity")

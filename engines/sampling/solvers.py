@@ -17,8 +17,8 @@ from fluvial.engines.errors import UsageError
 from fluvial.models import Prediction, Schedule
 from fluvial.models.host_values import to_device
 
-Solver = Literal["euler", "dpmpp_2m", "unipc", "sa_solver"]
-SolverChoice = Literal["auto", "euler", "dpmpp_2m", "unipc", "sa_solver"]
+Solver = Literal["euler", "dpmpp_2m", "unipc", "sa_solver", "consistency"]
+SolverChoice = Literal["auto", "euler", "dpmpp_2m", "unipc", "sa_solver", "consistency"]
 NOISY = 0.3, 0.9  # levels between which AWM's SA-Solver adds noise
 
 
@@ -50,16 +50,17 @@ def solve(
 
     dpmpp_2m is DPM-Solver++ 2M (arXiv 2211.01095), the second-order multistep method of DiffusionNFT (2509.16117).
     unipc is UniPC of order 2 (2302.04867), which Wan is served with, and sa_solver is SA-Solver with predictor and corrector
-    of order 2 (2309.05019), which adds noise. All evaluate the model once per step, like Euler's method.
+    of order 2 (2309.05019), which adds noise. consistency goes to the clean sample that is predicted and back to the next
+    level with new noise (2303.01469), as students of few steps are sampled. All evaluate the model once per step.
 
     Args:
-        solver: euler, dpmpp_2m, unipc or sa_solver.
+        solver: euler, dpmpp_2m, unipc, sa_solver or consistency.
         velocity: prediction of the model, v = velocity(x, level `[B]`, step).
         x: initial noise, `[B, *event]`.
         schedule: T+1 levels and T timesteps; that of `sa_schedule` for sa_solver.
         prediction: velocity, whose levels are sigma, or epsilon, whose levels are alpha_bar.
         eta: noise tau of sa_solver at levels from 0.3 to 0.9.
-        keys: key of each sample's noise, `[B]`; with eta only.
+        keys: key of each sample's noise, `[B]`; with eta or consistency only.
         before: estimate of the step before the schedule, for dpmpp_2m; None takes the first step with first order.
 
     Raises:
@@ -70,13 +71,17 @@ def solve(
     levels, steps = schedule.levels.to(torch.float32), len(schedule.levels) - 1
     if steps == 0:
         return x
+    still = deterministic_step(prediction)
     if solver == "euler":
-        still = deterministic_step(prediction)
         table = plan(levels, still, batch=len(x), window=(), deterministic=still, record=(), device=x.device)
         return scan(velocity, x, table, key(0)).final
+    if solver in ("sa_solver", "consistency") and prediction != "velocity":
+        raise UsageError(f"solve: solver is {solver!r}, which is for models that predict a velocity: use 'dpmpp_2m'")
+    if solver == "consistency":
+        assert keys is not None
+        noisy = transitions.bind("cps", 1.0, levels)
+        return scan(velocity, x, plan(levels, noisy, batch=len(x), record=(), device=x.device), keys).final
     if solver == "sa_solver":
-        if prediction != "velocity":
-            raise UsageError("solve: solver is 'sa_solver', which is for models that predict a velocity: use 'dpmpp_2m'")
         return _sa_solver(velocity, x, schedule, eta, keys)
     scheduler = _multistep(solver, levels, prediction, before)
     per_sample = to_device(levels.to(x.dtype), x.device)
@@ -117,12 +122,12 @@ def _multistep(solver: Literal["dpmpp_2m", "unipc"], levels: Tensor, prediction:
     return scheduler
 
 
-def serving_solver(choice: SolverChoice, model: Any) -> Solver:
-    """Return a solver; auto is that which the model is served with, `serving_solver` of its adapter, else Euler's."""
+def serving_solver(choice: SolverChoice, model: Any, method: Any = None) -> Solver:
+    """Return a solver; auto is that which the method's students need, or the model is served with, else Euler's."""
     if choice != "auto":
         return choice
-    found: Solver = getattr(model, "serving_solver", "euler")
-    return found
+    found: Solver | None = getattr(method, "serving_solver", None) or getattr(model, "serving_solver", None)
+    return found or "euler"
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:

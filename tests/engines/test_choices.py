@@ -20,7 +20,7 @@ from fluvial.engines.methods.nft import Nft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import CONVERTER, as_record, read_record
 from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
-from fluvial.engines.sampling.noising import Levels, NoisingConfig
+from fluvial.engines.sampling.noising import Levels, NoisingConfig, UniformLevels
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import (
@@ -28,6 +28,7 @@ from fluvial.engines.sampling.window import (
     AllSteps,
     Branches,
     MovingWindow,
+    OneRecorded,
     RandomWindow,
     ScatteredSteps,
     Trained,
@@ -138,6 +139,10 @@ def _example(name: str, kind: str, seed: int) -> Any:
         {"low": 1, "high": 4, "stride": 2, "eta": 0.3, "solver": "unipc", "skip": 1, "repeat": False},
         {"low": 2, "share_prefix": True, "every": 3, "decay": 0.5, "decay_from": 1, "draw": "run", "highest": 7},
     ]
+    if variant is UniformLevels:
+        others[1:] = [{"low": 0.25}, {"high": 0.5}]
+    if variant is OneRecorded:
+        others[2] = {"draw": "rollout"}
     known = {each.name for each in settings(variant)}
     return replace(value, **{key: setting for key, setting in others[seed].items() if key in known})
 

@@ -24,7 +24,8 @@ class SuiteConfig:
         guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
             evaluated with it (DiffusionNFT).
         solver: Solver of the ODE: euler, dpmpp_2m (DPM-Solver++ 2M, arXiv 2211.01095), unipc (UniPC, 2302.04867), sa_solver
-            (SA-Solver, 2309.05019, without noise) or auto (that the model is served with: unipc for Wan, else euler).
+            (SA-Solver, 2309.05019, without noise), consistency (each step to the clean sample and back with new noise) or
+            auto (consistency after DMD2, else that the model is served with: unipc for Wan, else euler).
         height: Height of the images, in pixels; None is that of the rollout.
         width: Width of the images, in pixels; None is that of the rollout.
         average: Evaluate and export the moving average of the weights, if there is one, instead of the weights.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fluvial.core.matching import ambient_velocity, renoise
+from fluvial.core.distill import ambient_velocity, renoise
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.engines.sampling.items.steps import RecordedSteps
 from fluvial.engines.sampling.noising import Levels, NoisingConfig, add_noise, draw_levels
@@ -52,7 +52,7 @@ class RenoisedSamples(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        """Velocity that the model of the samples should predict, `core.matching.ambient_velocity`."""
+        """Velocity that the model of the samples should predict, `core.distill.ambient_velocity`."""
         return ambient_velocity(self.start, self.noise, self.start_level, self.level)
 
     def parts(self, levels: Tensor) -> Tensor:

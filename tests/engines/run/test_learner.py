@@ -272,7 +272,7 @@ def test_two_ranks_make_the_update_of_one(ranks: dict[int, dict[str, Any]]) -> N
     """Rewards to the bit; gradients, clip and weights to the order of float32 sums; for every objective."""
     one, two = ranks[1], ranks[2]
     assert list(one) == list(two)
-    assert len(one) == 11
+    assert len(one) == 13
     for name, alone in one.items():
         both = two[name]
         assert alone["reward"] == both["reward"], name

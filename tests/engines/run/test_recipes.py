@@ -157,6 +157,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "raft": ODE,
     "sft": ODE | {"sampling.group": 1},
     "distill": {"match": "mean_kl", "sampling.group": 1},
+    "dmd2": {"sampling.steps": 4, "guidance": 4.0, "fake_updates": 5, "optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0},
+    "tdm": {"sampling.steps": 4, "guidance": 4.0, "interval": "reverse", "form": "huber", "sampling.prompts": 128},
 }
 
 PUBLISHED |= dict.fromkeys(("handwriting", "words", "edit-words"), PUBLISHED["grpo"] | {"passes.minibatches": 1})
@@ -365,6 +367,8 @@ OWN: dict[str, tuple[str, str, Any]] = {
     "raft": ("--best", "0.5", 0.5),
     "sft": ("--noising.each", "2", 2),
     "distill": ("--teacher", "folder", Path("folder")),
+    "dmd2": ("--fake.lr", "0.5", 0.5),
+    "tdm": ("--snr-max", "2.0", 2.0),
     "handwriting": ("--clip-high", "0.2", 0.2),
     "words": ("--evaluation.seeds", "3", 3),
     "edit-words": ("--optimizer.lr", "0.001", 0.001),

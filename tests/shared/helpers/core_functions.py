@@ -27,7 +27,6 @@ from fluvial.core import (
     flow_matching,
     gaussian,
     guidance,
-    matching,
     nft,
     policy,
     random,
@@ -306,20 +305,20 @@ ROWS = (
     FunctionCall("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
     *(
         FunctionCall(
-            f"matching.matching_loss {form}",
-            partial(matching.matching_loss, form=form),
+            f"distill.matching_loss {form}",
+            partial(distill.matching_loss, form=form),
             "x0 correction reference",
             {"huber": 0.1},
             "correction reference" + (" huber" if form != "huber" else ""),
             "the scale",
         )
-        for form in matching.MATCH_FORMS
+        for form in distill.MATCH_FORMS
     ),
     *(
-        FunctionCall(f"matching.{name}", _rising(getattr(matching, name)), f"x noise {LEVELS}")
+        FunctionCall(f"distill.{name}", _rising(getattr(distill, name)), f"x noise {LEVELS}")
         for name in ("renoise", "ambient_velocity", "noise_weight")
     ),
-    FunctionCall("matching.snr_weight", partial(matching.snr_weight, largest=5.0), "sigma"),
+    FunctionCall("distill.snr_weight", partial(distill.snr_weight, largest=5.0), "sigma"),
     FunctionCall("gaussian.mean", _step(gaussian.mean, "x", "v"), "a b std x v", still="std"),
     FunctionCall("gaussian.sample", _step(gaussian.sample, "x", "v", "noise"), "a b std x v noise"),
     *(

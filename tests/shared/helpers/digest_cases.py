@@ -28,6 +28,7 @@ from fluvial.engines.sampling.noising import AutoLevels, ContinuousLevels, Logit
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import (
+    AllRecorded,
     AllSteps,
     Branches,
     FirstRecorded,
@@ -217,6 +218,12 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
+        "dmd2": run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}),
+        "dmd2-full": run(
+            o.Dmd2(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}, **FULL
+        ),
+        "tdm": run(o.Tdm(fake_updates=2, fake=OptimizerConfig(lr=1e-3)), SINGLE, rollouts=3),
+        "tdm-reverse": run(o.Tdm(interval="reverse", form="square", trained=AllRecorded()), SINGLE, train="lora"),
         "distill-mse": run(o.Distill(teacher=BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
     }
 
@@ -381,6 +388,9 @@ def cases(folder: Path) -> dict[str, Case]:
         "grpo-ahead": Case(grpo(**late)),
         "resumed-grpo": Case(grpo(advantage=AdvantageConfig(history=20, history_min=3)), way="resumed"),
         "resumed-grpo-full": Case(grpo(**KL, **FULL), way="resumed"),
+        "resumed-dmd2": Case(
+            run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
+        ),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"

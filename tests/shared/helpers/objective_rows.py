@@ -9,6 +9,7 @@ from fluvial.engines.methods.table import (
     D3po,
     Dgpo,
     Distill,
+    Dmd2,
     Dpo,
     Dppo,
     Grpo,
@@ -16,6 +17,7 @@ from fluvial.engines.methods.table import (
     Nft,
     Raft,
     Sft,
+    Tdm,
     TempFlow,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
@@ -41,4 +43,6 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "tempflow": TempFlow(),
     "d3po": D3po(),
     "alignprop": AlignProp(last=2),
+    "dmd2": Dmd2(fake_updates=2),
+    "tdm": Tdm(),
 }

@@ -9,16 +9,17 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
+from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Guard, Nft, Raft, Sft, Tdm
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import RandomRecorded
+from fluvial.engines.sampling.window import AllRecorded, RandomRecorded
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 ODE = replace(STEPS, sampler=Ode())
+FEW = replace(ODE, prompts=12, group=1)
 RUNS: dict[str, dict[str, Any]] = {
     "nft": {"method": Nft(), "sampling": replace(ODE, sampler=Ode("dpmpp_2m")), "train": "lora", "kl.coef": 0.1},
     "awm": {"method": Awm(), "sampling": ODE, "passes.epochs": 2, "updates": 2},
@@ -27,6 +28,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
     "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
     "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
+    "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
+    "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},

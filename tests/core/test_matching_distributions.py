@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from fluvial.core.flow_matching import interpolate
-from fluvial.core.matching import (
+from fluvial.core.distill import (
     MATCH_FORMS,
     MatchForm,
     ambient_velocity,
@@ -19,6 +18,7 @@ from fluvial.core.matching import (
     renoise,
     snr_weight,
 )
+from fluvial.core.flow_matching import interpolate
 
 seeds = st.integers(0, 10_000)
 levels = st.tuples(st.floats(0, 0.95), st.floats(0.01, 1)).map(lambda pair: (pair[0], pair[0] + (1 - pair[0]) * pair[1]))
