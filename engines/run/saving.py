@@ -128,7 +128,7 @@ class Saver:
         best = best_of(progress.evaluations)
         if self.config.evaluation.stop_when_gamed and best is not None:
             written["spare"] = best.update
-        state = self._state()
+        state = self.state()
         if self.ahead is not None:
             tensors, meta["ahead"] = ({}, {}) if ahead is None else ahead.state()
             state = {**state, **tensors}
@@ -187,7 +187,7 @@ class Saver:
             RunError: it is damaged, or of another run.
             UsageError: more updates than planned would raise the learning rate again.
         """
-        state = optree.tree_map(torch.empty_like, self._state())
+        state = optree.tree_map(torch.empty_like, self.state())
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
         requested: dict[str, Tensor] = {}
         if self.ahead is not None:  # whose shapes only the checkpoint knows
@@ -226,7 +226,7 @@ class Saver:
         known = {name: meta[name] for name in asdict(Progress())}
         return Progress(**{**known, "evaluations": [Point(*point) for point in known["evaluations"]]})
 
-    def _state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return the state of every network that learns, that of another than the policy under its name."""
         others = {
             f"{NETWORK}{name}.{key}": tensor

@@ -194,7 +194,7 @@ def _one_after_another(ahead: Any) -> Callable[[], Any]:
 
 def _layout(trainer: Trainer) -> CheckpointLayout:
     """Return what a checkpoint holds, and gather the weights as the export at the end does."""
-    state = trainer.engine.state()
+    state = trainer.saver.state()
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
     own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
     exported, largest = 0, 0

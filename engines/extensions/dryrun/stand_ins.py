@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fluvial.engines.errors import FluvialError
+from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.scoring.registry import select
@@ -120,6 +120,7 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
     # Every update has two micro-batches at least, as far as the run's own do.
     samples = max(CHUNKS * size, 2 * config.pass_sizes(sampling.batch)[0] * config.method.passes.minibatches)
     prompts = min(sampling.prompts, max(1, math.ceil(samples * data / sampling.group)))
+    prompts = next(count for count in range(prompts, sampling.prompts + 1) if _is_accepted(config, count))
     updates = config.updates_per_rollout * (2 if config.rollout.ahead else 1)
     # What is encoded here has no values, so it must not come into the run's own caches.
     cache = None if config.pipeline.text_cache is None else folder / "texts"
@@ -128,6 +129,14 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
     fewer = {"updates": updates, "sampling.prompts": prompts, "evaluation.samples": size * data}
     changed = with_values(config, {**here, **alone, **fewer, "rollout.max_invalid": 0.999})
     return changed, _slots(sampling.batch, size, data) / _slots(changed.method.sampling.batch, size, data)
+
+
+def _is_accepted(config: TrainConfig, prompts: int) -> bool:
+    """Return whether a run's method takes a number of prompts per rollout."""
+    try:
+        return bool(with_values(config, {"sampling.prompts": prompts}))
+    except UsageError:
+        return False
 
 
 def _slots(batch: int, size: int, ranks: int) -> int:

@@ -69,6 +69,7 @@ def account(
     trajectory: int = 0,
     micro_batches: int = 2,
     reference: bool = False,
+    learners: int = 1,
     phase: Phase = "update",
 ) -> Accounting:
     """Return the bytes that the engine holds at the peak of a phase on the first rank, which has the largest shards.
@@ -100,6 +101,7 @@ def account(
         trajectory: bytes of the tensors that a rollout stored.
         micro_batches: number of micro-batches per update and rank.
         reference: whether a frozen copy is kept for a KL term, as in full fine-tuning.
+        learners: number of networks that learn, each with trained parameters and moments of its own; they take turns.
         phase: "update", or "rollout" for forward passes without gradient.
 
     Raises:
@@ -115,12 +117,13 @@ def account(
     codes = _measure_quantised(module, blocks, engine)
     frozen = [p for name, p in module.named_parameters() if not (p.requires_grad or is_adapter(name) or p in codes)]
     sizes_of = {p: 4 if is_adapter(name) else DTYPES[engine.masters].itemsize for name, p in kept}
-    parameters = sum(size * _count_sharded([p], shards) for p, size in sizes_of.items())
+    learnt = sum(sizes_of[p] * _count_sharded([p], shards) for p in trained)
+    parameters = sum(size * _count_sharded([p], shards) for p, size in sizes_of.items()) + (learners - 1) * learnt
     parameters += compute * _count_sharded(frozen, shards)
     row = OPTIMIZERS[optimizer.name]
-    moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
+    moments = learners * sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _count_sharded(trained, shards) if optimizer.ema_decay else 0
-    gradients = sum(sizes_of[p] * _count_sharded([p], shards) for p in trained) if update else 0
+    gradients = learnt if update else 0
     held = {
         "parameters": parameters,
         "moments": moments,

@@ -39,6 +39,8 @@ class PlanConfig:
         micro_batch: Number of samples per forward pass; by default the model's.
         micro_batches: Number of micro-batches per update, on each GPU.
         reference: Keep a frozen copy for a KL term. LoRA needs none: its reference is the model without adapters.
+        learners: Number of networks that learn: 2 with the fake of DMD2 and TDM. Each further one has adapters, or with full
+            fine-tuning weights, and moments of its own.
         guidance: Put both halves of classifier-free guidance through each forward pass.
         samples: Number of samples per rollout, on each GPU.
         steps: Number of steps that are stored per sample.
@@ -60,6 +62,7 @@ class PlanConfig:
     micro_batch: int | None = None
     micro_batches: int = 4
     reference: bool = False
+    learners: int = 1
     guidance: bool = False
     samples: int = 16
     steps: int = 3
@@ -83,6 +86,7 @@ class PlanConfig:
             samples=least_1,
             steps=least_1,
             micro_batch=least_1,
+            learners=least_1,
             memory_gib=(0, math.inf),
             reserve_gib=(0, math.inf),
         )
@@ -252,6 +256,7 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Memory
             trajectory=config.samples * (2 * config.steps * latent + conditioning * halves),
             micro_batches=config.micro_batches,
             reference=config.reference and config.train == "full",
+            learners=config.learners,
             phase=kind,
         )
 

@@ -1,5 +1,6 @@
 """The trace of a plan: the peaks of an update and of a rollout's pass, from the program itself on a simulated GPU."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from fluvial.engines.extensions.plan.check import Loss
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan, unit_of
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
 from fluvial.engines.run.log.progress import table
-from fluvial.models import add_lora
+from fluvial.models.lora import adapter_names, add_lora
 from fluvial.models.shapes import MODELS, ModelShape, blocks
 
 UNREAD = Path("unread")  # folder of weights, from which a simulated device reads nothing
@@ -41,7 +42,7 @@ def trace(name: str, config: PlanConfig) -> Trace:
     size, resolution = config.micro_batch or model.micro_batch, config.resolution or model.resolution or 0
     count = size * min(config.micro_batches, 2)
     with simulate(ranks=config.gpus) as simulation:
-        engine, reference = _engines(model, config, simulation)
+        engine, others = _engines(model, config, simulation)
         device, phase = simulation.world.device, simulation.phases.of
 
         def inputs(samples: int) -> dict[str, Any]:
@@ -63,28 +64,35 @@ def trace(name: str, config: PlanConfig) -> Trace:
             batch = inputs(size)
             for _ in range(2):
                 module(**batch, return_dict=False)
-        del reference
+        del others
         ledger, found = simulation.mode.ledger, simulation.phases.found
         held = [ledger.find_holders(found[each].peak_entry).lines for each in ("update", "rollout")]
         return Trace(found["update"].peak, found["rollout"].peak, *held)
 
 
-def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> tuple[Engine, ShardedModule | None]:
-    """Return the engine and, where a plan has one, the frozen reference."""
+def _engines(model: ModelShape, config: PlanConfig, simulation: Simulation) -> tuple[Engine, list[Any]]:
+    """Return the policy's engine and, where a plan has them, the other networks that learn and the frozen reference."""
 
     def built() -> nn.Module:
         with torch.device("meta"):
             return nn.Module.to(model.build(), "meta")
 
-    module, world = built(), simulation.world
+    def engine_of(module: nn.Module, parameters: Collection[str] | None = None) -> Engine:
+        options: Any = {"updates": 10, "sharding": sharding, "weights": UNREAD, "parameters": parameters}
+        return Engine(module, blocks(model, module), config.optimizer, world, **options)
+
+    module, world, sharding = built(), simulation.world, replace(config.engine, compile=False)
+    others = [f"other{number}" for number in range(1, config.learners)]
     if config.train == "lora":
-        add_lora(module, config.lora, model.lora_targets)
-    sharding = replace(config.engine, compile=False)
-    engine = Engine(module, blocks(model, module), config.optimizer, world, updates=10, sharding=sharding, weights=UNREAD)
-    if not config.reference or config.train == "lora":
-        return engine, None
-    frozen = built().requires_grad_(False)
-    return engine, ShardedModule(frozen, blocks(model, frozen), world, sharding, weights=UNREAD)
+        add_lora(module, config.lora, model.lora_targets, adapters=("default", *others), trained=others)
+        engine = engine_of(module, [*adapter_names(module, "default").values()])
+        names = (adapter_names(module, name).values() for name in others)
+        return engine, [Engine(engine.sharded, config=config.optimizer, parameters=[*each]) for each in names]
+    engine, more = engine_of(module), list[Any](engine_of(built()) for _ in others)
+    if config.reference:
+        frozen = built().requires_grad_(False)
+        more.append(ShardedModule(frozen, blocks(model, frozen), world, sharding, weights=UNREAD))
+    return engine, more
 
 
 def show(name: str, config: PlanConfig, *, console: Console) -> None:
