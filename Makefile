@@ -28,7 +28,7 @@ test-all: $(VENV)/installed-ray $(VENV)/installed-docs
 # The tests marked `bits` on the code paths of an AMD processor with AVX2 (tests/README.md, "Bits"). Needs Linux and a C compiler.
 test-lesser-cpu: $(VENV)/installed-test
 	@mkdir -p build
-	$(CC) -shared -fPIC -o build/not_intel.so tests/helpers/not_intel.c
+	$(CC) -shared -fPIC -o build/not_intel.so tests/shared/helpers/not_intel.c
 	LD_PRELOAD=$(CURDIR)/build/not_intel.so ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FLUVIAL_LESSER_CPU=1 \
 		PYTHONSAFEPATH=1 $(BIN)/python -P -m pytest -m "bits and not whole" $(WORKERS) $(ARGS)
 
@@ -58,7 +58,7 @@ lint: $(VENV)/installed-test | build/types/fluvial
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=build/types $(BIN)/python -P -m mypy -p fluvial
-	MYPYPATH=build/types:tests/helpers:tests/workers $(BIN)/python -P -m mypy tests
+	MYPYPATH=build/types:tests/shared $(BIN)/python -P -m mypy tests
 
 # The site of all pages and of the docstrings: build/site/index.html.
 docs: $(VENV)/installed-docs | build/types/fluvial

@@ -17,10 +17,12 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.extensions.plan.simulate import simulate
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.window import RandomWindow
@@ -46,11 +48,12 @@ def compare(rollout: float, update: float, ahead: int, world: World, folder: Pat
     config = TrainConfig(
         out=folder,
         updates=ROLLOUTS,
-        micro_batch=4,
-        update_micro_batch="rollout",
-        asynchronous=AsyncConfig(ahead),
-        correction=CorrectionConfig("truncate"),
-        rollout=RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),
+        engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
+        rollout=RolloutConfig(ahead=ahead),
+        method=Grpo(
+            sampling=SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2)),
+            correction=CorrectionConfig("truncate"),
+        ),
     )
     made, learnt = list[float](), list[float]()
     with Trainer(config, replace(jobs.handwriting(), rewards={"brightness": spread}), world) as trainer:

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measurement: seconds at the 20th, 50th and 80th percentile of `runs`, and the machine and versions."""
 
     op: str
@@ -101,7 +101,7 @@ def row(
     unit: str,
     mode: str = "",
     dtype: torch.dtype = torch.float32,
-) -> Row:
+) -> Measurement:
     """Return the row of a list of timings.
 
     Args:
@@ -110,7 +110,7 @@ def row(
         amount, unit: work per run, for the rate.
     """
     p20, p50, p80 = spread(torch.tensor(seconds, dtype=torch.float64))
-    return Row(
+    return Measurement(
         op=op,
         provider=provider,
         mode=mode,
@@ -124,7 +124,7 @@ def row(
         unit=unit,
         of_copy=0.0,
         peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        **facts(Row),
+        **facts(Measurement),
     )
 
 
@@ -157,7 +157,7 @@ def write(path: Path, rows: Iterable[Any], kind: type) -> None:
     whole.replace(path)
 
 
-def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
+def append(path: Path, rows: Iterable[Any], kind: type = Measurement) -> None:
     """Append rows to a CSV, with a header if it is new.
 
     Args:
@@ -179,7 +179,7 @@ def append(path: Path, rows: Iterable[Any], kind: type = Row) -> None:
             writer.writerow({name: _short(value) for name, value in asdict(measured).items()})
 
 
-def show(title: str, rows: Sequence[Row], *, baseline: str | None = None) -> None:
+def show(title: str, rows: Sequence[Measurement], *, baseline: str | None = None) -> None:
     """Print rows as a table; with a baseline (a provider), each op's ratio of medians to it."""
     lines = []
     for r in rows:

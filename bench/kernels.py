@@ -18,7 +18,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
 from fluvial.bench import harness
-from fluvial.bench.harness import Row
+from fluvial.bench.harness import Measurement
 from fluvial.bench.operations import OPERATIONS, SHAPES, Operation, inputs, must_move
 from fluvial.core.checks import check_choice, check_number
 from fluvial.kernels.fused.rows import launches
@@ -68,11 +68,11 @@ class KernelsConfig:
             raise ValueError("kernels: device is cuda, and there is none here: use cpu")
 
 
-def run(config: KernelsConfig) -> list[Row]:
+def run(config: KernelsConfig) -> list[Measurement]:
     """Measure, append to kernels.csv, plot and print a table."""
     # Backward runs through a graph more than once. Each shape is compiled for itself, as in a run, which has one.
     with functorch_config.patch(donated_buffer=False), dynamo_config.patch(automatic_dynamic_shapes=False):
-        began, rows = time.perf_counter(), list[Row]()
+        began, rows = time.perf_counter(), list[Measurement]()
         for operation in OPERATIONS:
             if operation.name in config.operations:
                 measured = list(measure(operation, config, until=began + config.seconds))
@@ -85,7 +85,7 @@ def run(config: KernelsConfig) -> list[Row]:
     return rows
 
 
-def measure(operation: Operation, config: KernelsConfig, *, until: float = math.inf) -> Iterator[Row]:
+def measure(operation: Operation, config: KernelsConfig, *, until: float = math.inf) -> Iterator[Measurement]:
     """Yield the rows of an operation for every shape, batch, mode and provider, until the deadline."""
     for shape in config.shapes:
         for batch in config.batches:
@@ -100,7 +100,9 @@ def measure(operation: Operation, config: KernelsConfig, *, until: float = math.
                 yield from _rows(operation, shape, batch, mode, moved[mode], config)
 
 
-def _rows(operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig) -> Iterator[Row]:
+def _rows(
+    operation: Operation, shape: str, batch: int, mode: str, moved: int, config: KernelsConfig
+) -> Iterator[Measurement]:
     samples, numbers = inputs(operation, batch, SHAPES[shape], dtype=torch.bfloat16, device=config.device)
     work = {name: _work(operation, name, mode, samples, numbers) for name in _providers(mode, config)}
     # Half of a copy's bytes are read and half are written.
@@ -205,7 +207,7 @@ def _peak(function: Callable[[], object], device: str) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def plot(rows: Sequence[Row], out: Path) -> list[Path]:
+def plot(rows: Sequence[Measurement], out: Path) -> list[Path]:
     """Plot bandwidth and time against size, one image per pass of an operation."""
     import matplotlib
 
@@ -215,7 +217,7 @@ def plot(rows: Sequence[Row], out: Path) -> list[Path]:
     device = "gpu" if any(row.provider == "triton" for row in rows) else "cpu"
     copies = {(row.op, row.mode, row.shape): 1e9 * row.rate * row.p50 for row in rows if row.provider == "copy"}
 
-    def size(row: Row) -> float:
+    def size(row: Measurement) -> float:
         return copies[row.op, row.mode, row.shape]
 
     paths = []
@@ -245,7 +247,7 @@ def plot(rows: Sequence[Row], out: Path) -> list[Path]:
     return paths
 
 
-def fraction_of_copy(rows: Sequence[Row], provider: str) -> float:
+def fraction_of_copy(rows: Sequence[Measurement], provider: str) -> float:
     """Return the least fraction of a copy's bandwidth that a provider reaches from 64 MiB up, NaN without such a row."""
     large = [row.of_copy for row in rows if row.provider == provider and 1e9 * row.rate * row.p50 >= 2**26]
     return min(large, default=math.nan)

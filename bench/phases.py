@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fluvial.bench import harness
-from fluvial.bench.harness import Row
+from fluvial.bench.harness import Measurement
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run import recipes
@@ -29,7 +29,7 @@ class PhasesConfig:
             raise ValueError(f"runs is {self.runs}, expected at least 1")
 
 
-def run(config: PhasesConfig) -> list[Row]:
+def run(config: PhasesConfig) -> list[Measurement]:
     """Measure each phase of full fine-tuning and of LoRA, append to phases.csv and print a table."""
     with tempfile.TemporaryDirectory() as folder, init_world() as world:
         job = jobs.handwriting()
@@ -46,7 +46,7 @@ def run(config: PhasesConfig) -> list[Row]:
         harness.alternate(config.runs, {name: lambda name=name: update(name) for name in trainers})  # type: ignore[misc]
         for trainer in trainers.values():
             trainer.close()
-        batch = defaults.rollout.batch
+        batch = defaults.method.sampling.batch
         rows = [
             harness.row(
                 phase,

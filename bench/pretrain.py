@@ -19,9 +19,9 @@ from fluvial.core.random import Key, fold_in, key, normal, uniform
 from fluvial.engines.data.records import model_inputs, texts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import export
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.evaluation.evaluate import evaluate

@@ -36,7 +36,7 @@ from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import JSON, Reply
 from fluvial.engines.extensions.wire.response import read_response
 from fluvial.engines.sampling.build import build_source
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling, StochasticSteps, on_device
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Stochastic
@@ -176,8 +176,8 @@ def measure(config: ServingConfig) -> Iterator[ServingRow]:
 
     with init_world() as world, serving("TINY" if config.tiny else "SMALL", count) as (address, server):
         inside: RolloutSource = InProcess(model, lambda: nullcontext(module))
-        asked = RolloutConfig(steps=STEPS, sampler=Stochastic(eta=ETA), source=address)
-        remote = build_source(asked, model, lambda: nullcontext(module), world)
+        asked = SamplingConfig(steps=STEPS, sampler=Stochastic(eta=ETA))
+        remote = build_source(RolloutConfig(source=address), asked, model, lambda: nullcontext(module), world)
         assert isinstance(remote, Remote)
         client = remote.pool.servers[0].client
         attempt = client.attempt

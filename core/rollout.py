@@ -17,7 +17,7 @@ from torch import Tensor
 from fluvial.core import gaussian, transitions
 from fluvial.core.checks import compute_dtype
 from fluvial.core.random import Key, sample_keys, step_keys, step_noises
-from fluvial.core.table import Plan, Record, mask, plan
+from fluvial.core.table import Record, StepPlan, mask, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.core.types import Grid, Samples, to_device
 
@@ -110,12 +110,12 @@ def rollout(
     return scan(velocity, x, planned, key)
 
 
-def scan(velocity: Velocity, x: Samples, plan: Plan, key: Key, *, draw: DrawAndScore | None = None) -> Trajectory:
+def scan(velocity: Velocity, x: Samples, plan: StepPlan, key: Key, *, draw: DrawAndScore | None = None) -> Trajectory:
     """Return the trajectory of a plan; the arguments are those of `unroll`."""
     return stack(plan, unroll(velocity, x, plan, key, draw=draw), x)
 
 
-def unroll(velocity: Velocity, x: Samples, plan: Plan, key: Key, *, draw: DrawAndScore | None = None) -> Iterator[Step]:
+def unroll(velocity: Velocity, x: Samples, plan: StepPlan, key: Key, *, draw: DrawAndScore | None = None) -> Iterator[Step]:
     """Yield the steps of a plan, recorded or not.
 
     Args:
@@ -153,7 +153,7 @@ def unroll(velocity: Velocity, x: Samples, plan: Plan, key: Key, *, draw: DrawAn
         x = x_next
 
 
-def stack(plan: Plan, steps: Iterable[Step], x: Samples) -> Trajectory:
+def stack(plan: StepPlan, steps: Iterable[Step], x: Samples) -> Trajectory:
     """Return the trajectory of the steps that were taken.
 
     Args:

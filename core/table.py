@@ -53,7 +53,7 @@ class Record:
 RECORD = Record()
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """The steps of a rollout of B samples, known before the first one is taken."""
 
     levels: Tensor  # [T+1], on the device of the table
@@ -79,7 +79,7 @@ def plan(
     steps: range | None = None,
     device: torch.device | None = None,
     function: str = "rollout",
-) -> Plan:
+) -> StepPlan:
     """Return the table of a schedule and a window, after checking that every recorded step has a density.
 
     It reads values on the host only, so give it levels on the CPU. Where the levels or eta are not known (an accelerator,
@@ -121,7 +121,7 @@ def plan(
         inside = mask(stochastic, T, levels.device)
         coefficients = Transition(*(torch.where(inside, a, b) for a, b in zip(coefficients, outside, strict=True)))
     table = Transition(*(coefficient.expand(-1, batch).contiguous() for coefficient in coefficients))
-    return Plan(levels, table, stochastic, recorded, taken, record)
+    return StepPlan(levels, table, stochastic, recorded, taken, record)
 
 
 def mask(rows: Rows, T: int, device: torch.device) -> Tensor:

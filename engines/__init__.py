@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from fluvial.engines.errors import FluvialError, RunError, UsageError
     from fluvial.engines.methods.losses import KLConfig
     from fluvial.engines.run import recipes
-    from fluvial.engines.run.config import TrainConfig
+    from fluvial.engines.run.config import TrainConfig, with_values
     from fluvial.engines.run.evaluation.evaluate import evaluate
     from fluvial.engines.run.job import Job
+    from fluvial.engines.run.jobs.settings import MachineConfig
     from fluvial.engines.run.trainer import Trainer
     from fluvial.engines.sampling.config import RolloutConfig
     from fluvial.engines.sampling.score import score
@@ -26,6 +27,7 @@ __all__ = [
     "FluvialError",
     "Job",
     "KLConfig",
+    "MachineConfig",
     "OptimizerConfig",
     "RolloutConfig",
     "RunError",
@@ -36,6 +38,7 @@ __all__ = [
     "init_world",
     "recipes",
     "score",
+    "with_values",
 ]
 
 _HOMES = {
@@ -44,6 +47,7 @@ _HOMES = {
     "FluvialError": "errors",
     "Job": "run.job",
     "KLConfig": "methods.losses",
+    "MachineConfig": "run.jobs.settings",
     "OptimizerConfig": "engine.config",
     "RolloutConfig": "sampling.config",
     "RunError": "errors",
@@ -53,6 +57,7 @@ _HOMES = {
     "evaluate": "run.evaluation.evaluate",
     "init_world": "engine.world",
     "score": "sampling.score",
+    "with_values": "run.config",
 }
 _MODULES = {"recipes": "run.recipes"}
 

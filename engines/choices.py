@@ -15,6 +15,27 @@ from typing import Any, Union, get_args, get_origin
 from fluvial.engines.errors import UsageError
 from fluvial.engines.plugins import did_you_mean
 
+# Metadata of a field whose own fields are flags without its name before them: --sampling.group, not --method.sampling.group.
+BARE = {"bare": True}
+
+
+def is_bare(field: "dataclasses.Field[Any]") -> bool:
+    """Return whether the flags of a field's own fields have no name before them."""
+    return bool(field.metadata.get("bare"))
+
+
+def describe_fields(kind: type) -> dict[str, str]:
+    """Return the help of each field of a dataclass by name, from its docstring and those of the classes that it extends."""
+    import docstring_parser
+
+    texts = dict[str, str]()
+    for each in reversed(kind.__mro__):
+        texts |= {
+            part.arg_name: part.description or ""
+            for part in docstring_parser.parse(each.__dict__.get("__doc__") or "").params
+        }
+    return texts
+
 
 def variants(union: Any) -> tuple[type, ...]:
     """Return the dataclasses that a field of a union type may hold; nothing for any other type."""

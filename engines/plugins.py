@@ -62,13 +62,13 @@ def load(
     Raises:
         UsageError: there is no such name, module or attribute, importing it fails, or the check fails; in one line.
     """
-    label, table, declared = f"`{field or group.removesuffix('s')}`", table or {}, _list_declared(group)
+    label, table = f"`{field or group.removesuffix('s')}`", table or {}
     where = f"{label} {spec!r}"
     if spec in table:
         found = table[spec]
     elif ":" in spec:
         found = _import(where, spec)
-    elif spec in declared:
+    elif spec in (declared := _list_declared(group)):
         where += f" (entry point {declared[spec]})"
         found = _import(where, declared[spec])
     else:

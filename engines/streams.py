@@ -11,7 +11,7 @@ drawn from one stream never depends on another. A stream has a parent, the key t
     order         order.order_key(data_seed or seed)      EPOCHS; the source is folded in before, the epoch after
     preferences   key(seed) of `fluvial preferences`      PREFERENCE_*
     pretraining   fold_in(key(seed), update)              PRETRAIN_*
-    rounding      key(rounding.SEED)                      ROUNDING; the update, the parameter and the row are folded in
+    rounding      key(optimizers.SEED)                    ROUNDING; the update, the parameter and the row are folded in
 
 `evaluation`, `probe` and `preferences` draw their samples from a key of `generate` too, which splits it as `sample` above.
 The numbers are part of the results: another number is another run.

@@ -9,7 +9,9 @@ compiled reference and the reference itself, see `resolve`.
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import torch
@@ -38,6 +40,17 @@ ACCELERATORS: tuple[str, ...] = ("cuda", "xpu")  # torch calls ROCm cuda
 FUSED = {*ACCELERATORS, "simulated"}  # a simulated device computes nothing, and takes the kernels' shapes
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter runs the kernels on the CPU, slowly
+_PREFERRED: ContextVar[Implementation] = ContextVar("implementation", default="auto")
+
+
+@contextmanager
+def prefer(implementation: Implementation) -> Iterator[None]:
+    """Let "auto" stand for an implementation within the block, as `torch.nn.attention.sdpa_kernel` does for attention."""
+    token = _PREFERRED.set(implementation)
+    try:
+        yield
+    finally:
+        _PREFERRED.reset(token)
 
 
 def resolve(
@@ -49,9 +62,9 @@ def resolve(
 ) -> Literal["triton", "compiled", "reference"]:
     """Return the implementation that runs.
 
-    "auto" is "triton" on CUDA, ROCm and XPU if the kernels support the arguments, else "reference". It is never "compiled":
-    compilation takes seconds per new kind of argument, and a rollout and an update that are compiled separately may round
-    differently, so that the first ratio would not be exactly 1.
+    "auto" is that of `prefer` within such a block. Elsewhere it is "triton" on CUDA, ROCm and XPU if the kernels support the
+    arguments, else "reference", never "compiled": compilation takes seconds per new kind of argument, and a rollout and an
+    update that are compiled separately may round differently, so that the first ratio would not be exactly 1.
 
     Args:
         function: name of the operation, for messages.
@@ -65,6 +78,8 @@ def resolve(
             silently.
     """
     check_choice(function, "implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "auto":
+        implementation = _PREFERRED.get()
     if implementation == "auto":
         fused = samples[0].device.type in FUSED and _obstacle(samples, numbers, constants) is None
         return "triton" if fused else "reference"

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 GIB = 2**30
 
 
-class Known(NamedTuple):
+class PublishedModel(NamedTuple):
     """A published model."""
 
     pipeline: str  # class of diffusers' pipeline, as its model_index.json names it
@@ -26,18 +26,20 @@ class Known(NamedTuple):
 
 # Sizes are those stated by the publishers.
 KNOWN = (
-    Known("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "images"),
-    Known("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "images"),
-    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-medium", 2.5, "velocity", "images"),
-    Known("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large", 8.1, "velocity", "images"),
-    Known("FluxPipeline", "black-forest-labs/FLUX.1-dev", 12.0, "velocity", "images"),
-    Known("QwenImagePipeline", "Qwen/Qwen-Image", 20.0, "velocity", "images"),
-    Known("QwenImageEditPipeline", "Qwen/Qwen-Image-Edit", 20.0, "velocity", "images from images"),
-    Known("QwenImageEditPlusPipeline", "Qwen/Qwen-Image-Edit-2509", 20.0, "velocity", "images from images"),
-    Known("ZImagePipeline", "Tongyi-MAI/Z-Image", 6.0, "velocity", "images"),
-    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.3, "velocity", "videos"),
-    Known("WanPipeline", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.0, "velocity", "videos"),
-    Known("WanPipeline", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 27.0, "velocity", "videos"),
-    Known("WanImageToVideoPipeline", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 14.0, "velocity", "videos from images"),
-    Known("WanImageToVideoPipeline", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", 27.0, "velocity", "videos from images"),
+    PublishedModel("StableDiffusionPipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5", 0.86, "epsilon", "images"),
+    PublishedModel("StableDiffusionXLPipeline", "stabilityai/stable-diffusion-xl-base-1.0", 2.6, "epsilon", "images"),
+    PublishedModel("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-medium", 2.5, "velocity", "images"),
+    PublishedModel("StableDiffusion3Pipeline", "stabilityai/stable-diffusion-3.5-large", 8.1, "velocity", "images"),
+    PublishedModel("FluxPipeline", "black-forest-labs/FLUX.1-dev", 12.0, "velocity", "images"),
+    PublishedModel("QwenImagePipeline", "Qwen/Qwen-Image", 20.0, "velocity", "images"),
+    PublishedModel("QwenImageEditPipeline", "Qwen/Qwen-Image-Edit", 20.0, "velocity", "images from images"),
+    PublishedModel("QwenImageEditPlusPipeline", "Qwen/Qwen-Image-Edit-2509", 20.0, "velocity", "images from images"),
+    PublishedModel("ZImagePipeline", "Tongyi-MAI/Z-Image", 6.0, "velocity", "images"),
+    PublishedModel("WanPipeline", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", 1.3, "velocity", "videos"),
+    PublishedModel("WanPipeline", "Wan-AI/Wan2.1-T2V-14B-Diffusers", 14.0, "velocity", "videos"),
+    PublishedModel("WanPipeline", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", 27.0, "velocity", "videos"),
+    PublishedModel(
+        "WanImageToVideoPipeline", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", 14.0, "velocity", "videos from images"
+    ),
+    PublishedModel("WanImageToVideoPipeline", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", 27.0, "velocity", "videos from images"),
 )

@@ -3,8 +3,12 @@
 `torch.get_device_module(device)` has the functions of `torch.cuda` for each of them.
 """
 
+import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,3 +60,29 @@ def cpu() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Make torch use deterministic algorithms only, and raise on operations that have none; restored afterwards.
+
+    The same seed then gives the same bits on the same machine, versions and number of ranks. On CUDA some algorithms are
+    slower, cuDNN's benchmark is off, and cuBLAS gets a fixed workspace. CUBLAS_WORKSPACE_CONFIG stays set, because cuBLAS
+    reads it once. A CPU with a fixed number of threads needs none of this.
+    """
+    if not on:
+        yield
+        return
+    memory: Any = torch.utils.deterministic  # has its setting as a property, which type checkers do not see
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        memory.fill_uninitialized_memory = False  # nothing here reads memory that it did not write
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+        memory.fill_uninitialized_memory = fill

@@ -2,12 +2,17 @@
 
 A copy from the host is known (`to_device`), and what `keep` computes from known tensors. A tensor that was written to
 since is not known any more.
+
+Copies with one layout in memory (`fresh_copy`) keep the bits of a rollout in its update: those of a matrix product can
+depend on its operands' addresses. tests/README.md says what is promised of bits.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import optree
 import torch
+from optree import PyTree
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -81,3 +86,16 @@ def join(*tensors: Tensor) -> Tensor:
 
 def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
+
+
+def fresh_copy(tensors: PyTree[Tensor], device: torch.device) -> PyTree[Tensor]:
+    """Return contiguous copies on a device, each at the start of its own storage, which torch aligns to 64 bytes or more."""
+
+    def copy_tensor(tensor: Tensor) -> Tensor:
+        if tensor.device.type != device.type:
+            return to_device(tensor.contiguous(), device)
+        copy = tensor.to(device, non_blocking=True, copy=True, memory_format=torch.contiguous_format)
+        host = recall(tensor)
+        return copy if host is None else remember(copy, host)
+
+    return optree.tree_map(copy_tensor, tensors)

@@ -219,12 +219,7 @@ def adapter_parameters(module: nn.Module, name: str) -> dict[str, nn.Parameter]:
     In a sharded module these are the shards. Parameters that FSDP holds gathered are freed, so that the next forward pass
     sees what is written to the shards. Raises ValueError if the module has no adapter of that name.
     """
-    from torch.distributed.fsdp import FSDPModule  # takes seconds, which help must not wait for
-
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
-    parameters = dict(module.named_parameters())
+    parameters = module.state_dict(keep_vars=True)  # its hooks free what is gathered
     return {short: parameters[full] for short, full in adapter_names(module, name).items()}
 
 
@@ -380,7 +375,7 @@ def _add_lengths(layer: Any, adapters: Sequence[str]) -> None:
 
 def _shards(module: nn.Module, adapter: str) -> dict[str, Tensor]:
     """Return this rank's shards of an adapter, detached, for writing in place."""
-    from torch.distributed.tensor import DTensor  # as above
+    from torch.distributed.tensor import DTensor  # takes seconds, which help must not wait for
 
     return {
         name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()

@@ -8,11 +8,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import ledger
 import pytest
+from helpers import ledger
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.world import World
 
 # The suite tests the CPU, whether or not there is a GPU (`make gpu-first` tests that). Set before torch looks for one.
 if "FLUVIAL_TEST_DEVICE" not in os.environ:
@@ -95,3 +99,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if module not in slow:
             min(halves, key=len).extend(module)
     items[:] = [*halves[0], *halves[1]]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator["World"]:
+    """Return the world of this process."""
+    from fluvial.engines.engine.world import init_world
+
+    with init_world() as world:
+        yield world

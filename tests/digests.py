@@ -29,17 +29,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")  # before torch reads them
-sys.path[:0] = [str(Path(__file__).parent / "helpers")]
+sys.path[:0] = [str(Path(__file__).parent / "shared")]
 
 # What a run imports on first use is imported here, once for all forks.
 import diffusers.optimization  # noqa: E402
 import peft  # noqa: E402, F401
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
-from digest_cases import Case, cases, prepare  # noqa: E402
+from helpers.digest_cases import Case, cases, prepare  # noqa: E402
 
 from fluvial.engines import TrainConfig, Trainer, init_world  # noqa: E402
 from fluvial.engines.run import train  # noqa: E402
+from fluvial.engines.run.config import with_values  # noqa: E402
+from fluvial.engines.sampling.config import ServersConfig  # noqa: E402
 from fluvial.models.handwriting import BASE, Handwriting  # noqa: E402
 
 WAIT = 90.0  # seconds that a rank waits for another, and a run for a server
@@ -127,21 +129,21 @@ def loop(config: TrainConfig, case: Case, world: Any) -> Result:
 def execute(case: Case, out: Path, address: str, world: Any) -> Result:
     """Make a run in its way; raise unless a second way ends as the run alone does."""
     config = replace(case.config, out=out)
-    rollout = config.rollout
     if case.way == "loop":
         return loop(config, case, world)
     if case.way == "served":
-        config = replace(config, rollout=replace(rollout, source="", servers=type(rollout.servers)()))
+        config = with_values(config, {"rollout.source": "", "rollout.servers": ServersConfig()})
     first = run(config, case, world)
     if case.way == "alone":
         return first
     if case.way == "resumed":
         second = resume(config, case, world)
     elif case.way == "replayed":
-        run(replace(config, rollout=replace(rollout, store=out / "stored")), case, world)
-        second = run(replace(config, rollout=replace(rollout, source=f"replayed:{out / 'stored'}")), case, world)
+        run(with_values(config, {"rollout.store": out / "stored"}), case, world)
+        second = run(with_values(config, {"rollout.source": f"replayed:{out / 'stored'}"}), case, world)
     else:
-        second = run(replace(config, rollout=replace(rollout, source=address)), case, world)
+        servers = case.config.rollout.servers
+        second = run(with_values(config, {"rollout.source": address, "rollout.servers": servers}), case, world)
     if difference := first.difference(second, metrics=case.way == "resumed"):
         raise AssertionError(f"a run that is {case.way} differs from the run alone: {difference}")
     return second

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "helpers"))
-import ledger  # noqa: E402
+sys.path.append(str(ROOT / "tests" / "shared"))
+from helpers import ledger  # noqa: E402
 
 SLOWEST = 10
 TESTS_FAILED, NOTHING_SELECTED = 1, 5  # pytest's exit codes

@@ -31,7 +31,7 @@ EXEMPTIONS = ("NAMES_RUN", "MORE_FILES")  # of test_layout.py
 
 Calls = Counter[tuple[str, str]]  # of a function, by its file and its name
 os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-sys.path[:0] = [str(ROOT / "tests" / "helpers")]
+sys.path[:0] = [str(ROOT / "tests" / "shared")]
 
 
 class Tracer:
@@ -105,7 +105,7 @@ def settings(command: str) -> int:
 def report() -> Iterator[tuple[str, object]]:
     """Yield names and numbers."""
     import torch
-    from digest_cases import cases, job
+    from helpers.digest_cases import cases, job
 
     from fluvial.engines import Trainer, init_world
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import FOLDERS, READMES, ROOT
+from helpers.pages import FOLDERS, READMES, ROOT
 
 HOOKS = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))

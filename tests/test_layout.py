@@ -21,6 +21,9 @@ FLOORS = (
     ("kernels", "models"),
     (
         "engines.errors",
+        "engines.attention",
+        "engines.files",
+        "engines.rendezvous",
         "engines.plugins",
         "engines.choices",
         "engines.streams",
@@ -34,10 +37,12 @@ FLOORS = (
         "engines.sampling",
         "engines.run.passes.micro_batch",
         "engines.run.passes.warm_up",
+        "engines.run.passes.storages",
     ),
     ("engines.scoring", "engines.export"),
     # What a method sees.
-    *((f"engines.run.{name}",) for name in ("settings", "declared", "networks", "jobs.base", "batch", "sampler", "run")),
+    *((f"engines.run.{name}",) for name in ("declared", "method", "jobs.settings", "evaluation.config", "config")),
+    *((f"engines.run.{name}",) for name in ("networks", "jobs.base", "batch", "sampler", "run")),
     ("engines.methods", "engines.run.evaluation"),
     ("engines.run.process",),
     ("engines.run",),
@@ -46,9 +51,6 @@ FLOORS = (
     ("engines.cli", "engines"),
     ("bench",),
 )
-# The modules that may import the configuration of a run for a type, from below it: its own rules are in a file beside it.
-RUN = "engines.run.config"
-NAMES_RUN = {"engines.run.validate"}
 
 
 @cache
@@ -86,7 +88,6 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_typing(outer)
         for inner in ast.walk(outer)
     }
-    typing = {inner for outer in ast.walk(tree) if is_typing(outer) for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         if node in deferred and not lazy:
             continue
@@ -102,19 +103,13 @@ def imports(path: Path, name: str, *, lazy: bool) -> Iterator[str]:
                 target = imported.removeprefix("fluvial.")
                 while target not in modules():  # a name in a module
                     target = target.rpartition(".")[0]
-                if target != name and not (node in typing and target == RUN and name in NAMES_RUN):
+                if target != name:
                     yield target
 
 
 def is_typing(node: ast.AST) -> bool:
     """Return whether a node is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def names_run(path: Path) -> bool:
-    """Return whether a file imports the configuration of a run for a type alone."""
-    typing = [inner for outer in ast.walk(ast.parse(path.read_text())) if is_typing(outer) for inner in ast.walk(outer)]
-    return any(isinstance(node, ast.ImportFrom) and node.module == f"fluvial.{RUN}" for node in typing)
 
 
 def upward() -> list[str]:
@@ -138,11 +133,6 @@ def test_the_spine_imports_no_extension() -> None:
     assert len(spine) > 200
     pairs = [(name, target) for name in spine for target in imports(modules()[name], name, lazy=True)]
     assert [pair for pair in pairs if pair[1].startswith("engines.extensions")] == []
-
-
-def test_each_module_that_may_name_the_run_does() -> None:
-    """So that the exception stays as narrow as it is."""
-    assert {name for name in NAMES_RUN if not names_run(modules()[name])} == set()
 
 
 def test_kernels_and_models_do_not_import_each_other() -> None:

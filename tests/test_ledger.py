@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import ledger
 import pytest
+from helpers import ledger
 
 ROOT = Path(__file__).parents[1]
 # Seconds of CPU, of a ledger that may have been measured on a busy machine, where the same tests take a fifth more.
@@ -14,9 +14,9 @@ MOST, MOST_OF_A_FILE = 780, 100
 WRITE = "run `python -P tests/sessions.py --ledger` with the files"
 
 
-def row(processes: int, seconds: float, *, tests: int = 3) -> ledger.Row:
+def row(processes: int, seconds: float, *, tests: int = 3) -> ledger.FileTimes:
     """Return a row of a file."""
-    return ledger.Row("untyped", "tests/test_x.py", False, tests, processes, seconds)
+    return ledger.FileTimes("untyped", "tests/test_x.py", False, tests, processes, seconds)
 
 
 def test_every_test_file_has_a_row() -> None:
@@ -47,7 +47,7 @@ def test_what_runs_by_default_is_short() -> None:
         (row(5, 9.0)._replace(file="tests/test_new.py"), 1, 1),
     ],
 )
-def test_growth_is_seen(measured: ledger.Row, wrong: int, slower: int) -> None:
+def test_growth_is_seen(measured: ledger.FileTimes, wrong: int, slower: int) -> None:
     """In processes, which counts as a failure, and in time, which is said."""
     found = ledger.growth([measured], [row(4, 10.0)])
     assert tuple(map(len, found)) == (wrong, slower)

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch_names
+from helpers import torch_names
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "kernels", "engines", "models", "bench")

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-import pages
 import pytest
-import tiny_pipelines
-import tiny_rewards
+from helpers import pages, tiny_pipelines, tiny_rewards
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
@@ -31,17 +29,17 @@ REWARDS = "yuvalkirstain/PickScore_v1", "openai/clip-vit-large-patch14"
 CAPTIONS = ("a red fox", "two cats", "an owl")
 RUN = {
     "--updates": "1",
-    "--minibatches": "1",
+    "--passes.minibatches": "1",
     "--micro-batch": "2",
     "--update-micro-batch": "rollout",
-    "--eval-every": "0",
-    "--eval-samples": "2",
+    "--evaluation.every": "0",
+    "--evaluation.samples": "2",
     "--final-samples": "2",
-    "--checkpoint-every": "1",
+    "--checkpoint.every": "1",
 }
-ROLLOUT = {"--rollout.prompts": "2", "--rollout.group": "2"}
+ROLLOUT = {"--sampling.prompts": "2", "--sampling.group": "2"}
 SIZE = {"--pipeline.height": "16", "--pipeline.width": "16"}
-PIPELINE = {**SIZE, "--rollout.steps": "6", "--evaluation.steps": "4"}
+PIPELINE = {**SIZE, "--sampling.steps": "6", "--evaluation.steps": "4"}
 FITTED = "--engine.fit"  # works out the memory of the published network, which has tests of its own
 NOISED = {recipe: {"--noising.each": "2"} for recipe in ("nft", "raft", "dpo")}
 # A command with one of these words needs a server or another machine, or works out memory, which has tests of its own.

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
-from pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
+from helpers import pages
+from helpers.pages import FOLDERS, PAGES, READMES, ROOT, blocks, commands
 
 from fluvial.engines.cli import main as cli
 
@@ -45,7 +45,7 @@ def every_flag() -> set[str]:
     from fluvial.bench.update.cases import UpdateConfig
     from fluvial.engines.cli import eval as evaluation
     from fluvial.engines.cli import export, preferences, sample, serve, serve_rewards
-    from fluvial.engines.cli.parse import field_names
+    from fluvial.engines.cli.parse import expand_flags, field_names
     from fluvial.engines.extensions.dryrun.command import DryRunConfig
     from fluvial.engines.extensions.plan.plan import PlanConfig
     from fluvial.engines.extensions.plan.simulate import AheadConfig
@@ -63,11 +63,17 @@ def every_flag() -> set[str]:
     configs += [serve_rewards.ServeRewardsConfig(), serve.ServeConfig(), serve_rewards.VoteConfig()]
     configs += [aot.AotConfig(), kernels.KernelsConfig(), ObjectivesConfig(), phases.PhasesConfig()]
     configs += [serving.ServingConfig(), traffic.TrafficConfig(), UpdateConfig(), PeersConfig(Path("x"))]
-    names = {name for config in configs for name in field_names(config)}
-    return {"--" + name.replace("_", "-") for name in names} | {
-        *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--async.ahead"),
-        "--objective.temperature",  # of the objective that a page shows
-    }
+    known = list(map(field_names, configs))
+    flags = {"--" + name.replace("_", "-") for names in known for name in names}
+    short = {"--" + flag.rpartition(".")[2] for flag in flags if "." in flag}
+    return (
+        flags
+        | {flag for flag in short if any(expand_flags([flag], names) != [flag] for names in known)}
+        | {
+            *("--help", "--help-all", "--version", "--processes", "--preset", "--reward", "--as", "--rollout.ahead"),
+            "--temperature",  # of the objective that a page shows
+        }
+    )
 
 
 COMMANDS = [(name, shlex.join(words)) for name in READMES for words in commands(name)] + [
@@ -199,7 +205,7 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (trace, "show", None),
         (simulate, "show", None),
         (exports, "export_run", ("x", False)),
-        (trial, "measure", trial.Row("", reason="it is not tried")),
+        (trial, "measure", trial.PipelineTrial("", reason="it is not tried")),
         *((module, "run", None) for module in (aot, kernels, objectives, phases, serving, traffic)),
         (bench, "update", None),
     ]
@@ -269,6 +275,6 @@ def test_the_links_of_a_readme_lead_to_sections(name: str) -> None:
 
 def test_a_wrong_flag_in_a_readme_would_be_found(stubbed: list[str]) -> None:
     """The commands are parsed, not merely read."""
-    assert cli.run(["train", "grpo", "--rollout.sampler.etaa", "1"]) == 2
-    assert cli.run(["train", "grpo", "--rollout.sampler.eta", "1"]) == 0
+    assert cli.run(["train", "grpo", "--sampling.sampler.etaa", "1"]) == 2
+    assert cli.run(["train", "grpo", "--sampling.sampler.eta", "1"]) == 0
     assert stubbed == ["fluvial.engines.run.train"]

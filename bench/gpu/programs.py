@@ -32,8 +32,8 @@ PEAK = 989e12  # FLOP/s of dense bfloat16 products of an H100 SXM and an H200, b
 VALUE_BOUND, GRADIENT_BOUND = 1e-4, 1e-2
 REWARD_BOUND = 0.03  # of a mean reward of 128 samples, beside the CPU's
 TINY_RUN = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 4 --rollout.window.size 2 --rollout.window.high 3 --micro-batch 4"
-    " --minibatches 1 --updates 1 --final-samples 4"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 4 --sampling.window.size 2 --sampling.window.high 3 "
+    "--micro-batch 4 --passes.minibatches 1 --updates 1 --final-samples 4"
 )
 RUNS = {
     "float32": "--engine.compute float32 --engine.compile False",
@@ -100,7 +100,9 @@ def train(config: GpuConfig, rows: Rows, until: float) -> None:
 
     def start(name: str, flags: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "fluvial.engines", "train", "handwriting", "--out", str(folder / name)]
-        return subprocess.Popen([*command, "--eval-every", "0", *few, *flags.split()], env={**os.environ, **environment})
+        return subprocess.Popen(
+            [*command, "--evaluation.every", "0", *few, *flags.split()], env={**os.environ, **environment}
+        )
 
     # Compilation takes longest, so that run goes on beside the others. Only theirs are timed alone, on cores of their own.
     beside = {

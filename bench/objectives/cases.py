@@ -5,13 +5,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from fluvial.bench import harness
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.distill import Distill
-from fluvial.engines.methods.dpo import Dpo
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.record import as_record
 
@@ -113,17 +110,14 @@ class Case:
     def config(self) -> TrainConfig:
         """The run's settings; where time is the limit, with the recipe's own number of updates."""
         made = RECIPES[self.recipe.partition(",")[0]]()
-        made = replace(made, out=self.folder / "none", seed=self.seed, eval_every=0, final_samples=EVALUATED)
+        few = {"evaluation.every": 0, "evaluation.final_samples": EVALUATED}
+        made = with_values(made, {"out": self.folder / "none", "seed": self.seed, **few})
         if self.rollouts:
             made = replace(made, updates=self.rollouts * made.updates_per_rollout)
         if self.recipe == "distill":
-            made = replace(
-                made, objective=replace(cast(Distill, made.objective), teacher=self.folder / "teacher" / "weights")
-            )
+            made = with_values(made, {"method.teacher": self.folder / "teacher" / "weights"})
         if self.recipe == OFFLINE:
-            made = replace(
-                made, objective=replace(cast(Dpo, made.objective), preferences=self.folder / f"preferences-{self.seed}")
-            )
+            made = with_values(made, {"method.preferences": self.folder / f"preferences-{self.seed}"})
         return made
 
     def is_covered(self, points: Sequence["Point"]) -> bool:
@@ -137,7 +131,7 @@ class Case:
         for name in ("out", "seed", *(() if self.rollouts else ("updates",))):
             del record[name]
         for name in ("teacher", "preferences"):
-            record["objective"].pop(name, None)
+            record["method"].pop(name, None)
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -41,7 +41,7 @@ def points(case: Case) -> list[Point]:
         evaluations.append(Point(case.recipe, case.seed, case.limit, case.settings, **known))
 
     with Trainer(config) as trainer:
-        note(0, _base(trainer, case), config.final_samples)
+        note(0, _base(trainer, case), config.evaluation.final_samples)
         with trainer.engine.inference(average=True) as module:
             probe = Probe.take(trainer.job, module, trainer.schedule, micro_batch=config.samples_per_pass)
         for done in range(1, rollouts + 1):
@@ -52,7 +52,7 @@ def points(case: Case) -> list[Point]:
             if (first := record.get("first_pass_max_abs_log_ratio")) is not None:
                 ratio = max(first, 0.0 if ratio != ratio else ratio)
             if done == rollouts or (done % -(-rollouts // EVALUATIONS) == 0):
-                evaluated = config.final_samples if done == rollouts else config.eval_samples
+                evaluated = config.evaluation.final_samples if done == rollouts else config.evaluation.samples
                 note(record["update"], _evaluate(trainer, evaluated, probe), evaluated)
         if case.recipe == TEACHER and case.rollouts:
             trainer.export(case.folder / f"teacher-{case.seed}")
@@ -90,10 +90,10 @@ def _base(trainer: Trainer, case: Case) -> dict[str, Any]:
     """Return the evaluation of the base model, which runs of the same model with the same evaluation share."""
     config = trainer.config
     name = f"{config.model}-{config.evaluation_steps}-{config.evaluation.solver}-{config.evaluation_guidance.scale:g}"
-    path = case.folder / f"base-{name}-{config.final_samples}.json"
+    path = case.folder / f"base-{name}-{config.evaluation.final_samples}.json"
     if path.is_file():
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    found = _evaluate(trainer, config.final_samples)
+    found = _evaluate(trainer, config.evaluation.final_samples)
     whole = path.with_suffix(f".{os.getpid()}")
     whole.write_text(json.dumps(found), encoding="utf-8")
     whole.replace(path)

@@ -19,10 +19,10 @@ from fluvial.bench.peers.config import TRANSFORMER, Case, PeerRow, PeersConfig, 
 from fluvial.bench.peers.ours import Ours, Spent, start_clocks
 from fluvial.bench.peers.pipeline import Passes, Peer
 from fluvial.bench.peers.work import Stored, Work
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.run.passes import micro_batch
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.engines.run.process.heap import keep_freed_memory
 
 REST_ROUNDS = 9  # of rollouts and updates without the network's passes, which take milliseconds

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -11,7 +10,6 @@ from unittest.mock import patch
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fluvial.bench.peers.work import Sampled, Stored, Work
 from fluvial.core.random import key
@@ -19,15 +17,17 @@ from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import as_prompts
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.grpo import Clipped
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, record_steps
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, SampleBatch, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.items import Share
 from fluvial.engines.sampling.samplers import Stochastic
@@ -80,16 +80,19 @@ class Ours:
             out=Path("unused"),  # nothing is written
             train="lora",
             lora=work.lora,
-            micro_batch=work.samples,
-            objective=Clipped(clip_low=work.clip, clip_high=work.clip),
+            engine=MachineConfig(micro_batch=work.samples),
             optimizer=OptimizerConfig(lr=work.lr, max_grad_norm=work.max_grad_norm),
-            rollout=RolloutConfig(
-                prompts=1,
-                group=work.ranks * work.samples,
-                steps=work.steps,
-                sampler=Stochastic(eta=work.eta),
-                window=AllSteps() if work.window is None else AllSteps(low=work.window.start, high=work.window.stop),
-                guidance=self.guidance,
+            method=Grpo(
+                clip_low=work.clip,
+                clip_high=work.clip,
+                sampling=SamplingConfig(
+                    prompts=1,
+                    group=work.ranks * work.samples,
+                    steps=work.steps,
+                    sampler=Stochastic(eta=work.eta),
+                    window=AllSteps() if work.window is None else AllSteps(low=work.window.start, high=work.window.stop),
+                    guidance=self.guidance,
+                ),
             ),
         )
         job = Job(work.model, work.prompts, _mean, heldout=work.prompts, shape=work.size.event)
@@ -173,7 +176,7 @@ class Ours:
         if pairs is None:
             return self._update(parts.run, items)
         if pairs not in self.runs:
-            config, run = replace(parts.config, update_micro_batch=pairs), parts.run
+            config, run = with_values(parts.config, {"engine.update_micro_batch": pairs}), parts.run
             self.runs[pairs] = Run(
                 config,
                 parts.job,
@@ -182,20 +185,19 @@ class Ours:
                 parts.rewards,
                 parts.runners,
                 run.memory,
-                loss_settings=run.loss_settings,
             )
         return self._update(self.runs[pairs], items)
 
     def _update(self, run: Run, items: Items) -> UpdateInfo:
         """Take the step that GRPO takes on items."""
-        (part,) = run.minibatches(items, key(0))
-        return run.update(part, self.parts.config.objective.loss, split_guidance=True)
+        (part,) = run.minibatches(items, key(0), self.parts.config.method.passes)
+        return run.update(part, self.parts.config.method.loss, split_guidance=True)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradient of the first update, which AdamW's first moment holds, by the adapters' short names."""
         engine, short = self.parts.engine, adapter_names(self.parts.engine.module, "default")
         moments = {name: engine.optimizer.state[engine.trainable[full]]["exp_avg"] for name, full in short.items()}
-        return {name: moment.full_tensor() if isinstance(moment, DTensor) else moment for name, moment in moments.items()}
+        return {name: gather(moment) for name, moment in moments.items()}
 
 
 def _mean(images: Tensor, prompts: Sequence[str]) -> Tensor:

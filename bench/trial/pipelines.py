@@ -13,8 +13,8 @@ from fluvial.bench.trial.forked import Ended, Forked, ranks, running, wait
 
 PROMPTS = ("a red fox", "two cats", "an owl")
 RUN = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 1 "
-    "--minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 1 "
+    "--passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 1"
 )
 MICRO_BATCH = ("--micro-batch", "2")
 COLUMNS = ("pipeline", "by", "conditions", "error", "first ratio", "LoRA opens", "two ranks", "served", "result")
@@ -25,7 +25,7 @@ FRAMES, SECONDS = 5, 0.32  # of a video, and of a sound
 STARTING = 60.0  # seconds until a server has to listen
 
 
-class Row(NamedTuple):
+class PipelineTrial(NamedTuple):
     """One pipeline: what was tried, and what came of it."""
 
     pipeline: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
         return (*name, error, ratio, self.opens, self.ranks, self.served, result)
 
 
-def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row:
+def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> PipelineTrial:
     """Build a tiny random pipeline of a class of diffusers and train it by GRPO for one update, see `Row`.
 
     Every step is a process of its own, with limits of memory and time.
@@ -71,8 +71,8 @@ def measure(name: str, folder: Path, command: Callable[[list[str]], int]) -> Row
     from fluvial.models.tiny import pipelines as tiny
 
     if other := tiny.scheduler_of_no_flow(name):
-        return Row(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
-    row = Row(name)
+        return PipelineTrial(name, flow=False, reason=f"its scheduler is not a flow's ({other})")
+    row = PipelineTrial(name)
     built = wait([Forked(lambda: _build(name, folder), folder / "build.txt")])
     if built.code:
         return row._replace(reason=_reason(f"no tiny one can be built to try it: {built.last}", name, folder))
@@ -119,7 +119,7 @@ def rising(audios: Any, prompts: Sequence[str]) -> Any:
     return second.sum(1) / (first.sum(1) + second.sum(1))
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[PipelineTrial]) -> str:
     """Return rows as a table in Markdown, those that train first, with a sentence that counts them."""
     ordered = sorted(rows, key=lambda row: (not row.trains, not row.flow, row.pipeline))
     cells = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in ordered)]
@@ -162,12 +162,12 @@ def _command(name: str, folder: Path, asked: Any) -> list[str]:
         str(asked.frames),
     ]
     files = ["--model", str(folder / "model"), "--prompts", str(folder / "prompts.jsonl")]
-    words = [*files, *RUN.split(), *size, "--rollout.guidance.scale", f"{asked.scale:g}"]
+    words = [*files, *RUN.split(), *size, "--sampling.guidance.scale", f"{asked.scale:g}"]
     words += ["--rewards", f"{__name__}:rising" if asked.sounds else "jpeg"]
     if adapter is None and asked.call:
         words += ["--pipeline.call", *(f"{key}={json.dumps(value)}" for key, value in asked.call.items())]
     if asked.negative:
-        words += ["--rollout.guidance.negative", asked.negative]
+        words += ["--sampling.guidance.negative", asked.negative]
     return ["ddpo" if adapter is not None and adapter.prediction == "epsilon" else "grpo", *words]
 
 
@@ -187,7 +187,7 @@ def _train_served(words: list[str], folder: Path, command: Callable[[list[str]],
     import torch
 
     recipe, *options = words
-    shared = _server_options(options, ("--pipeline", "--rollout.guidance", "--rollout.steps", *(["--prompts"] * recorded)))
+    shared = _server_options(options, ("--pipeline", "--sampling.guidance", "--sampling.steps", *(["--prompts"] * recorded)))
     weights = str(folder / "weights")
     asked = ["serve", str(folder / "model"), "--port", "0", *MICRO_BATCH, *shared, "--weights-root", weights, str(folder)]
     with running(lambda: command(asked), folder / "serve.txt") as server:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fluvial.bench import harness
 from fluvial.bench.baselines import PublishedLoop
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.harness import Row
+from fluvial.bench.harness import Measurement
 from fluvial.bench.update.cases import (
     CUDA,
     MODEL,
@@ -33,10 +33,12 @@ from fluvial.bench.update.cases import (
     make_rollout,
     update_engine,
 )
-from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, EngineConfig
-from fluvial.engines.engine.storages import LiveStorages
+from fluvial.engines.engine.optimizers import local
 from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.run.monitoring import mfu as utilisation
+from fluvial.engines.run.passes.storages import LiveStorages
+from fluvial.models.flops import FlopCounter
 
 COMPARED = ("keep", "reshard", "baseline")  # the sides that the line of JSON describes
 
@@ -77,7 +79,7 @@ class Compared:
 class Measured(NamedTuple):
     """Everything that was measured with one number of ranks."""
 
-    rows: list[Row]
+    rows: list[Measurement]
     counts: list[CountRow]
     compared: list[Compared]
 
@@ -105,9 +107,7 @@ def gradient_distance(one: Engine | PublishedLoop, other: Engine | PublishedLoop
     """Return |g - g'| / |g'| of the gradients of two sides' first updates, which AdamW's first moment holds."""
     sums = torch.zeros(2, dtype=torch.float64)
     for name in one.trainable:
-        left, right = (
-            side.optimizer.state[side.trainable[name]]["exp_avg"].to_local().double().cpu() for side in (one, other)
-        )
+        left, right = (local(side.optimizer.state[side.trainable[name]]["exp_avg"]).double().cpu() for side in (one, other))
         sums += torch.stack([((left - right) ** 2).sum(), (right**2).sum()])
     difference, norm = world.gather(sums[None].to(world.device)).sum(0).sqrt().tolist()
     return difference / norm
@@ -165,7 +165,7 @@ def count_case(case: Case, world: World, *, name: str, compared: Collection[str]
     ]
 
 
-def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[Row], Compared]:
+def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[Measurement], Compared]:
     """Time the sides in turn, and compare each round."""
     sides, _, distance = build_sides(case, world)
     peaks: dict[str, int] = {}
@@ -193,12 +193,12 @@ def time_case(case: Case, world: World, *, name: str, runs: int) -> tuple[list[R
         return statistics.median(b / t for b, t in zip(seconds[baseline], seconds[provider], strict=True))
 
     mfu: dict[str, float] = {}
-    most = flops.peak(world.device, EngineConfig().compute_dtype(world.device))
+    most = utilisation.peak(world.device, EngineConfig().compute_dtype(world.device))
     if most is not None:
-        with flops.FlopCounter() as counter:
+        with FlopCounter() as counter:
             sides["keep"].update()
         mfu = {
-            provider: flops.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
+            provider: utilisation.mfu(counter.model, statistics.median(times), peak=most, ranks=1)
             for provider, times in seconds.items()
         }
     ratios = {provider: speedup(provider) for provider in seconds}

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fluvial.engines.choices import describe_fields
 from fluvial.engines.cli.listing import width, wrap
 
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -33,8 +34,8 @@ TRAIN = Brief(
             "optimizer.lr",
             "kl.coef",
         ),
-        *("rollout.prompts", "rollout.group", "rollout.steps", "rollout.guidance.scale", "pipeline.height"),
-        *("pipeline.width", "engine.fit", "eval_every", "tracker"),
+        *("sampling.prompts", "sampling.group", "sampling.steps", "sampling.guidance.scale", "pipeline.height"),
+        *("pipeline.width", "engine.fit", "evaluation.every", "tracker"),
     ),
     (
         "train grpo --rewards characters --updates 40",
@@ -126,15 +127,14 @@ def lines(brief: Brief, values: Any, program: str, about: str) -> list[str]:
 
 def _describe_value(values: Any, field: str) -> tuple[Any, str] | None:
     """Return the value of a field and the beginning of its help; None if there is no such field."""
-    import docstring_parser
-
     *parents, name = field.split(".")
+    if not hasattr(values, field.partition(".")[0]) and hasattr(values, "method"):
+        values = values.method
     for parent in parents:
         values = getattr(values, parent, None)
     if not hasattr(values, name):
         return None
-    written = {each.arg_name: each.description or "" for each in docstring_parser.parse(type(values).__doc__ or "").params}
-    text = written.get(name, "")
+    text = describe_fields(type(values)).get(name, "")
     return getattr(values, name), _clause(" ".join(text.split()))
 
 

@@ -12,10 +12,9 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from fluvial.core.checks import check_fields
-from fluvial.engines.cli.parse import one_size
+from fluvial.engines.cli.parse import check_pipeline
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.engine.config import EngineConfig
-from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError, no_effect
@@ -23,19 +22,20 @@ from fluvial.engines.extensions.published.runs import load_published
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
-from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig, SuiteConfig
 from fluvial.engines.run.exports import export_run, policy_of
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives
 from fluvial.engines.run.jobs.media import media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, read_prompts_of
+from fluvial.engines.run.jobs.settings import MachineConfig, PipelineConfig
 from fluvial.engines.run.jobs.weights import RECORD, WEIGHTS, add_adapter, configuration, is_run, with_base
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.solvers import SolverChoice
 from fluvial.engines.scoring.registry import strip_weight
 from fluvial.models import is_recorded
-from fluvial.models.device import default_device
+from fluvial.models.device import default_device, deterministic
 
 START = "start"
 HELDOUT = "held-out prompts"
@@ -116,7 +116,7 @@ class Subjects(NamedTuple):
     prompts: str  # which prompts those are, for the table's title
 
 
-class Source(NamedTuple):
+class RecordedRun(NamedTuple):
     """A run as its record tells it."""
 
     config: TrainConfig
@@ -124,7 +124,7 @@ class Source(NamedTuple):
     checkpoint: str | None  # the one to evaluate; None is the export
 
 
-def source_of(name: str) -> Source | None:
+def source_of(name: str) -> RecordedRun | None:
     """Return the run that a name stands for: its folder, or one of its checkpoints. None for a model.
 
     Raises:
@@ -134,17 +134,17 @@ def source_of(name: str) -> Source | None:
     if is_run(name):
         config = configuration(path)
         if (path / WEIGHTS).is_dir():
-            return Source(config, path, None)
+            return RecordedRun(config, path, None)
         saved = checkpoint.newest_first(config.checkpoint_folders)
         if not saved:
             raise UsageError(f"{name} is a run that has neither exported weights nor a checkpoint: let it go on (--resume)")
-        return Source(config, path, str(saved[0]))
+        return RecordedRun(config, path, str(saved[0]))
     if not (path / MANIFEST).is_file():
         return None
     run = path.absolute().parent.parent
     if not (run / RECORD).is_file():
         raise UsageError(f"{name} is a checkpoint, and {run} holds no run: evaluate it where its run is")
-    return Source(configuration(run), run, name)
+    return RecordedRun(configuration(run), run, name)
 
 
 class Drawn(NamedTuple):
@@ -187,7 +187,7 @@ def drawing_settings(run: TrainConfig) -> dict[str, Any]:
     return {
         "steps": run.evaluation_steps,
         "guidance": replace(run.evaluation_guidance, update="guided"),
-        "pipeline": replace(run.pipeline, sizes=(), height=size.height, width=size.width),
+        "pipeline": replace(run.pipeline, sizes=(), height=size.height, width=size.width, weights=None),
     }
 
 
@@ -197,26 +197,26 @@ def settings_of_run(name: str, config: EvalConfig) -> EvalConfig:
     if source is None:
         return config
     run, own = source.config, source.config.evaluation
-    guidance, pipeline = run.evaluation_guidance, run.pipeline
+    guidance, pipeline = run.evaluation_guidance, replace(run.pipeline, weights=None)
     if own.height or own.width or pipeline.sizes:
         size = pipeline.size
         pipeline = replace(pipeline, sizes=(), height=own.height or size.height, width=own.width or size.width)
     return replace(
         config,
         seeds=own.seeds,
-        samples=None if own.seeds else run.final_samples,
+        samples=None if own.seeds else run.evaluation.final_samples,
         steps=run.evaluation_steps,
         guidance=guidance.scale,
         negative=guidance.negative,
         solver=own.solver,
         average=own.average,
-        micro_batch=own.micro_batch or (run.micro_batch if isinstance(run.micro_batch, int) else config.micro_batch),
+        micro_batch=own.micro_batch or (each if isinstance(each := run.engine.micro_batch, int) else config.micro_batch),
         compute=run.engine.compute,
         pipeline=pipeline,
     )
 
 
-def settings_of_suite(name: str, suite: EvaluationConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
+def settings_of_suite(name: str, suite: SuiteConfig, config: EvalConfig, *, compared: bool) -> EvalConfig:
     """Return the settings of a suite, and those given where it has none.
 
     Args:
@@ -260,12 +260,12 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
         UsageError: something that was asked for does not exist, or does not fit.
     """
     with world.agreed():
-        one_size(config.pipeline)
+        check_pipeline(config.pipeline)
         source = source_of(name)
         model = name if source is None else source.config.model
         guidance = Guidance(config.guidance, config.negative)
         if source is not None:
-            given = source.config.rollout.guidance
+            given = source.config.method.sampling.guidance
             guidance = replace(given, scale=config.guidance, negative=config.negative, update="guided")
         # What was typed, else what the run's record says.
         own = EvaluationConfig() if source is None else source.config.evaluation
@@ -304,7 +304,7 @@ def open_networks(name: str, config: EvalConfig, world: World, stack: ExitStack)
 
 
 def _of_weights(
-    name: str, source: Source | None, config: EvalConfig, asked: EvaluationConfig, world: World
+    name: str, source: RecordedRun | None, config: EvalConfig, asked: EvaluationConfig, world: World
 ) -> tuple[Subject, Subject]:
     """Return a model with the weights that were typed or that a run has exported, and what it started from."""
     if source is None:
@@ -314,10 +314,10 @@ def _of_weights(
         title, engine = str(lora or weights or name), _engine(config)
     else:
         run = source.config
-        start = _job(run.model, run.weights, config)
+        start = _job(run.model, run.pipeline.weights, config)
         weights, lora, first_lora = source.folder / WEIGHTS, None, run.lora.weights
         title, engine = name, _engine_of_run(run, config)
-        if not asked.rewards and not start.evaluators and run.scores_samples:
+        if not asked.rewards and not start.evaluators and run.method.is_scored:
             asked = replace(asked, rewards=tuple(map(strip_weight, run.rewards)))
     start = replace(start, heldout=_heldout(start, name, source, asked))
     if is_recorded(start.model) and any(prompt.media for prompt in start.heldout):
@@ -334,19 +334,26 @@ def _of_weights(
 
 
 def _of_checkpoint(
-    name: str, source: Source, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
+    name: str, source: RecordedRun, config: EvalConfig, asked: EvaluationConfig, world: World, stack: ExitStack
 ) -> tuple[Subject, Subject]:
     """Return the policy of a checkpoint, and that which its run started from; the base is to be opened first."""
     from fluvial.engines.run.trainer import Trainer
 
     run, size = source.config, config.pipeline.size
-    own = run.rollout.guidance.negative
+    own = run.method.sampling.guidance.negative
     if size != run.pipeline.size:
         asked = replace(asked, height=size.height, width=size.width)
     with world.agreed():
         if config.negative != own:
             raise UsageError("negative", config.negative, repr(own), f"that is the negative prompt of the run of {name}")
-        pipeline = replace(config.pipeline, sizes=run.pipeline.sizes, height=run.pipeline.height, width=run.pipeline.width)
+        own_pipeline = run.pipeline
+        pipeline = replace(
+            config.pipeline,
+            sizes=own_pipeline.sizes,
+            height=own_pipeline.height,
+            width=own_pipeline.width,
+            weights=own_pipeline.weights,
+        )
         run = replace(run, evaluation=asked, engine=_engine_of_run(run, config), pipeline=pipeline)
     stack.enter_context(deterministic(run.engine.deterministic))
     trainer = stack.enter_context(Trainer(run, None, world))
@@ -395,7 +402,7 @@ def _job(model: str, weights: Path | None, config: EvalConfig) -> Job:
     return jobs.to_sample(model, config.pipeline, steps=config.steps, guidance=guidance, weights=weights, compute=compute)
 
 
-def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
+def _heldout(job: Job, name: str, source: RecordedRun | None, asked: EvaluationConfig) -> tuple[Prompt, ...]:
     """Return the held-out prompts of the model or of a run; those of the job where prompts are asked for."""
     if asked.prompts or job.heldout:
         return job.heldout
@@ -405,10 +412,10 @@ def _heldout(job: Job, name: str, source: Source | None, asked: EvaluationConfig
     return read_prompts_of(
         run.pipeline,
         prompts=run.prompts,
-        preferences=run.objective.traits.preferences,
-        data=run.data,
+        preferences=None if (given := run.method.source) is None else getattr(given, "folder", None),
+        data=run.data.images,
         check=job.model.check_prompt,
-        media={} if run.data else media_columns(job.model, run.pipeline.media),
+        media={} if run.data.images else media_columns(job.model, run.pipeline.media),
     ).heldout
 
 
@@ -417,7 +424,7 @@ def _engine(config: EvalConfig) -> EngineConfig:
     return EngineConfig(compute=config.compute, compile=False)
 
 
-def _engine_of_run(run: TrainConfig, config: EvalConfig) -> EngineConfig:
+def _engine_of_run(run: TrainConfig, config: EvalConfig) -> MachineConfig:
     """Return the engine of a run, without the compilation that a run chooses by itself and warms up for."""
     uncompiled = run.engine.compile is True
     return replace(run.engine, compute=config.compute, compile=uncompiled, replicas="auto", context_parallel=1)

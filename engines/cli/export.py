@@ -20,7 +20,7 @@ class ExportConfig:
             whole pipeline, for diffusers) or comfyui (the original layout, as ComfyUI and kohya's trainers read it). By
             default lora where an adapter was trained, else merged.
         ema: Export the moving average of the weights.
-        dtype: Dtype of the files; by default export_dtype of the run.
+        dtype: Dtype of the files; by default export.dtype of the run.
         merge: With comfyui, merge the adapter into the weights and export these.
         out: Folder of the export; by default exports/UPDATE-FORMAT in the run folder.
     """

@@ -10,7 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
-from fluvial.engines.choices import is_open, is_variant, kinds, kinds_of, settings, variant_of, variants
+from fluvial.engines.choices import (
+    describe_fields,
+    is_bare,
+    is_open,
+    is_variant,
+    kinds,
+    kinds_of,
+    settings,
+    variant_of,
+    variants,
+)
 from fluvial.engines.errors import FluvialError, UsageError
 from fluvial.engines.plugins import did_you_mean
 
@@ -21,12 +31,14 @@ if TYPE_CHECKING:
     from fluvial.engines.cli.brief import Brief
 
 Config = TypeVar("Config")
-# Words for flags: most runs have one reward, `lora` is a group of fields, and `async` is a word of Python's.
+# Words for flags, the first of them that a command has: words that other commands know, and last parts of several flags.
 ALIASES = {
-    "--reward": "--rewards",
-    "--transformer": "--weights",
-    "--lora": "--lora.weights",
-    "--async.ahead": "--asynchronous.ahead",
+    "--reward": ("--rewards",),
+    "--transformer": ("--weights", "--pipeline.weights"),
+    "--weights": ("--pipeline.weights",),
+    "--lora": ("--lora.weights",),
+    "--data": ("--data.images",),
+    "--micro-batch": ("--engine.micro-batch",),
 }
 EXPECTED = {"INT": "a whole number", "FLOAT": "a number"}  # tyro's names of types
 
@@ -63,11 +75,11 @@ def parse_config(
     import tyro
     from tyro._errors import on_parse_error
 
-    names = field_names(base)
-    words = [word if word[2:] in names else _alias(word, names) for word in args]
     try:
         with flags_in_errors(base):
-            form = form_of(base, lambda name: next(iter(find_values(words, _flag(name))[-1:]), None))
+            typed = expand_flags(args, field_names(base))
+            form = form_of(base, lambda name: next(iter(find_values(typed, _flag(name))[-1:]), None))
+        words = expand_flags(args, form.names)
         with flags_in_errors(form), on_parse_error(lambda event: _fail(event, words, form)):
             filled: Any = tyro.cli(
                 form.type,
@@ -87,20 +99,21 @@ def parse_config(
         raise UsageError(f"{error} ({program} --help)") from error
 
 
-class Form(NamedTuple):
+class FlagForm(NamedTuple):
     """A dataclass with the fields of a configuration and without its checks, which tyro makes flags of.
 
-    A field that holds a dataclass is declared as that dataclass: `TrainConfig.objective` may be any objective, also a
-    user's, and the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
+    A field that holds a dataclass is declared as that dataclass: `TrainConfig.method` may be any method, also a user's, and
+    the one of the recipe has flags. A choice (`engines.choices`) has a flag for its kind, and the fields of
     that kind.
     """
 
     type: type  # the dataclass
     names: list[str]  # of its flags, e.g. "rollout.window.size"
     build: Callable[..., Any]  # returns the configuration of the fields' values
-    inner: dict[str, "Form"]  # forms of the fields that hold dataclasses
+    inner: dict[str, "FlagForm"]  # forms of the fields that hold dataclasses
     union: Any  # type of the field, if it is a choice
     kind: str  # its kind
+    bare: list["FlagForm"]  # those of `inner` whose flags have no name before them
 
     def fill(self, values: Any) -> Any:
         """Return the configuration that a filled-in form describes; its checks run."""
@@ -112,12 +125,14 @@ class Form(NamedTuple):
         first, _, rest = name.partition(".")
         if first in self.inner and rest:
             return self.inner[first].other_kinds(rest)
+        if self.union is None:
+            return next((hint for form in self.bare if (hint := form.other_kinds(name)) is not None), None)
         named = {kind: [field.name for field in settings(variant_of(self.union, kind, "")[0])] for kind in kinds(self.union)}
         having = [kind for kind, names in named.items() if first in names]
         return f"the kind {self.kind} has no {first}, which {', '.join(having)} have" if having else None
 
 
-def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = "", union: Any = None) -> Form:
+def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = "", union: Any = None) -> FlagForm:
     """Return the form of a configuration.
 
     A choice of the kind that is typed keeps its values if it is of that variant already; else it has the variant's defaults,
@@ -138,22 +153,41 @@ def form_of(config: Any, typed_kind: Callable[[str], str | None], name: str = ""
         if kind == config.kind and is_open(variant):  # its function may have no name
             first = dataclasses.fields(variant)[0].name
             build = partial(variant, **{first: getattr(config, first)})
-    hints, inner, names = get_type_hints(variant, include_extras=True), dict[str, Form](), list[str]()
+    hints, inner, names, bare = (
+        get_type_hints(variant, include_extras=True),
+        dict[str, FlagForm](),
+        list[str](),
+        list[FlagForm](),
+    )
     fields: list[Any] = [] if union is None else [(KIND, _kind_flag(union), kind)]
     for field in dataclasses.fields(variant) if union is None else settings(variant):
         value = getattr(config, field.name) if isinstance(config, variant) else _default(field)
         held, declared = f"{name}.{field.name}" if name else field.name, hints[field.name]
+        held = name if is_bare(field) else held
         if variants(declared) or dataclasses.is_dataclass(value):
             form = form_of(value, typed_kind, held, declared if variants(declared) else None)
             inner[field.name] = form
             names += form.names
-            fields.append((field.name, form.type, dataclasses.field(default_factory=form.type)))
+            bare += [form] if is_bare(field) else []
+            kind_of: Any = _without_prefix(form.type) if is_bare(field) else form.type
+            fields.append((field.name, kind_of, dataclasses.field(default_factory=form.type)))
         else:
             names.append(held)
             fields.append((field.name, declared, dataclasses.field(default_factory=partial(_itself, value))))
     made = dataclasses.make_dataclass(variant.__name__, fields)
-    made.__doc__ = variant.__doc__
-    return Form(made, [name, *names] if union is not None else names, build, inner, union, kind)
+    texts = describe_fields(variant)
+    described = [f"    {name}: {' '.join(texts[name].split())}" for name, *_ in fields if name in texts]
+    made.__doc__ = "\n".join(
+        [_summary(variant.__doc__ or ""), "", "Args:", *described] if described else [variant.__doc__ or ""]
+    )
+    return FlagForm(made, [name, *names] if union is not None else names, build, inner, union, kind, bare)
+
+
+def _without_prefix(kind: type) -> Any:
+    """Return the type of a field whose flags have no name before them."""
+    import tyro
+
+    return Annotated[kind, tyro.conf.arg(name="")]
 
 
 def _kind_flag(union: Any) -> Any:
@@ -186,15 +220,20 @@ def _first_line(variant: type) -> str:
     return inspect.cleandoc(variant.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
-def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoReturn:
+def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "FlagForm") -> NoReturn:
     """Raise UsageError for what tyro rejects."""
     from tyro import _errors
 
     if isinstance(event, _errors.UnrecognizedArgs):
         unknown = next((token for token in event.tokens if token.startswith("-")), event.tokens[0]).partition("=")[0]
+        if len(meant := _find_flags(unknown, form.names)) > 1:
+            raise UsageError(f"{unknown} is ambiguous: name one of {', '.join(meant)}")
         if (hint := form.other_kinds(unknown[2:].replace("-", "_"))) is not None:
             raise UsageError(f"unknown flag {unknown}: {hint}")
-        raise UsageError(f"unknown flag {unknown}{did_you_mean(unknown, [_flag(name) for name in form.names])}")
+        near = did_you_mean(unknown, [_flag(name) for name in form.names])
+        if form.bare and (hint := _explain_unknown(unknown[2:].replace("-", "_"), form.names)) is not None:
+            raise UsageError(f"unknown flag {unknown}: {hint}")
+        raise UsageError(f"unknown flag {unknown}{near}")
     if isinstance(event, _errors.MissingArgs):
         missing = [each.arg.lowered.name_or_flags[0] for each in event.missing_arguments]
         raise UsageError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing, which have no default")
@@ -208,6 +247,17 @@ def _fail(event: "ParseErrorEvent", words: Sequence[str], form: "Form") -> NoRet
     raise UsageError(f"{flag} is {' '.join(got)!r}, expected {accepted}" if got else f"{flag} needs {accepted}")
 
 
+def _explain_unknown(name: str, names: Sequence[str]) -> str | None:
+    """Return a hint for a flag of a run that had another name once, or that other methods have; None for any other."""
+    from fluvial.engines.methods.table import METHODS
+    from fluvial.engines.run.renames import has_field, rename
+
+    if (now := rename(name).removeprefix("method.")) != name and now in names:
+        return f"it is {_flag(now)} now"
+    having = [method for method, kind in METHODS.items() if has_field(kind, now.split("."))]
+    return f"this method has none, and {', '.join(having)} {'have' if len(having) > 1 else 'has'} it" if having else None
+
+
 def _after(words: Sequence[str], flag: str) -> list[str]:
     """Return the words after a flag's last occurrence."""
     split = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
@@ -218,7 +268,7 @@ def _after(words: Sequence[str], flag: str) -> list[str]:
 def _at(values: Any, flag: str) -> Any:
     """Return the value of a flag in a filled-in form."""
     for name in flag.removeprefix("--").replace("-", "_").split("."):
-        values = getattr(values, name, None)
+        values = getattr(values, name, getattr(getattr(values, "method", None), name, None))
     return values
 
 
@@ -231,11 +281,28 @@ def _summary(docstring: str) -> str:
     return inspect.cleandoc(docstring).partition("\nArgs:\n")[0].strip()
 
 
-def _alias(word: str, names: Sequence[str]) -> str:
-    """Return the flag that a word stands for, with its value if it has one; other words as they are."""
-    flag, equals, value = word.partition("=")
-    meant = ALIASES.get(flag, flag)
-    return meant + equals + value if meant[2:].replace("-", "_") in names else word
+def expand_flags(args: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of a command line with flags in full: `--lr` as `--optimizer.lr`.
+
+    Args:
+        args: words as they were typed.
+        names: names of the command's flags.
+    """
+    words = list[str]()
+    for word in args:
+        flag, equals, value = word.partition("=")
+        meant = _find_flags(flag, names)
+        words.append(meant[0] + equals + value if len(meant) == 1 else word)
+    return words
+
+
+def _find_flags(word: str, names: Sequence[str]) -> list[str]:
+    """Return the flags that a word stands for: by `ALIASES`, else each whose last part it is; none for a flag itself."""
+    name = word.removeprefix("--").replace("-", "_")
+    if name in names or not word.startswith("--"):
+        return []
+    known = [flag for flag in ALIASES.get(_flag(name), ()) if flag[2:].replace("-", "_") in names]
+    return known[:1] or [_flag(each) for each in names if "." not in name and each.endswith(f".{name}")]
 
 
 @contextlib.contextmanager
@@ -246,10 +313,11 @@ def flags_in_errors(config: Any, also: Mapping[str, str] | None = None) -> Itera
         config: configuration of the command, or its form.
         also: fields by other names that the library has for them.
     """
-    names = config.names if isinstance(config, Form) else field_names(config)
+    names = config.names if isinstance(config, FlagForm) else field_names(config)
 
     def format_field(field: str) -> str:
         name = (also or {}).get(field, field)
+        name = name if name in names else name.removeprefix("method.")  # as a record and a checkpoint name it
         return _flag(name) if name in names else field
 
     try:
@@ -276,7 +344,7 @@ def field_names(config: Any) -> list[str]:
             names.append(field.name)
         if dataclasses.is_dataclass(value):
             inner = field_names(value)[is_open(type(value)) :]
-            names += [f"{field.name}.{name}" for name in inner]
+            names += inner if is_bare(field) else [f"{field.name}.{name}" for name in inner]
     return names
 
 
@@ -312,8 +380,10 @@ def check_server_packages(command: str) -> None:
         raise UsageError(f"{command} needs starlette and uvicorn: pip install 'fluvial[serve]'")
 
 
-def one_size(pipeline: Any) -> None:
-    """Raise UsageError for several sizes, which only training takes."""
+def check_pipeline(pipeline: Any) -> None:
+    """Raise UsageError for settings that only training takes: several sizes, and weights, which a command has itself."""
+    if pipeline.weights is not None:
+        raise UsageError("pipeline.weights", pipeline.weights, "None", "name the folder in `weights`")
     if len(pipeline.sizes) > 1:
         raise UsageError("pipeline.sizes", pipeline.sizes, "one size: only training takes several")
 

@@ -15,16 +15,16 @@ from fluvial.core.random import fold_in, key
 from fluvial.engines.cli.brief import PREFERENCES, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import flags_in_errors, one_size, parse_config, parse_name
+from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.order import PromptOrder
 from fluvial.engines.data.preferences import claim_preferences, write_preferences
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.pipeline import check_second_scale
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
 from fluvial.engines.sampling.text import TextLengths
@@ -102,12 +102,12 @@ def run(args: list[str]) -> None:
     given = {"weights": config.weights, "lora": config.lora}
     start = "".join(f" --{flag} {path}" for flag, path in given.items() if path is not None)
     print(f"{count} preferences of {asked} prompts: {config.out}; train on them with")
-    print(f"fluvial train dpo --model {name} --objective.preferences {config.out}{start}")
+    print(f"fluvial train dpo --model {name} --preferences {config.out}{start}")
 
 
 def write(name: str, config: PreferencesConfig) -> tuple[int, int]:
     """Draw and write the preferences of a model, and return how many there are, and of how many prompts."""
-    one_size(config.pipeline)
+    check_pipeline(config.pipeline)
     with open_model(name, weights=config.weights, lora=config.lora) as drawn:
         return _draw_and_write(drawn, config)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fluvial.engines.cli.listing import JSON, paragraphs, table, without, wrap
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.runs import PublishedRun, Source, find, load_published
+from fluvial.engines.extensions.published.runs import Citation, PublishedRun, find, load_published
 from fluvial.engines.extensions.published.takes import to_bring
 
 USAGE = """usage: fluvial runs [NAME] [--json]
@@ -110,10 +110,10 @@ def record(found: PublishedRun) -> dict[str, Any]:
     return {**facts, "headline": dict(found.headline), "settings": settings}
 
 
-def _place_of(source: Source | None) -> str | None:
+def _place_of(source: Citation | None) -> str | None:
     return None if source is None else _place(source)
 
 
-def _place(source: Source) -> str:
+def _place(source: Citation) -> str:
     note = f" ({source.note})" if source.note else ""
     return f"{source.repo} {source.path} at {source.commit}{note}"

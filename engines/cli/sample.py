@@ -14,17 +14,17 @@ from fluvial.core.random import key
 from fluvial.engines.cli.brief import SAMPLE, asks
 from fluvial.engines.cli.eval_models import Drawn, drawing_settings, open_model, source_of
 from fluvial.engines.cli.listing import defaults, may_be_model
-from fluvial.engines.cli.parse import flags_in_errors, one_size, parse_config, parse_name
+from fluvial.engines.cli.parse import check_pipeline, flags_in_errors, parse_config, parse_name
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.prompts import check_prompts, is_prompt_file, read_prompts
 from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.media import check_columns, media_columns
 from fluvial.engines.run.jobs.pipeline import check_second_scale, is_adapter
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import add_adapter
 from fluvial.engines.run.log import images
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, generate, on_device
@@ -100,7 +100,7 @@ def sample(name: str, config: SampleConfig) -> Path:
     """Draw with a model, without and with an adapter, and return the path of the image."""
     if config.out.suffix.lower() not in images.Image.registered_extensions():
         raise UsageError("out", config.out, "a name that ends in .png or another image format")
-    one_size(config.pipeline)
+    check_pipeline(config.pipeline)
     files = tuple(filter(is_prompt_file, config.prompts))  # a missing one is refused before a checkpoint is read
     with open_model(name, weights=config.weights, lora=config.lora) as drawn:
         return _sample(name, drawn, config, files)

@@ -7,9 +7,9 @@ from typing import Literal
 
 from fluvial.core.checks import check_fields
 from fluvial.engines.cli.listing import may_be_model
-from fluvial.engines.cli.parse import check_server_packages, flags_in_errors, one_size, parse_config, parse_name
+from fluvial.engines.cli.parse import check_pipeline, check_server_packages, flags_in_errors, parse_config, parse_name
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 
 
@@ -86,7 +86,6 @@ def run(args: list[str]) -> None:
 def serve_model(name: str, config: ServeConfig) -> None:
     """Load a model and serve it."""
     check_server_packages("serve")
-    from fluvial.engines.engine.determinism import deterministic
     from fluvial.engines.extensions.servers.asgi import admin_key, check_address, key_of, serve
     from fluvial.engines.extensions.servers.rollout.image_routes import image_routes
     from fluvial.engines.extensions.servers.rollout.opening import open_policy
@@ -96,9 +95,10 @@ def serve_model(name: str, config: ServeConfig) -> None:
     from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
     from fluvial.engines.extensions.wire.request import RequestLimits
     from fluvial.engines.run.process.heap import keep_freed_memory
+    from fluvial.models.device import deterministic
 
     key, admin = key_of(config.host), admin_key()
-    one_size(config.pipeline)
+    check_pipeline(config.pipeline)
     check_address(config.host, config.port)  # before the model is loaded, which may take minutes
     keep_freed_memory()
     with deterministic(config.deterministic):

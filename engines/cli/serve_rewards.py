@@ -48,7 +48,7 @@ class VoteConfig:
     """Serve a page on which people compare two images of a group at a time, for runs that use the reward votes.
 
     The page and the runs need a key, which is printed; FLUVIAL_SERVE_KEY sets one. Votes are appended to
-    OUT/preferences.jsonl and count again after a restart. fluvial train dpo --objective.preferences OUT trains on them.
+    OUT/preferences.jsonl and count again after a restart. fluvial train dpo --preferences OUT trains on them.
 
     Args:
         out: Folder for the votes and their images; one with votes is continued.

@@ -8,11 +8,21 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fluvial.engines import plugins
 from fluvial.engines.cli import listing
 from fluvial.engines.cli.brief import HELP, HELP_ALL, TRAIN
-from fluvial.engines.cli.parse import console, find_values, flags_in_errors, parse_config, parse_name, split_flags
+from fluvial.engines.cli.parse import (
+    console,
+    expand_flags,
+    field_names,
+    find_values,
+    flags_in_errors,
+    parse_config,
+    parse_name,
+    split_flags,
+)
 from fluvial.engines.errors import LostProcessError, UsageError
 
 if TYPE_CHECKING:
@@ -79,17 +89,17 @@ def configure(command: str, args: list[str], *, gpus: int | None = None) -> "Tra
         name = parse_name(command, args, known, "a recipe", fits=lambda word: ":" in word or "/" in word)
         recipe, flags = _recipe(name), args[1:]
         default, about = _built(name, recipe, flags), inspect.getdoc(recipe) or f"The recipe {name}."
-    default, flags = _preset(default, flags)
+    default, flags = _preset(default, expand_flags(flags, field_names(default)))
 
     # The defaults depend on the model, and on the run that is resumed, so both are looked for before all is parsed.
-    resumes = "--resume" in flags or find_values(flags, "--resume-from")
+    resumes = "--resume" in flags or find_values(flags, "--checkpoint.resume-from")
     shows_help = bool({*HELP, HELP_ALL} & set(flags))
     asked = default
     if resumes and not shows_help:
         default = _read_recorded(Path((find_values(flags, "--out") or [str(default.out)])[-1]))
-        _check_same_objective(name, asked, default)
-    elif name == "distill" and not shows_help and not find_values(flags, "--objective.teacher"):
-        raise UsageError("--objective.teacher is missing: name a folder of weights, such as runs/grpo/weights")
+        _check_same_method(name, asked, default)
+    elif name == "distill" and not shows_help and not find_values(flags, "--teacher"):
+        raise UsageError("--teacher is missing: name a folder of weights, such as runs/grpo/weights")
     config = parse_config(default, f"fluvial {command} {name}", flags, about=about, brief=TRAIN)
     gpus = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
     for line in _notes(name, asked, config, flags, resumes=bool(resumes), gpus=gpus):
@@ -102,9 +112,9 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     own, others = split_flags(flags, {PRESET})
     if not own:
         return config, others
-    from fluvial.engines.run.presets import on_gpus
+    from fluvial.engines.run.recipes import on_gpus
 
-    if "--resume" in others or find_values(others, "--resume-from"):
+    if "--resume" in others or find_values(others, "--checkpoint.resume-from"):
         raise UsageError(f"{PRESET} has no effect with --resume, which keeps the settings that the run recorded; remove it")
     try:
         found, said = on_gpus(config, (find_values(flags, PRESET) or [""])[-1])
@@ -115,14 +125,12 @@ def _preset(config: "TrainConfig", flags: Sequence[str]) -> tuple["TrainConfig",
     return found, others
 
 
-def _check_same_objective(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
-    """Raise UsageError if a run that is resumed has another objective than the recipe that was typed."""
-    from fluvial.engines.methods.table import name_of
-
-    typed_one, recorded_one = name_of(asked.objective), name_of(found.objective)
+def _check_same_method(name: str, asked: "TrainConfig", found: "TrainConfig") -> None:
+    """Raise UsageError if a run that is resumed has another method than the recipe that was typed."""
+    typed_one, recorded_one = asked.method.method_name, found.method.method_name
     if typed_one != recorded_one:
         raise UsageError(
-            f"{found.out} holds a run with the objective {recorded_one}, and {name} has {typed_one}: resume it by its own "
+            f"{found.out} holds a run with the method {recorded_one}, and {name} has {typed_one}: resume it by its own "
             f"recipe, or with --config {found.out / 'config.json'}"
         )
 
@@ -134,9 +142,10 @@ def _notes(
     if os.environ.get("RANK", "0") != "0":
         return
     if resumes:
-        if asked.rollout.sampler.kind != config.rollout.sampler.kind:
-            kinds = f"{config.rollout.sampler.kind} there, {asked.rollout.sampler.kind} in {name}"
-            yield f"{config.out} keeps the settings that it recorded, which are not those of {name}: rollout.sampler {kinds}"
+        if asked.method.sampling.sampler.kind != config.method.sampling.sampler.kind:
+            kinds = f"{config.method.sampling.sampler.kind} there, {asked.method.sampling.sampler.kind} in {name}"
+            said = f"{config.out} keeps the settings that it recorded, which are not those of {name}"
+            yield f"{said}: sampling.sampler {kinds}"
         return
     yield from _note_differences(name, config, gpus)
     lora = config.lora
@@ -148,7 +157,8 @@ def _notes(
     ):
         yield f"lora.alpha stays {lora.alpha:g}: at rank {lora.rank} the adapter's scale, alpha / rank, is {lora.scale:g}"
     if ":" in config.model and not Path(config.model).is_dir() and ":" not in name:
-        chosen = {"optimizer.lr": config.optimizer.lr, "kl.coef": config.kl.coef}
+        chosen = {"optimizer.lr": config.optimizer.lr}
+        chosen |= {"kl.coef": kl.coef} if (kl := getattr(config.method, "kl", None)) is not None else {}
         untuned = [f"{field} {value:g}" for field, value in chosen.items() if not find_values(flags, "--" + field)]
         if untuned:
             yield (
@@ -167,8 +177,8 @@ def _note_differences(name: str, config: "TrainConfig", gpus: int) -> Iterator[s
     if run is None:
         return
     asked = resolve(run)
-    same = (config.rollout.batch, config.minibatches) == (asked.rollout.batch, asked.minibatches)
-    if run.gpus not in (0, gpus) and config.makes_samples and same:
+    same = [(each.method.sampling.batch, each.method.passes.minibatches) for each in (config, asked)]
+    if run.gpus not in (0, gpus) and config.makes_samples and same[0] == same[1]:
         yield choose_accumulation(config, published=run.gpus, gpus=gpus)
     stated = run.published.get("prompts")
     if stated and config.prompts and config.prompts == asked.prompts:
@@ -195,7 +205,7 @@ def recipes_help() -> str:
         lines.append(f"  {name:<12} {about}")
     lines += [
         "  NAME         A published run, e.g. flow_grpo/sd3.5-medium/ocr: fluvial runs lists them.",
-        "  module:name  Your own: a function that returns a TrainConfig, in a module that Python finds from here.",
+        "  module:name  Your own: a method, or a function that returns a TrainConfig, in a module that is found from here.",
         "",
         "--preset 1gpu (or 8gpu, ...) keeps the published hyper-parameters of each sample, with fewer groups per rollout.",
         "",
@@ -215,11 +225,19 @@ def _recipe(name: str) -> Callable[..., "TrainConfig"]:
     """Return the function of a recipe, built in, published, installed or user-defined."""
     if "/" in name:
         return _find_published(name)
-    from fluvial.engines import plugins
-    from fluvial.engines.run.recipes import RECIPES
+    from fluvial.engines.run.recipes import RECIPES, recipe_of
 
-    found: Callable[..., TrainConfig] = plugins.load(name, "recipes", plugins.callable_with(), table=RECIPES)
-    return found
+    found: Any = plugins.load(name, "recipes", _explain_no_recipe, table=RECIPES)
+    return recipe_of(found) if inspect.isclass(found) else found  # type: ignore[arg-type]
+
+
+def _explain_no_recipe(found: Any) -> str | None:
+    """Return what keeps an object from being a recipe, or a method that is trained with the defaults of the model."""
+    from fluvial.engines.run.method import Method, explain_no_method
+
+    if inspect.isclass(found) and issubclass(found, Method):
+        return explain_no_method(found)
+    return plugins.callable_with()(found)
 
 
 def _find_published(name: str) -> Callable[[], "TrainConfig"]:

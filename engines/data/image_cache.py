@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fluvial.engines.data.images import read_image, read_size
 from fluvial.engines.data.sizes import Size, fits, nearest_size
-from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.files import save_tensors
 from fluvial.models.digests import digest_file, encoding_code
 from fluvial.models.images import describe_file
 
@@ -187,14 +187,14 @@ class ImageCache:
                 file.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
             there = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise UsageError(f"`data_cache` {self.folder} cannot be used: {error.strerror}") from error
+            raise UsageError(f"`data.cache` {self.folder} cannot be used: {error.strerror}") from error
         except ValueError as error:
-            raise UsageError(f"{file} cannot be read: delete the folder, or set `data_cache` to another") from error
+            raise UsageError(f"{file} cannot be read: delete the folder, or set `data.cache` to another") from error
         if there != self.settings:
             names = [name for name in self.settings if there.get(name) != self.settings[name]]
             differs = ", ".join(f"{name} {there.get(name)} there and {self.settings[name]} here" for name in names)
             raise UsageError(
-                f"`data_cache` {self.folder} was written with other settings ({differs}): set it to another folder"
+                f"`data.cache` {self.folder} was written with other settings ({differs}): set it to another folder"
             )
 
     def _list(self, left_out: Sequence[str]) -> None:

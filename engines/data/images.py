@@ -9,7 +9,7 @@ from torch import Tensor
 from fluvial.engines.data.prompts import check_prompts
 from fluvial.engines.data.records import Prompt, parse_prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import Row, is_data_set, is_text, read_lines, rows
+from fluvial.engines.data.tables import FileRecord, is_data_set, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 from fluvial.models import images as files
 from fluvial.models.images import ENDINGS, natural
@@ -90,7 +90,7 @@ def _locate(path: Path, source: str) -> Iterator[tuple[str, Prompt]]:
         columns = dict(row.columns)
         if "image" not in columns and "file_name" in columns:
             columns["image"] = columns.pop("file_name")
-        prompt = parse_prompt(Row(row.where, columns), folder=folder, source=source, columns=CAPTIONS)
+        prompt = parse_prompt(FileRecord(row.where, columns), folder=folder, source=source, columns=CAPTIONS)
         if prompt.image is None:
             raise UsageError(f"{row.where} has no column image or file_name, it has {', '.join(row.columns)}")
         yield row.where, prompt

@@ -201,7 +201,7 @@ class Captions:
         self.members = [places for places in found.values() if len(places) > 1 or prompts[places[0]].image is None]
         if not self.members:
             raise UsageError(
-                "`objective.compare` is caption, and no caption of data has two images: add images, or set it "
+                "`compare` is caption, and no caption of data has two images: add images, or set it "
                 "to data, which compares images of different captions"
             )
         self.firsts = [prompts[places[0]] for places in self.members]

@@ -20,7 +20,7 @@ from fluvial.engines.data.image_cache import ImageCache
 from fluvial.engines.data.images import read_image
 from fluvial.engines.data.prompts import check_prompts
 from fluvial.engines.data.records import Prompt, read_file
-from fluvial.engines.data.tables import Row, is_data_set, rows
+from fluvial.engines.data.tables import FileRecord, is_data_set, rows
 from fluvial.engines.errors import UsageError
 
 PREFERENCES = "preferences.jsonl"
@@ -193,7 +193,7 @@ def preference_records(
     return tuple(found)
 
 
-def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
+def _pairs(row: FileRecord, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]]:
     """Yield the (preferred, rejected) images of a record."""
     columns = row.columns
 
@@ -224,7 +224,7 @@ def _pairs(row: Row, folder: Path) -> Iterator[tuple[Path | bytes, Path | bytes]
 
 
 def _pair_ranked(
-    row: Row, listed: str, ranked: str, image: Callable[[Any, str], Path | bytes]
+    row: FileRecord, listed: str, ranked: str, image: Callable[[Any, str], Path | bytes]
 ) -> Iterator[tuple[Path | bytes, Path | bytes]]:
     """Yield the preferences between images of one prompt that have ranks."""
     names, ranks = row.columns[listed], row.columns[ranked]

@@ -10,7 +10,7 @@ from itertools import combinations, permutations, product
 from typing import Any, Literal, TypeVar
 
 from fluvial.engines import plugins
-from fluvial.engines.data.tables import Row, plain_row
+from fluvial.engines.data.tables import FileRecord, plain_row
 from fluvial.engines.errors import UsageError
 
 MARK = "@"  # before the name of a set
@@ -191,7 +191,7 @@ def is_set(word: object) -> bool:
     return str(word).startswith(MARK)
 
 
-def records(word: str, part: Part, field: str = "prompts") -> Iterator[Row]:
+def records(word: str, part: Part, field: str = "prompts") -> Iterator[FileRecord]:
     """Yield the records of a part of a prompt set, each with its place for messages.
 
     Args:
@@ -209,7 +209,7 @@ def records(word: str, part: Part, field: str = "prompts") -> Iterator[Row]:
             where = f"prompt set {word}, {part} record {number}"
             if not isinstance(record, Mapping):
                 raise UsageError(f"{where} is a {type(record).__name__}, expected a mapping with a column prompt")
-            yield plain_row(Row(where, dict(record)))
+            yield plain_row(FileRecord(where, dict(record)))
     except UsageError:
         raise
     except Exception as error:

@@ -16,7 +16,7 @@ from fluvial.engines.data.tables import PROMPT_FILES, is_text, read_lines, rows
 from fluvial.engines.errors import UsageError
 
 
-class Source(NamedTuple):
+class PromptSource(NamedTuple):
     """A file of prompts, or a prompt set."""
 
     name: (
@@ -26,7 +26,7 @@ class Source(NamedTuple):
     weight: float  # share of the samples, relative to the other sources
 
 
-def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
+def sources(words: Sequence[str], field: str = "prompts") -> tuple[PromptSource, ...]:
     """Return the files and prompt sets that are named, each as `file` or `file=weight`; a set is `@name`.
 
     Raises:
@@ -58,7 +58,7 @@ def sources(words: Sequence[str], field: str = "prompts") -> tuple[Source, ...]:
         top = os.path.commonpath([os.path.dirname(place) for place in places])
         return path.stem if stems[path.stem] == 1 else os.path.relpath(path, top)
 
-    return tuple(Source(name_of(path), path, weight) for path, weight in found)
+    return tuple(PromptSource(name_of(path), path, weight) for path, weight in found)
 
 
 def is_prompt_file(word: str) -> bool:

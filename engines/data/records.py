@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fluvial.core.checks import type_of
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.data.tables import Row, has_half_character
+from fluvial.engines.data.tables import FileRecord, has_half_character
 from fluvial.engines.errors import UsageError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def copy_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def parse_prompt(
-    row: Row,
+    row: FileRecord,
     *,
     folder: Path,
     source: str,
@@ -161,7 +161,7 @@ def parse_prompt(
     )
 
 
-def read_column(row: Row, column: str) -> str | None:
+def read_column(row: FileRecord, column: str) -> str | None:
     """Return the text in a column, None without one; UsageError if it holds something else."""
     value = row.columns.get(column)
     if not isinstance(value, str | None):
@@ -206,7 +206,7 @@ def read_file(value: Any, where: str, folder: Path, *, or_folder: bool = False) 
     return path.absolute()
 
 
-def _weight(row: Row) -> float:
+def _weight(row: FileRecord) -> float:
     value = row.columns.get("weight", 1.0)
     if value is None:
         return 1.0

@@ -19,7 +19,7 @@ TEXT = ".txt"
 END = b"\xff\xff\xff\xff\0\0\0\0"  # last bytes of a stream of Arrow
 
 
-class Row(NamedTuple):
+class FileRecord(NamedTuple):
     """A record of a file."""
 
     where: str  # file and line, for messages
@@ -36,7 +36,7 @@ def is_data_set(path: Path) -> bool:
     return (path / STATE).is_file() or (path / SPLITS).is_file()
 
 
-def rows(path: Path, what: str) -> Iterator[Row]:
+def rows(path: Path, what: str) -> Iterator[FileRecord]:
     """Yield the records of a file in their order; a null is an absent column.
 
     Args:
@@ -59,12 +59,12 @@ def rows(path: Path, what: str) -> Iterator[Row]:
     yield from map(plain_row, read(path, label))
 
 
-def plain_row(row: Row) -> Row:
+def plain_row(row: FileRecord) -> FileRecord:
     """Return a record without its nulls. UsageError: a column holds half a character."""
     columns = {name: value for name, value in row.columns.items() if not _is_null(value)}
     if (cut := next((name for name, value in columns.items() if has_half_character(value)), None)) is not None:
         raise UsageError(f"{row.where}, column {cut} holds half a character, e.g. of an emoji that was cut: remove it")
-    return Row(row.where, columns)
+    return FileRecord(row.where, columns)
 
 
 def has_half_character(value: Any) -> bool:
@@ -105,7 +105,7 @@ def read_lines(path: Path, label: str) -> Iterator[tuple[str, str]]:
             yield f"{label}, line {number}", line.strip()
 
 
-def _json_lines(path: Path, label: str) -> Iterator[Row]:
+def _json_lines(path: Path, label: str) -> Iterator[FileRecord]:
     for where, line in read_lines(path, label):
         try:
             record = json.loads(line)
@@ -113,10 +113,10 @@ def _json_lines(path: Path, label: str) -> Iterator[Row]:
             raise UsageError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise UsageError(f"{where} holds {type_of(record)}, expected an object of columns")
-        yield Row(where, record)
+        yield FileRecord(where, record)
 
 
-def _json_array(path: Path, label: str) -> Iterator[Row]:
+def _json_array(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the records of an array of JSON, as HPD is published, or of the array `prompts` of a suite."""
     try:
         found = json.loads(read_text(path, label))
@@ -129,10 +129,10 @@ def _json_array(path: Path, label: str) -> Iterator[Row]:
     for number, record in enumerate(found, start=1):
         if not isinstance(record, dict):
             raise UsageError(f"{label}, record {number} is {type_of(record)}, expected an object of columns")
-        yield Row(f"{label}, record {number}", record)
+        yield FileRecord(f"{label}, record {number}", record)
 
 
-def _csv(path: Path, label: str) -> Iterator[Row]:
+def _csv(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the rows of a table with a header; an empty cell is an absent column, and all values are text."""
     lines = csv.reader(io.StringIO(read_text(path, label), newline=""), strict=True)
     filled = (cells for cells in lines if len(cells) > 1 or "".join(cells).strip())
@@ -144,12 +144,12 @@ def _csv(path: Path, label: str) -> Iterator[Row]:
             where = f"{label}, line {lines.line_num}"
             if len(cells) != len(header):
                 raise UsageError(f"{where} has {len(cells)} cells, expected {len(header)} as in the header")
-            yield Row(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
+            yield FileRecord(where, {name: cell or None for name, cell in zip(header, cells, strict=True)})
     except csv.Error as error:
         raise UsageError(f"{label}, line {lines.line_num} is not CSV: {error}") from error
 
 
-def _toml(path: Path, label: str) -> Iterator[Row]:
+def _toml(path: Path, label: str) -> Iterator[FileRecord]:
     """Yield the tables `[[prompts]]` of a file."""
     try:
         found = tomllib.loads(read_text(path, label)).get("prompts")
@@ -158,17 +158,17 @@ def _toml(path: Path, label: str) -> Iterator[Row]:
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise UsageError(f"{label} holds no tables [[prompts]], expected one per prompt")
     for number, record in enumerate(found, start=1):
-        yield Row(f"{label}, table {number}", record)
+        yield FileRecord(f"{label}, table {number}", record)
 
 
-def _parquet(path: Path, label: str) -> Iterator[Row]:
+def _parquet(path: Path, label: str) -> Iterator[FileRecord]:
     with _arrow_errors(label):
         from pyarrow.parquet import ParquetFile
 
         yield from _records(ParquetFile(path).iter_batches(), label)
 
 
-def _data_set(folder: Path, label: str) -> Iterator[Row]:
+def _data_set(folder: Path, label: str) -> Iterator[FileRecord]:
     """Yield the rows of a data set that was saved to disk, from its Arrow files."""
     if (folder / SPLITS).is_file():
         splits = ", ".join(json.loads(read_text(folder / SPLITS, label)).get("splits", ()))
@@ -192,11 +192,11 @@ def _whole(file: Path) -> Path:
     return file
 
 
-def _records(batches: Iterable[Any], label: str) -> Iterator[Row]:
+def _records(batches: Iterable[Any], label: str) -> Iterator[FileRecord]:
     """Yield the rows of Arrow's batches."""
     records = (record for batch in batches for record in batch.to_pylist())
     for number, record in enumerate(records, start=1):
-        yield Row(f"{label}, row {number}", record)
+        yield FileRecord(f"{label}, row {number}", record)
 
 
 def _is_null(value: Any) -> bool:

@@ -36,10 +36,7 @@ class EngineConfig:
         comm: When parameters are gathered: "keep" gathers them once per update and keeps them unsharded until its last
             backward pass; "reshard" frees them after each use and gathers them again.
         grad_sync: When gradients are reduced: "last" reduces them once per update and holds them unsharded until then;
-            "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit; "step"
-            takes the optimizer's step of each parameter within the backward pass and frees its gradient, for those that do
-            not fit on one GPU. It needs updates of one pass and a whole copy on each rank, bounds the norm of each
-            parameter's gradient alone, and ends the run at a gradient that is not finite.
+            "every" reduces them after each micro-batch, for full fine-tuning whose unsharded gradients do not fit.
         replicas: Number of copies of the sharded module, each on its share of the ranks (hybrid sharding); 1 shards over all
             ranks. If it is the number of ranks, each holds a whole copy and computes with it without FSDP2, unless offload
             is always; one all-reduce per update sums the gradients, whatever grad_sync is. auto takes such copies where only
@@ -73,7 +70,7 @@ class EngineConfig:
     """
 
     comm: Literal["keep", "reshard"] = "keep"
-    grad_sync: Literal["last", "every", "step"] = "last"
+    grad_sync: Literal["last", "every"] = "last"
     replicas: int | Literal["auto"] = "auto"
     context_parallel: int = 1
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -89,7 +86,7 @@ class EngineConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
+        check_fields(self, "engine", replicas=(1, math.inf), context_parallel=(1, math.inf), checkpointed=(1, math.inf))
         if self.checkpointed is not None and self.checkpointing == "none":
             raise no_effect("engine.checkpointed", "with `engine.checkpointing` none")
         if self.compile is True and self.checkpointing == "selective":

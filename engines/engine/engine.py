@@ -13,21 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTree, tree_leaves
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from fluvial.core import ema
-from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig, lr_factor
-from fluvial.engines.engine.flops import FlopCounter
-from fluvial.engines.engine.gradient_sync import LastBackward
 from fluvial.engines.engine.items import Diagnostics, Numbers, Parts, check_items, micro_batches, split
-from fluvial.engines.engine.module import HostOffload, ShardedModule
+from fluvial.engines.engine.module import HostOffload, LastBackward, ShardedModule
 from fluvial.engines.engine.optimizers import OPTIMIZERS, frozen_by_eps, list_saved, local, set_lr, shard_like
-from fluvial.engines.engine.whole import WholeModule
+from fluvial.engines.engine.weights import gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.models.flops import FlopCounter
 from fluvial.models.lora import is_adapter
 from fluvial.models.protocol import Weights
 
@@ -116,8 +113,6 @@ class Engine:
         self.updates = self.skipped = self.skipped_in_a_row = 0
         self.host = HostOffload(self.world.device)  # of the optimizer state, the average and gradients
         self.flops: dict[tuple[Any, ...], int] = {}  # of the model, by the shapes of a micro-batch
-        self._squares = list[Tensor]()  # of the gradients whose steps were taken in the backward pass
-        self._numbers = {parameter: number for number, parameter in enumerate(self.trainable.values())}
         self._warned = False  # of an eps above the gradients
         self.stepping = False  # whether an optimizer step has begun and not ended, so that the state is of no update
         self._keeps = False  # whether what inference gathers stays for the next update
@@ -173,7 +168,6 @@ class Engine:
         real = torch.zeros(sum(passes), device=device)
         real[:held] = 1
         batches = micro_batches((items, weight), micro_batch=sizes, pad_to=pad_to, device=device)
-        self._begin(len(passes))
         start, last = 0, len(passes) - 1
         loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
         with self.sharded.train():
@@ -208,7 +202,6 @@ class Engine:
         is a function that makes a forward pass and returns a scalar; there are as many on every rank.
         """
         self._check_onloaded()
-        self._begin(len(losses))
         with self.sharded.train():
             for i, loss in enumerate(losses):
                 self.set_last(i == len(losses) - 1)
@@ -224,11 +217,8 @@ class Engine:
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of the gradients over all parameters and ranks."""
-        if self._squares:
-            return torch.stack(self._squares).sum().sqrt()
-        whole = self.sharded.is_whole  # then this rank's parts are all there is
-        gradients = (p.grad for p in self.trainable.values() if p.grad is not None)
-        norm = get_total_norm([local(gradient) if whole else gradient for gradient in gradients])
+        self.sharded.reshard()  # then parameters have their gradients
+        norm = get_total_norm([p.grad for p in self.trainable.values() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
@@ -248,16 +238,9 @@ class Engine:
 
     def _step(self, numbers: Numbers, *, grad_norm: float, norm: Tensor) -> UpdateInfo:
         """Step the optimizer if the gradient is finite, and return what the update did."""
-        lr, skip, self.stepping = self._lr(), not math.isfinite(grad_norm), True
-        if self._squares:
-            self._squares.clear()
-            if skip:
-                raise RunError(
-                    f"the gradient of update {self.updates + 1} was not finite, and `engine.grad_sync` step took its steps "
-                    "in the backward pass: resume from the last checkpoint with a lower `optimizer.lr`, or set it to last"
-                )
-            self._follow()
-        elif skip:
+        lr, skip = self.config.lr * self.lr_factor(self.updates), not math.isfinite(grad_norm)
+        self.stepping = True
+        if skip:
             self.skipped += 1
             self.skipped_in_a_row += 1
         else:
@@ -279,10 +262,6 @@ class Engine:
             )
         return UpdateInfo(grad_norm=grad_norm, lr=lr, skipped=skip, flops=0, **numbers._asdict())
 
-    def _lr(self) -> float:
-        """Return the learning rate of the next step."""
-        return self.config.lr * self.lr_factor(self.updates)
-
     def _follow(self) -> None:
         """Update the moving average after a step, if there is one."""
         if self.average and (self.updates + 1) % self.config.ema_interval == 0:
@@ -297,41 +276,6 @@ class Engine:
         if self.sharding.masters != "float32" and not self._row.elementwise:
             hint = f"`engine.masters` is {self.sharding.masters}, whose steps are rounded value by value"
             raise UsageError("optimizer.name", self.config.name, names, hint)
-        if self.sharding.grad_sync != "step":
-            return
-        if not self._row.elementwise:
-            hint = "`engine.grad_sync` is step, which takes one parameter at a time"
-            raise UsageError("optimizer.name", self.config.name, names, hint)
-        if not self.sharded.is_whole:
-            hint = "parameters are sharded; let each rank hold a whole copy (`engine.replicas` the number of ranks)"
-            raise UsageError("engine.grad_sync", "step", "last or every", hint)
-
-    def _begin(self, passes: int) -> None:
-        """Begin an update of some passes; with grad_sync="step", its only one takes the steps."""
-        if self.sharding.grad_sync != "step":
-            return
-        if passes > 1:
-            hint = f"an update has {passes} passes, whose gradients add up; let it have one (`update_micro_batch`)"
-            raise UsageError("engine.grad_sync", "step", "last", hint)
-        self._squares.clear()
-        self.stepping = True
-        set_lr(self.optimizer, self._lr())
-        assert isinstance(self.module, WholeModule)
-        self.module.set_arrived(self._step_parameter)
-
-    def _step_parameter(self, parameter: nn.Parameter) -> None:
-        """Take the step of a parameter whose gradient is there."""
-        assert parameter.grad is not None
-        norm = get_total_norm([local(parameter.grad).float()])
-        self._squares.append(norm.square())
-        self._row.apply_to_one(
-            self.optimizer,
-            parameter,
-            norm,
-            max_norm=self.config.max_grad_norm,
-            update=self.updates,
-            number=self._numbers[parameter],
-        )
 
     @contextmanager
     def inference(self, *, average: bool = False) -> Iterator[nn.Module]:
@@ -367,25 +311,6 @@ class Engine:
             self._keeps = before
             self.sharded.reshard()
 
-    @contextmanager
-    def without_zeros(self) -> Iterator[None]:
-        """Compute with noise in place of trained parameters that are all 0, as the second factors of new adapters are.
-
-        Their values are drawn by torch's generator, and they are 0 again when the context ends.
-        """
-        self.sharded.reshard()
-        names = [name for name, shard in self._local().items() if not shard.any()]
-        with torch.no_grad():
-            for name in names:
-                self._local()[name].normal_(std=0.02)
-        try:
-            yield
-        finally:
-            self.sharded.reshard()
-            with torch.no_grad():
-                for name in names:
-                    self._local()[name].zero_()
-
     def offload(self, *, parameters: bool = True) -> None:
         """Move this rank's optimizer state, average, gradients and parameters to the host, until `onload`.
 
@@ -409,12 +334,12 @@ class Engine:
     def weights(
         self, *, average: bool = True, adapter: str | None = None, merge: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor on the CPU) as `export.weights` does. Every rank must take part.
+        """Yield (name, full tensor on the CPU) as `gather_weights` does. Every rank must take part.
 
         With `average` they are those of the moving average, if there is one.
         """
         averaged = self.read_average() if average else None
-        return export.weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
+        return gather_weights(self.module, average=averaged, adapter=adapter, merge=merge, dtype=dtype)
 
     def read_average(self) -> dict[str, Tensor]:
         """Return the moving average as sharded tensors, by the names of the parameters; empty if there is none."""
@@ -427,6 +352,7 @@ class Engine:
         The tensors are the engine's own, except that the average may be replaced by the next update.
         """
         self._check_onloaded()
+        self.sharded.reshard()
         state: dict[str, Tensor] = {}
         for name, parameter in self.trainable.items():
             state[f"weight.{name}"] = parameter.detach()
@@ -463,18 +389,14 @@ class Engine:
                 if "step" in self.optimizer.state[parameter]:  # a skipped update is no step of the optimizer
                     self.optimizer.state[parameter]["step"].fill_(self.updates - self.skipped)
 
-    def _moments(self, name: str) -> dict[str, DTensor]:
+    def _moments(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a parameter's optimizer state, without the step count."""
         parameter = self.trainable[name]
         return list_saved(self.optimizer.state[parameter], self._row.buffers(tuple(parameter.shape), self.config))
 
     def set_last(self, last: bool) -> None:
         """Set whether the next backward pass is the last one, which reduces gradients and frees parameters."""
-        root = self.module
-        assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(last or self.sharding.grad_sync == "every")
-        root.set_is_last_backward(last)
-        root.set_reshard_after_backward(last or self.sharding.comm == "reshard")
+        self.sharded.set_last(last)
 
     def _local(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return this rank's shards of the trained parameters; copies where they have another dtype than `dtype`."""

@@ -1,4 +1,4 @@
-"""Items of an update: a pytree of tensors with one row per item, split into micro-batches of one size."""
+"""Items of an update: a pytree of tensors with one row per item, split into micro-batches, and the numbers they leave."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,8 @@ import torch
 from optree import PyTree
 from torch import Tensor
 
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.errors import UsageError
-from fluvial.models.host_values import rows, to_device
+from fluvial.models.host_values import fresh_copy, rows, to_device
 
 
 def check_items(items: PyTree[Tensor], weight: Tensor | None, *, sizes: Sequence[int], pad_to: int | None) -> int:

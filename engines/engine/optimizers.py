@@ -3,6 +3,10 @@
 A tensor of the state is sharded as its parameter (by rows) or held on every rank. One in 8 or 4 bits is a torchao tensor of
 codes and of one scale per block of values. Blocks never cross rows, so codes and scales are sharded by rows too and can be
 loaded on another number of ranks.
+
+Trained weights that are held in bfloat16 take each step in float32 and are rounded stochastically: a value x between
+neighbours a < b of bfloat16 becomes b with probability (x - a) / (b - a), so that its mean is x. Rounding to the nearest
+would lose every step that is smaller than half the distance of neighbours, 2^-9 of the value.
 """
 
 import math
@@ -15,13 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
+from fluvial.core import random
+from fluvial.core.random import DRAWN_AT_ONCE, Key, bits, fold_in
 from fluvial.engines.engine.config import OptimizerConfig, OptimizerName
-from fluvial.engines.engine.rounding import first_row, rounding_key, step_rounded
 from fluvial.engines.errors import UsageError
+from fluvial.engines.streams import Stream
 
+SEED = 0  # of the rounding of every run
 Shape = tuple[int, ...]
 Bits = Literal["float32", "signed8", "unsigned8", "signed4", "unsigned4"]
 BLOCKS = {8: 256, 4: 128}  # values that share a scale, by bits; torchao's
@@ -56,7 +64,7 @@ class Buffer(NamedTuple):
         return values * self.width // 8 + 4 * values // BLOCKS[self.width] + 4 * 2**self.width  # and a table of the levels
 
 
-def allocate(parameter: nn.Parameter, buffer: Buffer) -> DTensor:
+def allocate(parameter: nn.Parameter, buffer: Buffer) -> Tensor:
     """Return a tensor of zeros for the state of a sharded parameter."""
     shard = local(parameter)
     shape: tuple[int, ...] = (int(shard.shape[0]), *buffer.shape[1:]) if buffer.sharded else buffer.shape
@@ -77,8 +85,8 @@ def local(tensor: Any) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
 
 
-def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> DTensor:
-    """Return this rank's part as a tensor that is laid out as `parameter`.
+def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> Tensor:
+    """Return this rank's part as a tensor that is laid out as `parameter`; the part itself if that is not sharded.
 
     Args:
         parameter: sharded parameter whose mesh and placements are used.
@@ -86,6 +94,8 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
         shape: shape over all ranks, by default that of the parameter.
         replicated: whether each rank holds the whole tensor instead.
     """
+    if not isinstance(parameter, DTensor):
+        return part
     spec = parameter._spec
     if shape is None and not replicated and part.dtype == parameter.dtype:
         return DTensor(part, spec, requires_grad=False)
@@ -96,20 +106,21 @@ def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = Non
     return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
-def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, DTensor]:
+def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, Tensor]:
     """Return the tensors of a parameter's state that a checkpoint holds, without the step count; they share its storage.
 
     Args:
         state: state of the parameter, as the optimizer has it.
         buffers: layout of its tensors.
     """
-    tensors: dict[str, DTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, buffer in buffers.items():
         tensor = state[key]
         if not buffer.quantised:
             tensors[key] = tensor
             continue
-        part, row = tensor.to_local(), math.prod(buffer.shape[1:])
+        part: Any = local(tensor)
+        row = math.prod(buffer.shape[1:])
         if part.numel():
             codes, scale = part.codes, part.scale
         else:  # a rank without rows holds an empty tensor, which has no blocks
@@ -121,7 +132,7 @@ def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[
     return tensors
 
 
-class Row(NamedTuple):
+class OptimizerKind(NamedTuple):
     """One optimizer."""
 
     build: Callable[[Iterable[nn.Parameter], OptimizerConfig], Optimizer]
@@ -135,32 +146,21 @@ class Row(NamedTuple):
         count = {} if self.step == "none" else {"step": torch.zeros((), device=device)}
         return {**count, **{key: allocate(parameter, b) for key, b in self.buffers(tuple(parameter.shape), config).items()}}
 
-    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int, first: int = 0) -> None:
+    def apply(self, optimizer: Optimizer, norm: Tensor, *, max_norm: float, update: int) -> None:
         """Clip the gradients, whose norm over all ranks is `norm`, to `max_norm`, and take a step of sharded parameters.
 
         An elementwise optimizer takes it with this rank's plain tensors. Parameters in bfloat16 are rounded stochastically,
-        with draws of the number of the update and of the parameter, the first of which is `first`.
+        with draws of the number of the update and of the parameter.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         rounds = any(p.dtype != torch.float32 for p in parameters)
-        places = [(first + number, first_row(p)) for number, p in enumerate(parameters)] if rounds else []
+        places = [(number, first_row(p)) for number, p in enumerate(parameters)] if rounds else []
         with plain(optimizer) if self.elementwise else nullcontext():
             clip_grads_with_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm, norm)
             if rounds:
                 step_rounded(optimizer, places, rounding_key(update))
             else:
                 optimizer.step()
-
-    def apply_to_one(
-        self, optimizer: Optimizer, parameter: nn.Parameter, norm: Tensor, *, max_norm: float, update: int, number: int
-    ) -> None:
-        """Take the step of one of the parameters, whose number among all is `number`; see `apply`."""
-        (group,) = optimizer.param_groups
-        parameters, group["params"] = group["params"], [parameter]
-        try:
-            self.apply(optimizer, norm, max_norm=max_norm, update=update, first=number)
-        finally:
-            group["params"] = parameters
 
     def nbytes(self, shape: Shape, config: OptimizerConfig, *, ranks: int) -> int:
         """Return the bytes of a parameter's state on the first of `ranks` ranks."""
@@ -258,12 +258,14 @@ def _factor(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
     return {"row": Buffer(shape[:-1]), "column": Buffer((*shape[:-2], shape[-1]), sharded=len(shape) > 2)}
 
 
-OPTIMIZERS: dict[OptimizerName, Row] = {
-    "adamw": Row(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
-    "adamw8bit": Row(_build_quantised_adamw, _moments(8), "host"),
-    "adamw4bit": Row(_build_quantised_adamw, _moments(4), "host"),
-    "adafactor": Row(_adafactor, _factor, "host"),
-    "sgd": Row(_sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True),
+OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+    "adamw": OptimizerKind(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
+    "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
+    "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
+    "adafactor": OptimizerKind(_adafactor, _factor, "host"),
+    "sgd": OptimizerKind(
+        _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
+    ),
 }
 
 
@@ -273,6 +275,9 @@ def plain(optimizer: Optimizer) -> Iterator[None]:
 
     An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
     """
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        yield
+        return
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     parts = list[nn.Parameter]()
     try:
@@ -329,3 +334,92 @@ def _sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]
         if first.device_mesh.size(shard) > 1:
             dist.all_reduce(flat, group=first.device_mesh.get_group(shard))
     return list(flat.split([math.prod(part.shape) for part in parts]))
+
+
+def rounding_key(update: int) -> Key:
+    """Return the key of an update, counted from 0, in which numbers of parameters and of rows are folded."""
+    return fold_in(fold_in(random.key(SEED), Stream.ROUNDING), update)
+
+
+def round_stochastically(x: Tensor, words: Tensor) -> Tensor:
+    """Return float32 values as bfloat16, whose mean over the words is x; infinities and NaN stay.
+
+    The lower 16 bits of a word are added to those that bfloat16 cuts off, and the sum is cut off.
+
+    Args:
+        x: values, float32.
+        words: uniform integers of at least 16 bits, of the same shape.
+    """
+    held = x.view(torch.int32)
+    rounded = ((held + (words & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def first_row(parameter: nn.Parameter) -> int:
+    """Return the number of this rank's first row of a parameter that is sharded by rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(offset[0]) if offset else 0
+
+
+@torch.no_grad()
+def write_rounded(weight: Tensor, value: Tensor, key: Key, *, row: int) -> None:
+    """Round float32 values into a bfloat16 weight, in place; a draw depends on the row's number over all ranks alone.
+
+    Args:
+        weight: this rank's rows.
+        value: values to round.
+        key: key of the parameter in this update.
+        row: number of this rank's first row.
+    """
+    if not weight.numel():  # a rank without rows
+        return
+    weight, value = (tensor.view(len(tensor), -1) if tensor.ndim else tensor.view(1, 1) for tensor in (weight, value))
+    at_once = max(1, DRAWN_AT_ONCE // max(1, weight.shape[1]))
+    for start in range(0, len(weight), at_once):
+        part = value[start : start + at_once]
+        rows = torch.arange(row + start, row + start + len(part), device=weight.device)
+        weight[start : start + len(part)] = round_stochastically(part, bits(fold_in(key, rows), tuple(part.shape)))
+
+
+def step_rounded(optimizer: Optimizer, places: list[tuple[int, int]], key: Key) -> None:
+    """Take a step of an elementwise optimizer, one parameter at a time in float32 if it is held in bfloat16.
+
+    Args:
+        optimizer: optimizer of plain parameters, with their gradients.
+        places: number of each parameter among all, and of this rank's first row, in the order of the groups.
+        key: key of the update.
+    """
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    left = iter(places)
+    try:
+        for group, _ in groups:
+            group["params"] = []
+        for group, parameters in groups:
+            for parameter in parameters:
+                number, row = next(left)
+                group["params"] = [parameter]
+                if parameter.dtype == torch.float32 or parameter.grad is None:
+                    optimizer.step()
+                    continue
+                with _in_float32(optimizer, parameter) as master:
+                    group["params"] = [master]
+                    optimizer.step()
+                write_rounded(parameter, master.detach(), fold_in(key, number), row=row)
+            group["params"] = []
+    finally:
+        for group, parameters in groups:
+            group["params"] = parameters
+
+
+@contextmanager
+def _in_float32(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[nn.Parameter]:
+    """Yield a float32 copy of a parameter and of its gradient, which has the parameter's optimizer state meanwhile."""
+    master = nn.Parameter(parameter.detach().float())
+    master.grad = None if parameter.grad is None else parameter.grad.float()
+    optimizer.state[master] = optimizer.state.pop(parameter)
+    try:
+        yield master
+    finally:
+        optimizer.state[parameter] = optimizer.state.pop(master)

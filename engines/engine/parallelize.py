@@ -2,21 +2,21 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from fluvial.engines.attention import set_attention, split_tokens
 from fluvial.engines.engine.config import DTYPES, EngineConfig
-from fluvial.engines.engine.host_activations import on_host
-from fluvial.engines.engine.whole import keep_whole
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.models.device import is_accelerator
@@ -60,9 +60,10 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineConfig, world: World) -> nn.Module:
-    """Prepare and shard a module in place, each block as a unit of communication, and return it on its device.
+    """Prepare a module in place, shard it unless it `is_whole`, and return it on its device.
 
-    Parameters on the meta device stay there, sharded, until `loading.load_weights` fills them.
+    Each block is a unit of communication.
+    Parameters on the meta device stay there, sharded, until `weights.load_weights` fills them.
 
     Raises:
         UsageError: the configuration does not fit the module or the ranks.
@@ -72,7 +73,8 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     if config.attention is not None:
         set_attention(module, config.attention)
     if config.context_parallel > 1:
-        split_tokens(module, config.context_parallel, world)
+        mesh = world.new_mesh((world.data_size, 1, world.sequence), ("dp", "ring", "ulysses"))
+        split_tokens(module, world.sequence, mesh, rank=world.rank, size=world.size, device=world.device)
     for field in ("checkpointing", "compile") if not blocks else ():
         if getattr(config, field) not in ("none", "auto", False):
             hint = f"{type(module).__name__} has no repeated blocks; leave it out"
@@ -86,16 +88,15 @@ def parallelize(module: nn.Module, blocks: Sequence[nn.Module], config: EngineCo
     _move(module, config, world.device, frozen=dtype)
     # Some of diffusers' blocks return views. FSDP2 warns of in-place operations on them, which their models do not have.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
     for part in module.modules():
         if isinstance(part, Routed):
             part.ranks = world.size
+    if is_whole(module, config, ranks=world.size):
+        return module
     # FSDP2 would cast all inputs, but timesteps and rotary embeddings have more digits than bfloat16 holds. The module's own
     # inputs are cast above; its blocks get what they get in a module loaded in bfloat16.
     policy = MixedPrecisionPolicy(dtype, DTYPES[config.reduce], cast_forward_inputs=False)
-    if is_whole(module, config, ranks=world.size):
-        keep_whole(module, blocks, mesh, policy)
-        return module
+    mesh = world.hybrid_mesh(replicas(module, config, ranks=world.size))
     offloads = config.offload == "always"
     for unit in [*blocks, module]:
         fully_shard(
@@ -231,92 +232,37 @@ def _checkpoint(forward: Callable[..., Any], contexts: Callable[[], tuple[Any, A
     return checkpoint(run, *saved.values(), use_reentrant=False, context_fn=contexts)
 
 
-def set_attention(module: nn.Module, backend: str) -> None:
-    """Set the module's attention to one of diffusers' backends.
+class OnHost(NamedTuple):
+    """A tensor that was saved for the backward pass."""
 
-    Raises:
-        UsageError: the backend is not available, or the module does not choose its attention through diffusers.
+    host: Tensor | None  # None for one of the meta device
+    like: tuple[tuple[int, ...], torch.dtype]  # shape and dtype
+    device: torch.device
+
+
+def on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose saved tensors are copied to the host, and back when the backward pass asks for them.
+
+    Around `checkpoint` these are the inputs of a block. Copies of a GPU's tensors are pinned and do not stop the host. On a
+    CPU they are copies, too, and save nothing.
     """
-    from diffusers.models.modeling_utils import ModelMixin
-
-    try:
-        if isinstance(module, ModelMixin):
-            module.set_attention_backend(backend)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise UsageError(f"`engine.attention` is {backend}, which cannot be used: {error}") from error
-    # Models with older attention ignore the setting, and diffusers does not say so.
-    if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
-        hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out"
-        raise UsageError("engine.attention", backend, hint=hint)
-
-
-def split_tokens(module: nn.Module, degree: int, world: World) -> None:
-    """Split the tokens of each sample over groups of `degree` neighbouring ranks (Ulysses, by diffusers).
-
-    Every rank of a group takes whole samples and returns whole predictions. Its gradient is the part of its tokens, so the
-    sum over all ranks is the gradient of the samples.
-
-    Raises:
-        UsageError: the model has no plan for it, or `degree` does not divide its heads or the ranks.
-    """
-    from diffusers import ContextParallelConfig
-    from diffusers.models._modeling_parallel import ParallelConfig
-    from diffusers.models.modeling_utils import ModelMixin
-
-    name = type(module).__name__
-    if not isinstance(module, ModelMixin) or module._cp_plan is None:
-        raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for {name}; set it to 1")
-    heads = module.config.get("num_attention_heads")
-    if heads is not None and heads % degree:
-        raise UsageError("engine.context_parallel", degree, f"a divisor of the {heads} heads of {name}")
-    mesh = world.new_mesh((world.size // degree, 1, degree), ("dp", "ring", "ulysses"))
-    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
-    parallel.setup(world.rank, world.size, world.device, mesh=mesh["ring", "ulysses"])
-    # Diffusers would look up the device modulo the number of accelerators, which is 0 on a CPU.
-    module._resolve_parallel_config = lambda config: config
-    try:
-        module.enable_parallelism(config=parallel)
-    except ValueError as error:  # an attention backend that cannot
-        raise UsageError("engine.context_parallel", degree, hint=f"{name} cannot be split; {error}") from error
-    module._parallel_config = parallel
-    dims = {
-        name: (split.split_dim, split.expected_dims)
-        for place, splits in module._cp_plan.items()
-        if isinstance(splits, dict)
-        for name, split in splits.items()
-        if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
-    }
-    module.forward = partial(_with_whole_tokens, module.forward, dims, degree)
-
-
-def _with_whole_tokens(
-    forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
-) -> Any:
-    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks.
-
-    `dims` has the dimension of the tokens, and the number of dimensions, of each input that is split.
-    """
-    advice = "which it does not divide: choose another resolution or length of prompts, or another degree"
-    for name, (dim, expected) in dims.items():
-        value = kwargs.get(name)
-        # An input with other dimensions, e.g. a video before patching, is not split.
-        if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
-            raise UsageError("engine.context_parallel", degree, hint=f"{name} has {value.shape[dim]} tokens, {advice}")
-    try:
+    with saved_tensors_hooks(_pack, _unpack):
         return forward(*args, **kwargs)
-    except AssertionError as error:  # diffusers asserts what it splits within the module
-        if "divisible by mesh size" not in str(error):
-            raise
-        raise UsageError("engine.context_parallel", degree, hint=f"a sample has a number of tokens, {advice}") from error
 
 
-def _processors(module: nn.Module) -> list[Any]:
-    """Return the attention processors of a diffusers model."""
-    from diffusers.models.attention import AttentionModuleMixin
-    from diffusers.models.attention_processor import Attention, MochiAttention
+def _pack(tensor: Tensor) -> OnHost:
+    if tensor.is_meta:  # its copies back are new tensors, as on a device
+        return OnHost(None, (tuple(tensor.shape), tensor.dtype), tensor.device)
+    pinned = is_accelerator(tensor.device)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return OnHost(host.copy_(tensor, non_blocking=pinned), (tuple(tensor.shape), tensor.dtype), tensor.device)
 
-    layers = (Attention, MochiAttention, AttentionModuleMixin)
-    return [layer.processor for layer in module.modules() if isinstance(layer, layers)]
+
+def _unpack(saved: OnHost) -> Tensor:
+    if saved.host is not None:
+        return saved.host.to(saved.device, non_blocking=True, copy=True)
+    shape, dtype = saved.like
+    return torch.empty(shape, dtype=dtype, device=saved.device)
 
 
 def _selective() -> tuple[Any, Any]:

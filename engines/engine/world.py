@@ -1,13 +1,10 @@
 """The process group of a run: one process, or as many as were started, e.g. by torchrun. Other modules see no difference."""
 
 import os
-import re
 import resource
-import socket
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,23 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fluvial.engines.errors import ElsewhereError, FluvialError, LostProcessError, RunError, UsageError
+from fluvial.engines.rendezvous import describe_loss, open_store, tell_failure, watch_ranks
 from fluvial.models.device import default_device, is_accelerator
 
 T = TypeVar("T")
-_entered: ContextVar["World | None"] = ContextVar("world", default=None)
-
-STORE = "fluvial/store"  # key of rank 0's port in torchrun's store
-FAILED = "fluvial/failed"  # key of the rank that failed first
-LOOK, GRACE = 2.0, 8.0  # seconds between two looks at that key, and those that a rank has to notice by itself
 TIMEOUT = 600.0  # default seconds that a collective waits for the other ranks
-# Messages of gloo and nccl when another process is gone or silent. Gloo has no exception class of its own, and other errors
-# of its transport, e.g. for tensors of unequal sizes, are faults of the program.
-GONE = re.compile(
-    r"closed by peer|connection (was (likely )?)?(reset|refused|closed)|broken pipe|remote process exit|network error"
-    r"|communicator was aborted",
-    re.IGNORECASE,
-)
-SILENT = re.compile(r"timed? ?out", re.IGNORECASE)
+_entered: ContextVar["World | None"] = ContextVar("world", default=None)
 
 
 @dataclass(frozen=True)
@@ -211,7 +197,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     # Joining may take longer than a collective, because processes start at different speeds.
     joining = timedelta(seconds=max(timeout, TIMEOUT))
     try:
-        shared = _store(rank, size, joining) if size > 1 else None
+        shared = open_store(rank, size, joining) if size > 1 else None
         store: dist.Store = dist.HashStore() if shared is None else shared
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=joining)
     except RuntimeError as error:
@@ -221,7 +207,7 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
     failed, ended, cudnn = True, Event(), torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     if shared is not None:
-        Thread(target=_watch, args=(rank, shared.clone(), ended), name="ranks", daemon=True).start()  # type: ignore[attr-defined]
+        Thread(target=watch_ranks, args=(rank, shared.clone(), ended), name="ranks", daemon=True).start()  # type: ignore[attr-defined]
     try:
         world = World(rank, size, device, _mesh(device, (size,), ("shard",), timeout), timeout=timeout)
         with enter_world(world):
@@ -232,8 +218,8 @@ def init_world(*, timeout: float = TIMEOUT) -> Iterator[World]:
         ended.set()
     except BaseException as error:
         if shared is not None and not getattr(error, "on_all_ranks", False):
-            _tell(rank, shared)
-        if not isinstance(error, RuntimeError) or (reason := _lost(error, timeout)) is None:
+            tell_failure(rank, shared)
+        if not isinstance(error, RuntimeError) or (reason := describe_loss(error, timeout)) is None:
             raise
         raise LostProcessError(f"rank {rank}: lost another process ({reason})") from error
     finally:
@@ -264,23 +250,6 @@ def current_world() -> World:
     return world
 
 
-def join_world() -> World:
-    """Return the world of a process group that another program has opened, e.g. a worker of verl.
-
-    Its device is the current GPU, or the CPU.
-
-    Raises:
-        UsageError: there is no process group.
-    """
-    if not dist.is_initialized():
-        raise UsageError("there is no process group: call torch.distributed.init_process_group first")
-    device = default_device()
-    if is_accelerator(device):
-        device = torch.device(device.type, torch.get_device_module(device).current_device())
-    size = dist.get_world_size()
-    return World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))
-
-
 def leave(device: torch.device, *, failed: bool) -> None:
     """Leave the process group; after a failure without waiting for the device or for the other ranks."""
     if failed and is_accelerator(device):
@@ -288,71 +257,6 @@ def leave(device: torch.device, *, failed: bool) -> None:
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
-
-
-def _store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Return a new store through which the processes of this attempt find each other.
-
-    Torchrun keeps one store for all attempts, which still holds the addresses of the last attempt's processes
-    (pytorch/pytorch#135712). It counts attempts on each machine separately, so a count cannot tell them apart. So rank 0
-    opens another store and leaves its port in torchrun's. The port of an earlier attempt does not answer.
-
-    Raises:
-        RuntimeError: rank 0 did not appear in time.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        opened = os.environ.pop(
-            "FLUVIAL_STORE_SOCKET", None
-        )  # of engines.run.process.launch, on rank 0; it serves one store
-        listening = None if opened is None else int(opened)
-        return dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening)
-    shared = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-    if rank == 0:
-        store = dist.TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-        shared.set(STORE, str(store.port))
-        return store
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        port = int(shared.get(STORE))
-        try:
-            socket.create_connection((host, port), timeout=5).close()  # quietly: the store would complain
-            store = dist.TCPStore(host, port, size, timeout=timedelta(seconds=10), wait_for_workers=False)
-        except (OSError, dist.DistError):
-            time.sleep(0.1)
-        else:
-            store.set_timeout(timeout)
-            return store
-    raise RuntimeError(f"rank 0 has not answered on {host} within {timeout.total_seconds():g} s")
-
-
-def _watch(rank: int, store: dist.TCPStore, ended: Event) -> None:
-    """End this process in one line if another rank has failed and this one does not notice by itself.
-
-    A rank in a collective of NCCL whose peer has raised waits until the timeout, and no Python runs on its main thread.
-    """
-    while not ended.wait(LOOK):
-        failed = _find_failed(store)
-        if failed is not None and not ended.wait(GRACE):
-            line = f"fluvial: rank {rank}: rank {failed} failed, and this one waited for it; its own message says why\n"
-            os.write(2, line.encode())
-            os._exit(1)
-
-
-def _find_failed(store: dist.TCPStore) -> str | None:
-    """Return which rank has failed, None if none has said so; rank 0 if its store is gone."""
-    try:
-        socket.create_connection((store.host, store.port), timeout=5).close()  # quietly: the store would complain
-        return store.get(FAILED).decode() if store.check([FAILED]) else None
-    except (OSError, dist.DistError):
-        return "0"
-
-
-def _tell(rank: int, store: dist.TCPStore) -> None:
-    """Tell the other ranks that this one has failed."""
-    if _find_failed(store) is None:
-        with suppress(dist.DistError):
-            store.set(FAILED, str(rank))
 
 
 def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], timeout: float) -> DeviceMesh:
@@ -368,13 +272,3 @@ def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...], 
 def _is_fake() -> bool:
     """Return whether the other ranks are simulated: then nobody is waited for."""
     return "fake" in dist.get_backend_config()
-
-
-def _lost(error: RuntimeError, timeout: float) -> str | None:
-    """Return why a collective failed if another process is the cause, else None."""
-    text = str(error)
-    if not isinstance(error, dist.DistError) and "gloo/transport" not in text:
-        return None
-    if GONE.search(text):
-        return "its connection is closed"
-    return f"no answer within {timeout:g} s" if SILENT.search(text) else None

@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from fluvial.engines import plugins
-from fluvial.engines.engine.files import LORA
 from fluvial.engines.export.formats import COMFY_LORA, COMFY_WEIGHTS, Format
+from fluvial.engines.files import LORA
 from fluvial.engines.run.log.records import flat, read_json, read_records
 
 CARD, CURVE, SAMPLES = "README.md", "reward.png", "samples.png"
 # Fields that say where something was on a machine, or what does not change the weights.
-MACHINE = "out model prompts data data_cache data_errors weights checkpoints resume resume_from engine collective_timeout"
-REPORTS = "keep_checkpoints checkpoint_every checkpoint_async eval_every eval_samples final_samples tracker"
-EXPORTS = "export_dtype export_every export_as"
-PRIVATE = {*MACHINE.split(), *REPORTS.split(), *EXPORTS.split()}
-PATHS = {"pipeline.heldout", "pipeline.text_cache", "objective.preferences", "objective.teacher", "lora.weights"}
+PRIVATE = {"out", "model", "prompts", "resume", "tracker", "engine", "checkpoint", "export"}
+PATHS = {
+    "pipeline.heldout",
+    "pipeline.text_cache",
+    "pipeline.weights",
+    "method.preferences",
+    "method.teacher",
+    "lora.weights",
+}
+MACHINE = {"data.images", "data.cache", "data.errors", "evaluation.every", "evaluation.samples", "evaluation.final_samples"}
+CHANGES_WEIGHTS = {"engine.micro_batch", "engine.update_micro_batch", "engine.init", "engine.implementation"}
 FORMS = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr"}
 LICENCE = re.compile(r"^license(?:_name|_link)?: .+$", re.MULTILINE)
 
@@ -37,9 +43,9 @@ class Card:
         parts: names of the networks, where there are several.
         video: whether the model makes videos.
         folder: folder of the base model, where it is a pipeline; its licence is read from it.
-        objective: name of the objective.
+        method: name of the method.
         settings: configuration of the run, as JSON.
-        defaults: configuration with the same objective and no other choice, as JSON.
+        defaults: configuration with the same method and no other choice, as JSON.
         update: number of updates that the weights have seen.
         average: whether they are the moving average.
         dtype: dtype of the files.
@@ -53,7 +59,7 @@ class Card:
     parts: tuple[str, ...]
     video: bool
     folder: Path | None
-    objective: str
+    method: str
     settings: Mapping[str, Any]
     defaults: Mapping[str, Any]
     update: int
@@ -112,7 +118,7 @@ def _front_matter(card: Card) -> str:
         lines.append("library_name: diffusers")
     lines += [f"pipeline_tag: {'text-to-video' if card.video else 'text-to-image'}"]
     lines += _licence(card.folder)
-    tags = ["fluvial", "diffusers", card.objective.partition(":")[2] or card.objective]
+    tags = ["fluvial", "diffusers", card.method.partition(":")[2] or card.method]
     tags += ["lora"] * card.is_adapter + ["comfyui"] * (card.kind == "comfyui")
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
@@ -128,14 +134,14 @@ def _licence(folder: Path | None) -> list[str]:
 def _introduction(card: Card) -> str:
     what = f"{FORMS[card.settings['lora']['form']['kind']]} adapter of" if card.is_adapter else "weights of"
     base = f"[{card.base}](https://huggingface.co/{card.base})" if card.hub_id else f"`{card.base}`"
-    lines = [f"The {what} {base} after {card.update} updates of `{card.objective}` by fluvial, in {card.dtype}."]
+    lines = [f"The {what} {base} after {card.update} updates of `{card.method}` by fluvial, in {card.dtype}."]
     if card.average:
         lines.append("It is the moving average of what was trained.")
     if card.settings["lora"]["weights"] is not None:
         lines.append("Training started from an adapter, which is part of it.")
-    if card.settings["weights"] is not None:
+    if card.settings["pipeline"]["weights"] is not None:
         lines.append(f"Training started from other weights of `{card.base}`, on which it has to be put." * card.is_adapter)
-    return f"# {card.base}, post-trained with {card.objective}\n\n{' '.join(filter(None, lines))}"
+    return f"# {card.base}, post-trained with {card.method}\n\n{' '.join(filter(None, lines))}"
 
 
 def _loading(card: Card) -> str:
@@ -192,16 +198,17 @@ def _adapter(card: Card, folder: str) -> str:
 
 
 def _settings(card: Card) -> str:
-    """Return the settings of the run that are not the defaults of its objective."""
+    """Return the settings of the run that are not the defaults of its method."""
     ours, theirs = flat(card.settings), flat(card.defaults)
     rows = [
-        f"| `{name}` | `{json.dumps(value)}` |"
+        f"| `{name.removeprefix('method.')}` | `{json.dumps(value)}` |"
         for name, value in ours.items()
-        if name.split(".")[0] not in PRIVATE and name not in PATHS and theirs.get(name) != value
+        if theirs.get(name) != value
+        and (name in CHANGES_WEIGHTS or not {name, name.partition(".")[0]} & (PRIVATE | PATHS | MACHINE))
     ]
     if not rows:
-        return f"## Training\n\nObjective `{card.objective}` with its defaults."
-    head = f"## Training\n\nObjective `{card.objective}`. Settings that are not its defaults:"
+        return f"## Training\n\nMethod `{card.method}` with its defaults."
+    head = f"## Training\n\nMethod `{card.method}`. Settings that are not its defaults:"
     return "\n".join([head, "", "| field | value |", "|---|---|", *rows])
 
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fluvial.engines.engine.export import writing
-from fluvial.engines.engine.files import sync
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import writing
+from fluvial.engines.files import sync
 
 RECORD = "fluvial.json"  # says what an export holds, beside it
 

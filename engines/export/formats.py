@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine import export as fsdp
-from fluvial.engines.engine.files import save_tensors
+from fluvial.engines.engine.weights import gather, gather_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export, write_lora, writing
+from fluvial.engines.files import save_tensors
 from fluvial.models import DiffusionModel
 from fluvial.models.lora import Dora, adapter_parts, linear_layers, lora_layers, lora_settings, read_form
 from fluvial.models.lora_files import COMFY_DORA
@@ -84,16 +85,16 @@ def write(
     check_format(kind, model, adapted=adapted, merge=merge)
     given: dict[str, Any] = {"average": average, "dtype": dtype, "world": world}
     if kind == "lora":
-        fsdp.write_lora(module, out, **given)
+        write_lora(module, out, **given)
     elif kind == "merged":
-        fsdp.export(module, out, merge=adapted, **given)
+        export(module, out, merge=adapted, **given)
     elif kind == "full":
         folder, part = Path(getattr(model, "folder")), str(getattr(model, "part"))  # noqa: B009
         trained = [*module] if isinstance(module, nn.ModuleDict) else [part]
-        with fsdp.writing(out, world, "export"):
+        with writing(out, world, "export"):
             if world.is_main:
                 copy_parts(folder, out, without=trained)
-        fsdp.export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **given)
+        export(module, out if isinstance(module, nn.ModuleDict) else out / part, merge=adapted, **given)
     else:
         _write_original(module, str(getattr(model, "pipeline")), out, adapter=adapted and not merge, **given)  # noqa: B009
 
@@ -123,12 +124,12 @@ def _write_original(
     """Write the adapter or the merged weights of each network in the original layout."""
     settings = lora_settings(module)
     chosen: dict[str, Any] = {"adapter": "default"} if adapter else {"merge": settings is not None}
-    gathered = fsdp.weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
+    gathered = gather_weights(module, average=average, dtype=dtype, **chosen)  # by every rank, and kept by one
     tensors = {name: tensor for name, tensor in gathered if world.is_main}
     lengths = dict[str, Tensor]()
     if adapter and settings is not None and isinstance(read_form(module), Dora):
         lengths = _lengths(module, pipeline, tensors, settings, world)
-    with fsdp.writing(out, world, "export"):
+    with writing(out, world, "export"):
         if not world.is_main:
             return
         for name, network in module.items() if isinstance(module, nn.ModuleDict) else [("", module)]:
@@ -160,7 +161,7 @@ def _lengths(
         prefix = f"{name}." if name else ""
         for layer in include_joined(Original(pipeline, network.config), network, lora_layers(network)):
             weight: Any = linear[prefix + layer].weight  # dequantised, if it is that of a quantised layer
-            weight = widen(fsdp.gather(weight.detach())).cpu()
+            weight = widen(gather(weight.detach())).cpu()
             if not world.is_main:
                 continue
             norms = row_norms(weight)

@@ -1,7 +1,64 @@
-"""Methods: one file per family, and the table of them; for one of your own see `protocol.Method`."""
+"""Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
 
-from fluvial.engines.methods.losses import ErrorInfo, LossConfig
-from fluvial.engines.methods.protocol import Method, Objective, ObjectiveTraits
-from fluvial.engines.methods.table import OBJECTIVES
+from fluvial.engines.methods.alignprop import AlignProp
+from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.crd import Crd
+from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dgpo import Dgpo
+from fluvial.engines.methods.distill import Distill
+from fluvial.engines.methods.dpo import Dpo
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
+from fluvial.engines.methods.nft import Nft
+from fluvial.engines.methods.raft import Raft
+from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
+from fluvial.engines.methods.table import METHODS
+from fluvial.engines.run.method import (
+    EpochsConfig,
+    Images,
+    Method,
+    Needs,
+    NoisedRows,
+    PassesConfig,
+    Preferences,
+    RecordedRows,
+)
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.scoring.advantages import AdvantageConfig
 
-__all__ = ["OBJECTIVES", "ErrorInfo", "LossConfig", "Method", "Objective", "ObjectiveTraits"]
+__all__ = [
+    "METHODS",
+    "AdvantageConfig",
+    "AlignProp",
+    "Awm",
+    "CorrectionConfig",
+    "Crd",
+    "D3po",
+    "Dgpo",
+    "Distill",
+    "Dpo",
+    "Dppo",
+    "EpochsConfig",
+    "ErrorInfo",
+    "Grpo",
+    "Guard",
+    "Images",
+    "KLConfig",
+    "Method",
+    "Needs",
+    "Nft",
+    "NoisedRows",
+    "NoisingConfig",
+    "PassesConfig",
+    "Preferences",
+    "Raft",
+    "ReadingConfig",
+    "RecordedRows",
+    "SamplingConfig",
+    "Sft",
+    "StepKLConfig",
+    "TempFlow",
+]

@@ -3,18 +3,22 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from fluvial.core import awm
-from fluvial.core.checks import check_fields
 from fluvial.core.policy import PolicyInfo, clipped_surrogate
 from fluvial.core.random import Key
-from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
-from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Networks
+from fluvial.engines.run.method import Method, Needs, PassesConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -23,10 +27,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Awm(Method):
+class Awm(Method, name="awm"):
     """Advantage weighted matching: the clipped surrogate with the matching error as log-probability (arXiv 2509.25050).
 
     Args:
+        sampling: How samples are made.
+        noising: Noise levels at which clean samples are trained on.
+        advantage: How rewards become advantages.
+        passes: How often a batch is learnt from.
+        kl: KL terms that keep the policy near the one that training starts from.
         weighting: Weighting of the matching error by the noise level, see `core.awm.awm_log_prob`.
         clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         clip_high: Upper half-width of the clip.
@@ -34,48 +43,39 @@ class Awm(Method):
         power: Exponent of the weighting ghuber, in (0, 1].
     """
 
+    needs: ClassVar[Needs] = Needs(prediction="velocity", ratio=True)
+    bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf), "delta": (1e-12, math.inf), "power": (1e-12, 1)}
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    noising: NoisingConfig = NoisingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    passes: PassesConfig = PassesConfig()
+    kl: KLConfig = KLConfig()
     weighting: awm.Weighting = "ghuber"
     clip_low: float = 1e-3
     clip_high: float = 1e-3
     delta: float = 1e-5
     power: float = 0.25
-    traits = ObjectiveTraits(
-        trains_on="noised",
-        has_ratio=True,
-        flows_only=True,
-        takes_kl=True,
-        takes_implementation=True,
-    )
 
-    def __post_init__(self) -> None:
-        check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf), delta=(1e-12, math.inf), power=(1e-12, 1))
-
-    def networks(self, kl: KLConfig) -> Networks:
+    def networks(self) -> Networks:
         """Keep the policy before the updates, and the references of the KL terms."""
-        return {"old": Before(), **kl.networks()}
+        return {"old": Before(), **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Climb the clipped surrogate of the matching errors, weighted by the advantage."""
-        grades = run.grade(batch)
-        skip_zero = not run.has("ref", "ema")
-        items = run.noise_samples(batch, key, grades.advantage, keep=grades.keep, skip_zero=skip_zero)
-        for part in run.minibatches(items, key):
-            yield run.update(run.predict(part, "ref", "ema"), self.loss)
+        grades, skip_zero = run.grade(batch, self.advantage), not self.kl.networks()
+        items = run.noise_samples(batch, self.noising, key, grades.advantage, keep=grades.keep, skip_zero=skip_zero)
+        for part in run.minibatches(items, key, self.passes):
+            yield run.update(run.predict(part, *self.networks()), self.loss)
 
-    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
-        """Return `policy.clipped_surrogate` of `awm.awm_log_prob`."""
+    def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, PolicyInfo]:
+        """Return `policy.clipped_surrogate` of `awm.awm_log_prob`, and the KL terms."""
         log_prob, log_prob_old = (
             awm.awm_log_prob(
-                config.error(policy, items.target),
-                items.level,
-                weighting=self.weighting,
-                delta=self.delta,
-                power=self.power,
+                velocity_error(policy, rows.target), rows.level, weighting=self.weighting, delta=self.delta, power=self.power
             )
-            for policy in (v, items.predictions["old"])
+            for policy in (v, rows.predictions["old"])
         )
-        loss, info = clipped_surrogate(
-            log_prob, log_prob_old, items.signal, clip_low=self.clip_low, clip_high=self.clip_high
-        )
-        loss, kl = add_velocity_kl(loss, v, items, config)
+        clips = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        loss, info = clipped_surrogate(log_prob, log_prob_old, rows.signal, **clips)
+        loss, kl = self.kl.add_to(loss, v, rows)
         return loss, info._replace(kl_ref=kl)

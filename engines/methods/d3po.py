@@ -3,21 +3,20 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from fluvial.core.checks import check_fields
 from fluvial.core.dpo import D3poInfo, best_and_worst, clip_log_ratio, d3po_loss
 from fluvial.core.random import Key
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.dpo import _dpo_needs
-from fluvial.engines.methods.losses import KLConfig, LossConfig, log_prob_and_kl
-from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.declared import Networks, Record, Start
+from fluvial.engines.run.declared import Networks, Start
+from fluvial.engines.run.method import EpochsConfig, Method
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.engines.sampling.window import AllRecorded, FirstRecorded
+from fluvial.kernels import step_log_prob
 from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
@@ -26,50 +25,50 @@ if TYPE_CHECKING:
     from fluvial.engines.run.run import Run
 
 
-def _d3po_needs(config: Any) -> Iterator[UsageError]:
-    rollout = config.rollout
-    if rollout.sampler.is_deterministic:
-        expected = "ddim or flow_sde, whose steps have the log-probability that d3po needs"
-        yield UsageError("rollout.sampler", rollout.sampler.kind, expected)
-    if config.minibatches > 1:
-        yield UsageError("minibatches", config.minibatches, "1", "d3po's pairs belong together in one update")
-    if rollout.trained.kind == "random":
-        yield UsageError("rollout.trained", "random", "all or first", "d3po compares both samples at the same steps")
-    yield from _dpo_needs(config, name="d3po")
-
-
 @dataclass(frozen=True)
-class D3po(Method):
+class D3po(Method, name="d3po"):
     """D3PO's loss: a preference between the best and the worst sample of a group, step by step (arXiv 2311.13231).
 
         -log sigmoid(beta (log clip(rho_best) - log clip(rho_worst))),  rho = p(x_next | x) / p_ref(x_next | x)
 
     Args:
+        sampling: How samples are made.
+        trained: Which of the recorded steps are trained on, the same of both samples: `AllRecorded` or `FirstRecorded`.
+        passes: How often a batch is learnt from, whose pairs belong together in one update.
         beta: Inverse temperature of the preference, without a unit.
         eps: Half-width of the clip of the ratio to the reference, which is per dimension.
+        ref_guidance: Scale of classifier-free guidance of the reference's prediction; None is that of the update's.
     """
 
+    bounds: ClassVar = {"beta": (1e-12, math.inf), "eps": (1e-12, 1 - 1e-6), "ref_guidance": (0, math.inf)}
+    sampling: SamplingConfig = SamplingConfig()
+    trained: AllRecorded | FirstRecorded = AllRecorded()
+    passes: EpochsConfig = EpochsConfig()
     beta: float = 0.1
     eps: float = 0.1
-    traits = ObjectiveTraits(trains_on="steps", rewards="order", takes_implementation=True, refuses=_d3po_needs)
-    record = Record()
+    ref_guidance: float | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, "objective", beta=(1e-12, math.inf), eps=(1e-12, 1 - 1e-6))
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        if self.sampling.sampler.is_deterministic:
+            expected = "ddim or flow_sde, whose steps have the log-probability that d3po needs"
+            yield UsageError("sampling.sampler", self.sampling.sampler.kind, expected)
+        yield from super().problems()
 
-    def networks(self, kl: KLConfig) -> Networks:
+    def networks(self) -> Networks:
         """Keep the policy that training starts from: ratios are relative to it."""
-        return {"ref": Start(kl.guidance)}
+        return {"ref": Start(self.ref_guidance)}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Compare each step of the best sample of a group with the same step of its worst."""
         preferred = self.prefer(run.grade(batch).reward, batch.group)
-        steps = run.record_steps(batch, key, preferred, keep=(preferred != 0).to(preferred.dtype))
+        chosen = (preferred != 0).to(preferred.dtype)
+        steps = run.record_steps(batch, key, preferred, trained=self.trained, keep=chosen)
         side, group = batch.spread(preferred), torch.arange(batch.share.batch) // batch.compared
         partner = (group[:, None] == group) & (side[:, None] * side == -1)  # [B, B]
-        for part in run.minibatches(steps, key):
+        for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, "ref")
-            ratios = run.gather(part, run.measure(part, partial(self._log_ratio, config=LossConfig())))
+            ratios = run.gather(part, run.measure(part, self.log_ratio))
             part = part.with_rows(context=part.look_up(to_device(partner.to(ratios.dtype), ratios.device) @ ratios))
             yield run.update(part, self.loss)
 
@@ -79,16 +78,17 @@ class D3po(Method):
         preferred[chosen.win[chosen.valid]], preferred[chosen.lose[chosen.valid]] = 1.0, -1.0
         return preferred
 
-    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, D3poInfo]:
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, D3poInfo]:
         """Return `dpo.d3po_loss`."""
-        own, other, preferred = self._log_ratio(v, items, config), items.context, items.signal
+        ratio, other, preferred = self.log_ratio(v, rows), rows.context, rows.signal
         assert other is not None
-        loss = d3po_loss(own, other, preferred, beta=self.beta)
-        margin = (self.beta * preferred * (own - other)).detach()
-        edge = (own.detach().exp() - 1).abs() >= self.eps * (1 - 1e-5)
-        return 2 * loss, D3poInfo(self.beta * own.detach(), margin, (margin > 0).to(margin.dtype), edge.to(margin.dtype))
+        loss = d3po_loss(ratio, other, preferred, beta=self.beta)
+        margin = (self.beta * preferred * (ratio - other)).detach()
+        edge = (ratio.detach().exp() - 1).abs() >= self.eps * (1 - 1e-5)
+        return 2 * loss, D3poInfo(self.beta * ratio.detach(), margin, (margin > 0).to(margin.dtype), edge.to(margin.dtype))
 
-    def _log_ratio(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> Tensor:
-        both = v, items.predictions["ref"]
-        log_prob, reference = (log_prob_and_kl(each, items, config, v_ref=None)[0] for each in both)
+    def log_ratio(self, v: Tensor, rows: RecordedSteps) -> Tensor:
+        """Return the clipped log-ratio of each step to the reference, `[P]`."""
+        both = v, rows.predictions["ref"]
+        log_prob, reference = (step_log_prob(rows.transition, rows.x, each, rows.x_next)[0] for each in both)
         return clip_log_ratio(log_prob, reference, eps=self.eps)

@@ -3,106 +3,112 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from fluvial.core.checks import check_fields
-from fluvial.core.correction import rollout_weights
+from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key
-from fluvial.engines.methods.losses import LossConfig, add_ema_kl, log_prob_and_kl
-from fluvial.engines.methods.protocol import Method, ObjectiveTraits
-from fluvial.engines.run.declared import Record
+from fluvial.engines.methods.losses import StepKLConfig, correct
+from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps
-from fluvial.kernels import policy_loss
+from fluvial.engines.sampling.window import AllRecorded, Trained
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.kernels import policy_loss, step_log_prob
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
-    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.batch import Batch
     from fluvial.engines.run.run import Run
 
 
-SURROGATE = ObjectiveTraits(trains_on="steps", has_ratio=True, takes_kl=True, takes_implementation=True)
-
-
+@dataclass(frozen=True)
 class PolicyGradient(Method):
-    """The program of GRPO and its successors, which differ in `loss`, and in what they record."""
+    """The program of GRPO and its successors, which differ in `loss`, and in what they record.
 
-    record = Record()
-    splits_guidance = False  # whether the loss combines the halves of guidance itself
+    Args:
+        sampling: How samples are made.
+        trained: Which of the recorded steps are trained on: `AllRecorded`, `FirstRecorded` or `RandomRecorded`.
+        advantage: How rewards become advantages.
+        passes: How often a batch is learnt from.
+        kl: KL terms that keep the policy near the one that training starts from.
+        correction: Weights that correct for a rollout made by another program than the update.
+    """
+
+    sampling: SamplingConfig = SamplingConfig()
+    trained: Trained = AllRecorded()
+    advantage: AdvantageConfig = AdvantageConfig()
+    passes: PassesConfig = PassesConfig()
+    kl: StepKLConfig = StepKLConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    needs: ClassVar[Needs] = Needs(ratio=True)
+    form: ClassVar[Form] = "density"
+    reduction: ClassVar[Reduction] = "mean"
+    records_velocity: ClassVar[bool] = False
+    splits_guidance: ClassVar[bool] = False  # whether the loss combines the halves of guidance itself
+
+    @property
+    def rows(self) -> RecordedRows:
+        """Train on recorded steps."""
+        return RecordedRows(self.form, self.reduction, self.records_velocity, self.trained)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Climb the surrogate of every recorded step, weighted by the advantage of its sample."""
-        grades = run.grade(batch)
-        steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep, skip_zero=not run.has("ref", "ema"))
-        steps = correct(run, steps)
-        for part in run.minibatches(steps, key):
-            part = run.predict(part, "ref", "ema")
-            yield run.update(part, self.loss, split_guidance=self.splits_guidance and not run.has("ema"))
+        grades = run.grade(batch, self.advantage)
+        steps = run.record_steps(
+            batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not self.networks()
+        )
+        steps = correct(run, steps, self.correction, self.log_prob)
+        for part in run.minibatches(steps, key, self.passes):
+            part = run.predict(part, *self.networks())
+            yield run.update(part, self.loss, split_guidance=self.splits_guidance and not self.kl.ema_coef)
 
-
-def correct(run: "Run", steps: "Items") -> "Items":
-    """Return recorded steps with the update's own old log-probs, and signals weighted by their ratio to the rollout's.
-
-    Nothing changes without a correction. The weight is that of the policy gradient, whose loss is linear in the advantage; a
-    KL term has no weight.
-    """
-    config, keeps_velocity = run.config.correction, "old" in steps.rows.predictions
-    if config.mode == "none":
-        return steps
-
-    def score(v: Tensor, rows: RecordedSteps) -> tuple[Tensor, ...]:
-        log_prob, _ = log_prob_and_kl(v, rows, run.loss_settings, v_ref=None)
-        return (log_prob, v) if keeps_velocity else (log_prob,)
-
-    log_prob, *velocity = run.measure(steps, score)
-    if velocity:
-        steps = steps.with_predictions(old=velocity[0])
-    # Of all ranks, so that each has the same diagnostics.
-    computed, known = (run.gather(steps, values) for values in (log_prob, steps.rows.log_prob_old))
-    factor, info = rollout_weights(computed, known, mode=config.mode, threshold=config.threshold, level=config.level)
-    run.log(correction=info)
-    return steps.with_rows(log_prob_old=log_prob, signal=steps.rows.signal * steps.look_up(factor))
+    def log_prob(self, v: Tensor, rows: RecordedSteps) -> Tensor:
+        """Return the log-probability of each recorded step under a prediction, `[P]`."""
+        return step_log_prob(rows.transition, rows.x, v, rows.x_next, form=self.form, reduction=self.reduction)[0]
 
 
 @dataclass(frozen=True)
-class Clipped(PolicyGradient):
+class Grpo(PolicyGradient, name="grpo"):
     """The clipped surrogate of PPO and GRPO on recorded steps (arXiv 1707.06347, 2402.03300, 2505.05470).
 
     Args:
         clip_low: Lower half-width of the clip: the ratio is clipped to [1 - clip_low, 1 + clip_high]. The ratio is per
-            dimension if rollout.reduction is mean.
+            dimension if `reduction` is mean.
         clip_high: Upper half-width of the clip.
+        form: Form of the log-probability: density, no_const (without its constant) or unscaled (negative squared error).
+        reduction: Reduction of the log-probability over pixels: mean (nats per dimension, the unit of the clip range) or
+            sum (nats).
     """
 
+    bounds: ClassVar = {"clip_low": (0, 1), "clip_high": (0, math.inf)}
+    splits_guidance = True
     clip_low: float = 1e-3
     clip_high: float = 1e-3
-    traits = SURROGATE
-    splits_guidance = True
+    form: Form = "density"  # type: ignore[misc]
+    reduction: Reduction = "mean"  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
-        check_fields(self, "objective", clip_low=(0, 1), clip_high=(0, math.inf))
-
-    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, PolicyInfo]:
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:
         """Return `kernels.policy_loss` of the recorded steps."""
         loss, info = policy_loss(
-            items.transition,
-            items.x,
+            rows.transition,
+            rows.x,
             v,
-            items.x_next,
-            log_prob_old=items.log_prob_old,
-            advantage=items.signal,
+            rows.x_next,
+            log_prob_old=rows.log_prob_old,
+            advantage=rows.signal,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
-            v_ref=items.predictions.get("ref"),
-            kl_coef=config.kl_coef,
-            kl_weight=config.kl_weight,
-            dt=items.dt,
-            v_uncond=items.predictions.get("uncond"),
-            guidance=items.guidance,
-            form=config.form,
-            reduction=config.reduction,
-            implementation=config.implementation,
+            v_ref=rows.predictions.get("ref"),
+            kl_coef=self.kl.coef,
+            kl_weight=self.kl.weight_of(self.sampling.sampler.rule),
+            dt=rows.dt,
+            v_uncond=rows.predictions.get("uncond"),
+            guidance=rows.guidance,
+            form=self.form,
+            reduction=self.reduction,
         )
-        return add_ema_kl(loss, v, items, config), info
+        return self.kl.add_ema_of_steps(loss, v, rows, self.sampling.sampler.rule, self.reduction), info

@@ -2,20 +2,23 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fluvial.core import nft
-from fluvial.core.checks import check_fields
 from fluvial.core.random import Key
 from fluvial.engines.choices import check_variant
-from fluvial.engines.methods.losses import KLConfig, LossConfig, add_velocity_kl
-from fluvial.engines.methods.protocol import Method, ObjectiveTraits
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.run.declared import Before, Follower, LinearOld, Networks, NoOld, OldPolicy
+from fluvial.engines.run.method import Method, Needs, PassesConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples
-from fluvial.kernels import nft_loss
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.kernels import nft_loss, velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -31,12 +34,17 @@ class NftInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Nft(Method):
+class Nft(Method, name="nft"):
     """DiffusionNFT: from an old policy towards its good samples and away from its bad ones (arXiv 2509.16117).
 
     The old policy makes the samples.
 
     Args:
+        sampling: How samples are made.
+        noising: Noise levels at which clean samples are trained on.
+        advantage: How rewards become advantages.
+        passes: How often a batch is learnt from.
+        kl: KL terms that keep the policy near the one that training starts from.
         beta: Distance of the two implicit policies, the good and the bad one, from the old policy, without a unit.
         mode: How an advantage becomes the probability of a good sample, see `core.nft.reward_prob`.
         adv_clip: Bound of the advantages, which are clipped to [-adv_clip, adv_clip].
@@ -44,36 +52,39 @@ class Nft(Method):
         weight_min: Lower bound of the mean absolute error that each item's loss is divided by.
     """
 
+    needs: ClassVar[Needs] = Needs(prediction="velocity")
+    bounds: ClassVar = dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf))
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    noising: NoisingConfig = NoisingConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    passes: PassesConfig = PassesConfig()
+    kl: KLConfig = KLConfig()
     beta: float = 0.1
     mode: nft.Mode = "all"
     adv_clip: float = 5.0
-    old: OldPolicy = field(default_factory=LinearOld)
+    old: OldPolicy = LinearOld()
     weight_min: float = 1e-5
-    traits = ObjectiveTraits(trains_on="noised", flows_only=True, takes_kl=True, takes_implementation=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective", **dict.fromkeys(("beta", "adv_clip", "weight_min"), (1e-12, math.inf)))
-        check_variant(self.old, OldPolicy, "objective.old")
+        check_variant(self.old, OldPolicy, "old")
+        super().__post_init__()
 
-    def networks(self, kl: KLConfig) -> Networks:
+    def networks(self) -> Networks:
         """Keep the old policy, which makes the samples, and the references of the KL terms."""
         old = Before() if isinstance(self.old, NoOld) else Follower(self.old.decay, samples_from=0)
-        return {"old": old, **kl.networks()}
+        return {"old": old, **self.kl.networks()}
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the good one of the implicit policies to good samples, and the bad one to bad samples."""
-        grades = run.grade(batch)
+        grades = run.grade(batch, self.advantage)
         good = nft.reward_prob(grades.advantage, adv_clip=self.adv_clip, mode=self.mode)
-        items = run.noise_samples(batch, key, good, keep=grades.keep)
-        for part in run.minibatches(items, key):
-            yield run.update(run.predict(part, "old", "ref", "ema"), self.loss)
+        items = run.noise_samples(batch, self.noising, key, good, keep=grades.keep)
+        for part in run.minibatches(items, key, self.passes):
+            yield run.update(run.predict(part, *self.networks()), self.loss)
 
-    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> tuple[Tensor, NftInfo]:
-        """Return `kernels.nft_loss`."""
-        v_old, kernel = items.predictions["old"], config.implementation
-        fields = items.x0, items.x, items.level, items.signal
-        loss = nft_loss(
-            v, v_old, *fields, beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min, implementation=kernel
-        )
-        loss, kl = add_velocity_kl(loss, v, items, config)
-        return loss, NftInfo(config.error(v.detach(), v_old), kl)
+    def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, NftInfo]:
+        """Return `kernels.nft_loss`, and the KL terms."""
+        v_old, fields = rows.predictions["old"], (rows.x0, rows.x, rows.level, rows.signal)
+        loss = nft_loss(v, v_old, *fields, beta=self.beta, adv_clip=self.adv_clip, weight_min=self.weight_min)
+        loss, kl = self.kl.add_to(loss, v, rows)
+        return loss, NftInfo(velocity_error(v.detach(), v_old), kl)

@@ -14,22 +14,22 @@ from fluvial.engines.data.prompts import weights_by_source
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.table import name_of, with_checked_loss
+from fluvial.engines.files import digest_weights
+from fluvial.engines.methods.table import with_checked_loss
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Start, Teacher
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
+from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.monitoring.gaming import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -37,7 +37,7 @@ from fluvial.engines.run.passes.probe import choose_micro_batch, choose_pairs, e
 from fluvial.engines.run.prefetch import Ahead
 from fluvial.engines.run.run import Memory, Run
 from fluvial.engines.run.sampler import Sampler
-from fluvial.engines.run.saving import runs_on
+from fluvial.engines.run.saving import read_micro_batch, runs_on
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.build import build_source
 from fluvial.engines.sampling.config import Schedules
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
 
     config: TrainConfig  # its micro-batch a number
     choices: dict[str, Choice]  # why these sizes of passes, by setting, where they were chosen here
-    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `update_micro_batch` is auto
+    pairs: tuple[int, ...]  # numbers of pairs per pass, falling, where `engine.update_micro_batch` is auto
     job: Job  # with evaluators, which are the rewards of the run where it names none
     evaluated: Job  # the job as it is evaluated, which may have other prompts, evaluators and sizes
     engine: Engine
@@ -111,7 +111,7 @@ def build_parts(
             given = {**asked.evaluators, **{name: reward for name, (reward, _) in rewards.items()}}
             check_used([*job.prompts, *asked.heldout], given)
         _check_watched(config, asked, rewards)
-    group, tolerated = config.rollout.group, int(config.max_invalid * config.rollout.batch)
+    group, tolerated = config.method.sampling.group, int(config.rollout.max_invalid * config.method.sampling.batch)
     runners = RewardRunners(rewards, group=group, tolerated=tolerated)
     with ExitStack() as stack:
         stack.callback(runners.close)
@@ -136,7 +136,7 @@ def _built(
     """Return the parts of a run, whose rewards work; every rank must take part."""
     with world.agreed():
         module, adapter = _network_in_training(config, job)
-        weights = job.model.weights if config.init == "sharded" else None
+        weights = job.model.weights if config.engine.init == "sharded" else None
         share, digests = slice(world.rank, None, world.size), dict[str, str]()
         if has_values(world.device):
             tensors = sorted(module.state_dict().items())[share] if weights is None else ()
@@ -156,15 +156,15 @@ def _built(
             raise UsageError(str(error)) from error
     _check_negative_prompt(config, job, asked)
     if job.prepare is not None:
-        guidance = Guidance(2.0 if config.is_guided else 1.0, config.rollout.guidance.negative)  # or any scale but 1
+        guidance = Guidance(2.0 if config.is_guided else 1.0, config.method.sampling.guidance.negative)  # or any scale but 1
         prompts = job.prepare(world, list_texts(job, asked, guidance))
         job = job if prompts is None else replace(job, prompts=tuple(prompts))
     with world.agreed():
         preferences = _preferences(config, job)
     networks = _networks(config, job, engine, weights)
-    schedules, texts = Schedules(job.model, config.rollout, world.device), TextLengths(job.model, world)
+    schedules, texts = Schedules(job.model, config.method.sampling, world.device), TextLengths(job.model, world)
     schedule, _ = schedules.of(job.shape)
-    copy = _copy(config, job, networks, world) if config.asynchronous.ahead else None
+    copy = _copy(config, job, networks, world) if config.rollout.ahead else None
     config, choices = _with_micro_batch(config, job, engine, schedule, resume_from)
     pairs = _pairs(config, job, engine, schedule, resume_from, choices)
     with world.agreed():
@@ -173,6 +173,7 @@ def _built(
         behaviour = copy.behaviour if copy is not None and apart else networks.open_sampler
         source = build_source(
             config.rollout,
+            config.method.sampling,
             job.model,
             behaviour,
             world,
@@ -184,7 +185,7 @@ def _built(
         )
         latents = any(signature_of(reward).takes("latents") for reward, _ in rewards.values())
         # A server sends the final latents only to those who need them; in process they cost nothing.
-        alone = config.objective.record is not None and config.objective.traits.rewards != "gradients"
+        alone = config.method.recorded is not None and config.method.needs.rewards != "gradients"
         sampler = Sampler(
             config,
             job,
@@ -192,12 +193,10 @@ def _built(
             source,
             schedules,
             texts,
-            record=config.objective.record,
-            compare=config.objective.traits.groups,
             copy=copy,
             given=preferences,
             sends_final=latents or not (alone and config.rollout.is_served and config.rollout.store is None),
-            reference=config.kl.guidance is not None,
+            reference=bool(config.reference_guidance),
         )
     run = Run(
         config,
@@ -207,10 +206,9 @@ def _built(
         rewards,
         runners,
         memory,
-        loss_settings=_loss_settings(config),
         pairs=pairs,
         stop=stop,
-        check_loss=with_checked_loss(config.objective),
+        check_loss=with_checked_loss(config.method),
     )
     ahead = None if copy is None else Ahead(config, run, copy)
     evaluation_schedule = on_device(job.model.schedule(config.evaluation_steps, asked.shape), world.device)
@@ -222,12 +220,12 @@ def _with_micro_batch(
     config: TrainConfig, job: Job, engine: Engine, schedule: Schedule, resume_from: Path | str | None
 ) -> tuple[TrainConfig, dict[str, Choice]]:
     """Return a run with a number as its micro-batch, and why that one if it was chosen now; every rank must take part."""
-    if config.micro_batch != "auto":
+    if config.engine.micro_batch != "auto":
         return config, {}
     if resume_from is not None:
-        return replace(config, micro_batch=checkpoint.setting(resume_from, "micro_batch", world=engine.world)), {}
+        return with_values(config, {"engine.micro_batch": read_micro_batch(resume_from, engine.world)}), {}
     choice = choose_micro_batch(config, job, engine, schedule)
-    return replace(config, micro_batch=choice.micro_batch), {choice.name: choice}
+    return with_values(config, {"engine.micro_batch": choice.micro_batch}), {choice.name: choice}
 
 
 def _pairs(
@@ -241,9 +239,9 @@ def _pairs(
     """Return the numbers of pairs per pass of an update, falling, and add why to `choices`; every rank must take part.
 
     Those of a checkpoint are taken if it was written on a machine like this one. Nothing is returned where
-    `update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
+    `engine.update_micro_batch` is a number, and where a rollout's rows are all that can be taken.
     """
-    if config.update_micro_batch != "auto" or explain_fixed_pairs(config, engine) is not None:
+    if config.engine.update_micro_batch != "auto" or explain_fixed_pairs(config, engine) is not None:
         return ()
     if resume_from is not None:
         known = checkpoint.meta(resume_from, "runs_on", world=engine.world)
@@ -273,9 +271,7 @@ def _frozen(config: TrainConfig, job: Job, world: World, weights: Weights | None
     with world.agreed():
         for folder in {} if weights is None else [weights] if isinstance(weights, Path) else weights.values():
             if not (folder / "config.json").is_file():
-                raise UsageError(
-                    f"{folder} holds no model, config.json is missing: set `objective.teacher` to a folder of weights"
-                )
+                raise UsageError(f"{folder} holds no model, config.json is missing: set `teacher` to a folder of weights")
         module = _network(config, job).requires_grad_(False)
     return ShardedModule(module, job.model.blocks(module), world, config.engine, weights=weights)
 
@@ -284,7 +280,7 @@ def _copy(config: TrainConfig, job: Job, networks: BuiltNetworks, world: World) 
     """Return a second network, which samples while the engine's own is trained; every rank must take part."""
     with world.agreed():
         module, _ = _network_in_training(config, job)
-        weights = job.model.weights if config.init == "sharded" else None
+        weights = job.model.weights if config.engine.init == "sharded" else None
     return Copy(module, job.model.blocks(module), world, config.engine, weights=weights, adapter=networks.sampling_adapter)
 
 
@@ -298,12 +294,12 @@ def _pixels(config: TrainConfig, job: Job) -> dict[tuple[int, ...], tuple[Size, 
 
 def _warm_up(config: TrainConfig, job: Job, asked: Job, runners: RewardRunners, world: World) -> None:
     """Score a blank batch with every reward and evaluator, before anything expensive."""
-    count = 2 if isinstance(config.micro_batch, str) else config.micro_batch
+    count = 2 if isinstance(config.engine.micro_batch, str) else config.engine.micro_batch
     known = {id(runner.reward) for runner in runners.runners}
     others = {name: reward for name, reward in asked.evaluators.items() if id(reward) not in known}
     images, latents = _blank(config, job), torch.zeros(1, *job.shape)
     blank = Samples(images.to(world.device), job.prompts[:count], latents.to(world.device))
-    warm_up(runners.runners, blank, count=count, group=config.rollout.group)
+    warm_up(runners.runners, blank, count=count, group=config.method.sampling.group)
     warm_up_evaluators(others, blank._replace(prompts=asked.heldout[:count]), count=count)
 
 
@@ -319,12 +315,12 @@ def _blank(config: TrainConfig, job: Job) -> Tensor:
 
 def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tuple[Reward, float]], Job]:
     """Return the rewards of the run with their weights, and the job with its evaluators."""
-    rewards = select(job.rewards, config.rewards) if config.scores_samples else {}
+    rewards = select(job.rewards, config.rewards) if config.method.is_scored else {}
     of_model = with_audio({name: reward for name, (reward, _) in rewards.items()}, job.model)
     rewards = {name: (of_model[name], weight) for name, (_, weight) in rewards.items()}
-    if config.scores_samples and not rewards and config.objective.traits.rewards != "nothing":
+    if config.method.is_scored and not rewards and config.method.needs.rewards is not None:
         raise UsageError(
-            f"{name_of(config.objective)} learns from rewards, and this job has none: pass rewards to the job, or "
+            f"{config.method.method_name} learns from rewards, and this job has none: pass rewards to the job, or "
             "set `rewards`, e.g. to pickscore or module:name (fluvial rewards lists them)"
         )
     for name, (reward, _) in rewards.items():
@@ -341,17 +337,17 @@ def _rewards(config: TrainConfig, job: Job, world: World) -> tuple[dict[str, tup
 
 def _check_waits(config: TrainConfig, name: str, wait: float, world: World) -> None:
     """Raise UsageError for a run that cannot wait for people as long as a reward does, in seconds."""
-    ahead, timeout = config.asynchronous.ahead, config.collective_timeout
+    ahead, timeout = config.rollout.ahead, config.engine.timeout
     if ahead:
-        raise UsageError("asynchronous.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
+        raise UsageError("rollout.ahead", ahead, "0", "a checkpoint would wait for the scores of rollouts made ahead")
     if world.size > 1 and timeout <= wait:
         hint = f"processes wait for each other's scores, and the reward {name} waits for people, {wait:g} s at most"
-        raise UsageError("collective_timeout", timeout, f"more than {wait:g}", hint)
+        raise UsageError("engine.timeout", timeout, f"more than {wait:g}", hint)
 
 
 def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]]) -> None:
     """Raise UsageError unless floors are of rewards of the run, without a weight, and another one is learnt from."""
-    floors = config.advantage.floor_of
+    floors = {} if config.method.advantage is None else config.method.advantage.floor_of
     for name in floors:
         if name not in rewards:
             raise UsageError(
@@ -368,33 +364,32 @@ def _check_floors(config: TrainConfig, rewards: dict[str, tuple[Reward, float]])
 
 def _check_watched(config: TrainConfig, asked: Job, rewards: dict[str, tuple[Reward, float]]) -> None:
     """Raise UsageError if a run is to stop when an unseen evaluator falls, and training sees that evaluator."""
-    if not config.stop_when_gamed:
+    if not config.evaluation.stop_when_gamed:
         return
     name = evaluator_of([*asked.evaluators]) if asked.evaluators else None
     if name is None or any(asked.evaluators[name] is reward for reward, _ in rewards.values()):
         what = "there is no evaluator" if name is None else f"the evaluator {name!r} is a reward of the run"
         raise UsageError(
-            "stop_when_gamed",
-            config.stop_when_gamed,
+            "evaluation.stop_when_gamed",
+            config.evaluation.stop_when_gamed,
             hint=f"{what}; name one that training does not see in `evaluation.rewards`",
         )
 
 
 def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | EncodedPreferences:
     """Return the given preferences of the run, if it learns from a folder of them."""
-    folder = config.objective.traits.preferences
-    if folder is not None:
+    if isinstance(source := config.method.source, Preferences):
         # Evaluation prompts that the job brings must not be in the folder; those that were split off from it are skipped.
         split_off = config.model not in MODELS and not config.prompts and not config.pipeline.heldout
         heldout = texts(job.heldout)
         apart = {"skip": sorted({*heldout} - {*texts(job.prompts)})} if split_off else {"heldout": heldout}
         if job.images is not None:
-            records = preference_records(folder, check=job.model.check_prompt, **apart)
+            records = preference_records(source.folder, check=job.model.check_prompt, **apart)
             return EncodedPreferences(records, job.images)
-        return read_preferences(folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
+        return read_preferences(source.folder, encode=job.encode, shape=job.shape, check=job.model.check_prompt, **apart)
     if not config.makes_samples and job.data is None:
         raise UsageError(
-            f"{name_of(config.objective)} learns from data, and this job has none: set `data` to a folder of "
+            f"{config.method.method_name} learns from data, and this job has none: set `data.images` to a folder of "
             "images with captions, or pass data to the job"
         )
     return ()
@@ -402,7 +397,7 @@ def _preferences(config: TrainConfig, job: Job) -> tuple[Preference, ...] | Enco
 
 def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
     """Raise UsageError if a negative prompt cannot be used."""
-    guidance = config.rollout.guidance
+    guidance = config.method.sampling.guidance
     prompts = (*job.prompts, *job.heldout, *asked.heldout)
     own = next((prompt for prompt in prompts if prompt.negative is not None), None)
     if own is not None and is_recorded(job.model):
@@ -410,21 +405,21 @@ def _check_negative_prompt(config: TrainConfig, job: Job, asked: Job) -> None:
             f"prompt {own.text!r} has a negative prompt of its own, and {config.model} has no adapter, so that its "
             "guidance is fixed: leave the column negative_prompt out"
         )
-    check_negatives(prompts, guided=config.is_guided, field="rollout.guidance.scale")
+    check_negatives(prompts, guided=config.is_guided, field="sampling.guidance.scale")
     if config.is_guided and guidance.negative:
         try:
             job.model.check_prompt(guidance.negative)
         except ValueError as error:
-            raise UsageError(f"rollout.guidance.negative: {error}") from error
+            raise UsageError(f"sampling.guidance.negative: {error}") from error
 
 
 def _check_order(config: TrainConfig, job: Job) -> None:
     """Raise UsageError if prompts have weights and are drawn without."""
     weights = weights_by_source(job.prompts, job.source_weights).values()
     uneven = len({prompt.weight for prompt in job.prompts}) > 1 or len({*weights}) > 1
-    if config.prompt_order != "epochs" and uneven:
+    if config.data.order != "epochs" and uneven:
         raise UsageError(
-            f"`prompt_order` is {config.prompt_order}, which draws all prompts alike, and some have a weight: use epochs"
+            f"`data.order` is {config.data.order}, which draws all prompts alike, and some have a weight: use epochs"
         )
 
 
@@ -455,13 +450,6 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     return module, "" if found is None else f" {digest(found)}"
 
 
-def _loss_settings(config: TrainConfig) -> LossConfig:
-    """Return the settings of the run's losses."""
-    kl, rollout = config.kl, config.rollout
-    weight = kl.weight_of(rollout.sampler.rule)
-    return LossConfig(rollout.form, rollout.reduction, kl.coef, weight, config.implementation, kl.ema_coef)
-
-
 def _network(config: TrainConfig, job: Job) -> nn.Module:
     """Return a job's network with its base weights, or without where each rank reads its own shards of them."""
-    return jobs.build(job, empty=config.init == "sharded" and job.model.weights is not None)
+    return jobs.build(job, empty=config.engine.init == "sharded" and job.model.weights is not None)

@@ -1,26 +1,18 @@
-"""Declarations of a method: the networks beside the policy, and what a rollout records."""
+"""Declarations of a method: the networks beside the policy."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from fluvial.core.checks import check_fields
-from fluvial.core.gaussian import Form
 from fluvial.engines.errors import UsageError
 
-# (v, rows, loss settings) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
-Loss = Callable[[Tensor, Any, Any], tuple[Tensor, Any]]
-
-
-class Record(NamedTuple):
-    """Record of a rollout's stochastic steps, besides x, x_next and the log-probability."""
-
-    velocity: bool = False  # the prediction too
-    form: Form | None = None  # form of the log-probability, if not `rollout.form`
+# (v, rows) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
+Loss = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -67,6 +59,30 @@ Network = Follower | Start | Before | Teacher
 Networks = dict[str, Network]  # by the name under which rows hold their predictions
 
 
+@dataclass(frozen=True)
+class Ramp:
+    """Decay d of a follower after n updates: start while n < delay, then min(start + rise (n - delay), cap).
+
+    Args:
+        start: Decay of the first updates; 0 follows the policy at once.
+        rise: Growth of the decay per update after the delay.
+        cap: Largest decay, below 1.
+        delay: Number of updates before the decay begins to rise.
+    """
+
+    start: float = 0.0
+    rise: float = 0.0
+    cap: float = 0.999
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "decay", start=(0, 0.999999), rise=(0, 1), cap=(0, 0.999999), delay=(0, math.inf))
+
+    def decay(self, rollouts: int, updates: int) -> float:
+        """Return d after a number of rollouts and updates."""
+        return ramp(rollouts, updates, rise=self.rise, cap=self.cap, start=self.start, delay=self.delay)
+
+
 def ramp(rollouts: int, updates: int, *, rise: float, cap: float, start: float = 0.0, delay: int = 0) -> float:
     """Return a follower's decay d after n updates: start while n < delay, then min(start + rise (n - delay), cap)."""
     return start if updates < delay else min(start + rise * (updates - delay), cap)
@@ -102,9 +118,9 @@ class LinearOld:
     unit: Literal["rollouts", "updates"] = "rollouts"
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective.old", cap=(0, 1), rise=(0, math.inf), delay=(0, math.inf), every=(1, 2**31))
+        check_fields(self, "old", cap=(0, 1), rise=(0, math.inf), delay=(0, math.inf), every=(1, 2**31))
         if self.cap == 1:
-            raise UsageError("`objective.old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
+            raise UsageError("`old.cap` is 1, and an old policy with decay 1 never learns: use below 1")
 
     def decay(self, rollouts: int, updates: int) -> float:
         """Return d, the share of the old policy that stays after a number of rollouts and updates."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import writing
-from fluvial.engines.engine.files import digest_weights
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.folder import is_exported, open_draft
 from fluvial.engines.export.formats import Format, check_format, write
-from fluvial.engines.methods.table import name_of
+from fluvial.engines.export.model_folder import writing
+from fluvial.engines.files import digest_weights
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import MANIFEST
@@ -69,7 +69,7 @@ def export_run(
         kind: format; by default lora where an adapter was trained, else merged.
         out: folder of the export; by default `exports/UPDATE-FORMAT` in the run folder.
         average: whether the moving average of the weights is exported.
-        dtype: name of the dtype of the files; by default `export_dtype` of the run.
+        dtype: name of the dtype of the files; by default `export.dtype` of the run.
         merge: whether comfyui gets the weights with the adapter merged into them.
         job: job of the run, if it was built in Python; by default what the run's configuration describes.
 
@@ -90,7 +90,7 @@ def export_run(
         job = _job(config) if job is None else job
         kind = kind or ("merged" if adapter is None else "lora")
         check_format(kind, job.model, adapted=adapter is not None, merge=merge)
-        exported = Exported(kind, int(manifest["update"]), average, dtype or config.export_dtype, merge, manifest["seal"])
+        exported = Exported(kind, int(manifest["update"]), average, dtype or config.export.dtype, merge, manifest["seal"])
         name = f"{exported.update:06d}-{kind}{'-merged' if merge else ''}{'-ema' if average else ''}"
         out = (run or Path()) / EXPORTS / name if out is None else out
         if is_exported(out, exported._asdict()):
@@ -134,7 +134,7 @@ def export_now(engine: Engine, config: TrainConfig, model: DiffusionModel) -> Pa
         RunError: the folder cannot be written.
     """
     average = engine.read_average() if config.evaluation.average else {}
-    exported = Exported(format_of(config), engine.updates, bool(average), config.export_dtype)
+    exported = Exported(format_of(config), engine.updates, bool(average), config.export.dtype)
     out = config.out / EXPORTS / f"{exported.update:06d}-{exported.format}"
     _write(exported, config, model, engine.module, out, run=config.out, world=engine.world, weights=average)
     return out
@@ -163,17 +163,17 @@ def _write(
 
 def check_exports(config: TrainConfig, model: DiffusionModel) -> None:
     """Raise UsageError if the exports that a run is asked for during training cannot be made."""
-    if config.export_every:
+    if config.export.every:
         try:
             check_format(format_of(config), model, adapted=config.train == "lora")
         except UsageError as error:
-            raise UsageError("export_as", config.export_as, hint=f"{error}") from error
+            raise UsageError("export.format", config.export.format, hint=f"{error}") from error
 
 
 def format_of(config: TrainConfig) -> Format:
     """Return the format of the exports during training."""
-    if config.export_as != "auto":
-        return config.export_as
+    if config.export.format != "auto":
+        return config.export.format
     return "lora" if config.train == "lora" else "merged"
 
 
@@ -182,7 +182,7 @@ def write_cards(engine: Engine, config: TrainConfig, model: DiffusionModel) -> N
     average = bool(engine.average) and config.evaluation.average
     kinds: dict[str, Format] = {"weights": "merged", **({"lora": "lora"} if config.train == "lora" else {})}
     for folder, kind in kinds.items():
-        exported = Exported(kind, engine.updates, average, config.export_dtype)
+        exported = Exported(kind, engine.updates, average, config.export.dtype)
         write_card(_card(config, model, engine.module, exported), config.out / folder, run=config.out)
 
 
@@ -196,7 +196,7 @@ def _locate(path: Path | str) -> tuple[Path | str, Path | None]:
         found = checkpoint.newest_first(config.checkpoint_folders, recover=False)
         if not found:
             raise UsageError(
-                f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint_every} updates"
+                f"{folder} is a run without a checkpoint: it writes one every {config.checkpoint.every} updates"
             )
         return found[0], folder
     if not folder.exists():
@@ -224,9 +224,9 @@ def _settings(manifest: dict[str, Any], place: Path | str, folder: Path | None) 
 
 def _job(config: TrainConfig) -> jobs.Job:
     """Return the job of a run, without its prompts and rewards."""
-    rollout = config.rollout
+    sampling, pipeline = config.method.sampling, replace(config.pipeline, weights=None)
     return jobs.to_sample(
-        config.model, config.pipeline, steps=rollout.steps, guidance=rollout.guidance, weights=config.weights
+        config.model, pipeline, steps=sampling.steps, guidance=sampling.guidance, weights=config.pipeline.weights
     )
 
 
@@ -243,7 +243,7 @@ def _build_network(
     """Return the network with the tensors of a checkpoint; base weights are not read if only an adapter is needed."""
     folder = job.model.weights
     alone = alone and adapter is not None and folder is not None
-    if not alone and config.init == "sharded" and folder is not None:
+    if not alone and config.engine.init == "sharded" and folder is not None:
         known = str(manifest["fingerprint"]["base_weights"]).partition(" ")[0]
         if join_digests(digest_weights(folder)) != known:
             raise RunError(f"the weights of {config.model} are not those that the run started from: they were changed since")
@@ -266,6 +266,16 @@ def _build_network(
     return module
 
 
+def _list_defaults(settings: Any) -> dict[str, Any]:
+    """Return the defaults of the fields of a dataclass, as JSON; those without one are left out."""
+    missing, defaults = dataclasses.MISSING, {}
+    for field in dataclasses.fields(settings):
+        if field.default is not missing or field.default_factory is not missing:
+            default = field.default_factory() if field.default_factory is not missing else field.default
+            defaults[field.name] = CONVERTER.unstructure(default)
+    return defaults
+
+
 def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exported: Exported) -> Card:
     """Return the model card of an export."""
     from diffusers import ConfigMixin
@@ -278,11 +288,7 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
     if adapter is not None:  # they may be those of a file
         settings["lora"] |= {name: adapter[name] for name in ("rank", "alpha")}
         settings["lora"]["form"] |= adapter["form"]
-    objective: Any = config.objective
-    defaults: dict[str, Any] = {"name": name_of(objective)}
-    for field in dataclasses.fields(objective):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = CONVERTER.unstructure(field.default)
+    method: Any = config.method
     return Card(
         kind=exported.format,
         model=config.model,
@@ -291,9 +297,9 @@ def _card(config: TrainConfig, model: DiffusionModel, module: nn.Module, exporte
         parts=tuple(module) if isinstance(module, nn.ModuleDict) else (),
         video=config.pipeline.frames > 1 or makes.get(str(pipeline)) == "videos",
         folder=getattr(model, "folder", None),
-        objective=name_of(objective),
+        method=method.method_name,
         settings=settings,
-        defaults={**as_record(TrainConfig(config.out)), "objective": defaults},
+        defaults=_list_defaults(config) | {"method": {"name": method.method_name, **_list_defaults(method)}},
         update=exported.update,
         average=exported.average,
         dtype=exported.dtype,

@@ -17,7 +17,7 @@ from fluvial.engines.data.records import Prompt, as_prompts, model_inputs, texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError, no_effect
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.jobs.images import cache_folder, with_images
 from fluvial.engines.run.jobs.media import check_columns, media_columns
@@ -30,7 +30,9 @@ from fluvial.engines.run.jobs.pipeline import (
     read_prompts_of,
     read_training,
 )
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import OtherWeights, from_run, with_base
+from fluvial.engines.run.method import Preferences
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.models import is_recorded
@@ -257,7 +259,7 @@ def to_train(
         check_exists(name)
         raise UsageError(
             f"model {name} needs prompts to train on: set `prompts` to a file, .txt with one prompt per line, "
-            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data` to a folder of images with "
+            ".jsonl, .json, .csv or .parquet with a column prompt; for sft, set `data.images` to a folder of images with "
             "captions"
         )
 
@@ -345,20 +347,21 @@ def of_run(config: TrainConfig) -> Job:
         UsageError: there is no such model, or it cannot be trained as configured.
     """
     config = from_run(config)
-    asked, preferences = config.pipeline, config.objective.traits.preferences
-    if config.model not in MODELS and (config.data or preferences is not None) and asked.text_cache is None:
+    asked, source = replace(config.pipeline, weights=None), config.method.source
+    preferences = source.folder if isinstance(source, Preferences) else None
+    if config.model not in MODELS and (config.data.images or preferences is not None) and asked.text_cache is None:
         asked = replace(asked, text_cache=cache_folder(config) / "texts")  # captions, like images, are encoded once
-    if (config.prompts or config.data) and config.scores_samples and config.objective.traits.rewards != "nothing":
+    if (config.prompts or config.data.images) and config.method.is_scored and config.method.needs.rewards is not None:
         check_has_reward(config.model, config.rewards)
     job = to_train(
         config.model,
         asked,
-        steps=config.rollout.steps,
-        guidance=config.rollout.guidance,
-        weights=config.weights,
+        steps=config.method.sampling.steps,
+        guidance=config.method.sampling.guidance,
+        weights=config.pipeline.weights,
         compute=config.engine.compute_dtype(default_device()),
         prompts=config.prompts,
-        data=config.data,
+        data=config.data.images,
         preferences=preferences,
     )
     check_second_scale(job.model, guided=config.is_guided)

@@ -9,7 +9,7 @@ from fluvial.core.random import Key, fold_in, key
 from fluvial.engines.engine.engine import UpdateInfo
 from fluvial.engines.engine.parallelize import count_programs
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.table import name_of, naming_errors
+from fluvial.engines.methods.table import naming_errors
 from fluvial.engines.run import metrics
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.config import TrainConfig
@@ -31,7 +31,7 @@ class Loop:
     """
 
     def __init__(self, config: TrainConfig, run: Run, ahead: Ahead | None, progress: Progress) -> None:
-        self.config, self.method, self.run, self.ahead = config, config.objective, run, ahead
+        self.config, self.method, self.run, self.ahead = config, config.method, run, ahead
         self.engine, self.phase = run.engine, "evaluation"  # what is done now, for the line of an error
         self.restore(progress)
 
@@ -83,7 +83,7 @@ class Loop:
         self._watch_ratio(updates[0])
         self.finished = self.engine.updates, self.progress
         compiled = count_programs() - programs if self.engine.compiles else None
-        floors = self.config.advantage.floor_of
+        floors = {} if self.method.advantage is None else self.method.advantage.floor_of
         if floors:
             self.run.log(multipliers=dict(self.progress.multipliers))
         columns = metrics.RewardColumns.of(self.run, floors)
@@ -103,7 +103,7 @@ class Loop:
             updates = list(self.method.learn(self.run, batch, root))
         if len(updates) != self.config.updates_per_rollout:  # the clock of keys, prompts and learning rate
             raise UsageError(
-                f"objective {name_of(self.method)} yielded {len(updates)} updates of a batch, expected epochs x minibatches "
+                f"method {self.method.method_name} yielded {len(updates)} updates of a batch, expected epochs x minibatches "
                 f"= {self.config.updates_per_rollout}: yield each `run.update` of `run.minibatches`"
             )
         self.run.networks.follow(rollouts + 1)
@@ -111,10 +111,10 @@ class Loop:
 
     def _note(self, batch: Batch) -> None:
         """Note how diverse the samples of a batch are, and how old the weights that made them; every rank must take part."""
-        rollout, thumbnails = self.config.rollout, batch.made.result().thumbnails
-        if thumbnails is not None and rollout.group > 1:
-            everyone = self.run.world.gather_data(thumbnails)[: rollout.batch]
-            self.run.log(diversity=diversity(everyone, rollout.group))
+        group, thumbnails = batch.plan.group, batch.made.result().thumbnails
+        if thumbnails is not None and group > 1:
+            everyone = self.run.world.gather_data(thumbnails)[: batch.share.batch]
+            self.run.log(diversity=diversity(everyone, group))
         if self.ahead is not None:
             self.run.log(staleness={str(self.engine.updates - batch.version): batch.share.batch})
 
@@ -133,11 +133,11 @@ class Loop:
             return
         if self.config.rollout.is_served and correction is not None:
             progress.max_log_ratio = max(progress.max_log_ratio, float(correction.gap_max))
-        largest, bound, known = info.max_abs["log_ratio"], self.config.max_log_ratio, self.progress.max_log_ratio
+        largest, bound, known = info.max_abs["log_ratio"], self.config.rollout.max_log_ratio, self.progress.max_log_ratio
         self.progress.max_log_ratio = max(known, largest) if largest == largest else largest
         if not largest <= bound and not info.skipped:  # NaN too
             raise RunError(
-                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above `max_log_ratio` "
-                f"{bound:g}: rollout and update do not compute the same policy; where that is meant, set `correction.mode` "
-                "to truncate"
+                f"update {self.engine.updates}: the first pass has a |log ratio| of {largest:.2g}, above "
+                f"`rollout.max_log_ratio` {bound:g}: rollout and update do not compute the same policy; "
+                "where that is meant, set `correction.mode` to truncate"
             )

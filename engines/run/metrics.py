@@ -15,7 +15,6 @@ from fluvial.core.correction import CorrectionInfo
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine import flops
 from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import Parts
 from fluvial.engines.run.batch import Batch
@@ -23,6 +22,7 @@ from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.evaluation.evaluate import Evaluation
 from fluvial.engines.run.evaluation.table import overall
 from fluvial.engines.run.log.progress import table
+from fluvial.engines.run.monitoring import mfu
 from fluvial.engines.run.run import Run
 from fluvial.engines.sampling.items.noised import TENTHS
 from fluvial.engines.sampling.text import Padding
@@ -78,8 +78,8 @@ def update_record(
         "update": engine.updates,
         "samples": samples,
         **learnt_record(updates, correction, padding, batch.plan.size),
-        **parts_record(updates[-1].parts, steps=config.objective.traits.trains_on == "steps"),
-        **reward_record(rewards, columns, batch.plan.asked, group=config.rollout.group),
+        **parts_record(updates[-1].parts, steps=config.method.recorded is not None),
+        **reward_record(rewards, columns, batch.plan.asked, group=batch.plan.group),
         **(advantage_record(advantage) if columns.names else {}),
         **{name: value for name, value in rest.items() if name != "diversity"},
         "speed": measure_speed(batch, updates, bool(columns.names), seconds, device, config.engine.compute_dtype(device)),
@@ -229,8 +229,8 @@ def measure_speed(
         "update_flops": work / seconds["update"],
         "trainer_idle": 1 - seconds["update"] / total,
     }
-    if (most := flops.peak(device, dtype)) is not None:
-        found["mfu"] = flops.mfu(work, seconds["update"], peak=most, ranks=1)
+    if (most := mfu.peak(device, dtype)) is not None:
+        found["mfu"] = mfu.mfu(work, seconds["update"], peak=most, ranks=1)
     if scored and rewards is not None:
         found |= {"reward_hidden": max(rewards.computed - rewards.waited, 0.0), "reward_waited": rewards.waited}
     return found

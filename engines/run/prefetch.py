@@ -93,7 +93,7 @@ class Ahead:
         """
         every = self.config.updates_per_rollout
         number = self.engine.updates // every
-        self._ask(range(number, min(number + self.config.asynchronous.ahead + 1, self.config.updates // every)))
+        self._ask(range(number, min(number + self.config.rollout.ahead + 1, self.config.updates // every)))
         batch = self.requested.pop(number)
         with self.world.agreed():
             batch.made.result()
@@ -110,8 +110,8 @@ class Ahead:
             with self.world.agreed():
                 samples = batch.made.result()
             assert batch.scoring is not None
-            scores = batch.scoring.collect(self.world, batch=self.config.rollout.batch)
-            own, meta[str(number)] = pack(samples, scores, self.config.rollout.batch, self.world)
+            scores = batch.scoring.collect(self.world, batch=self.config.method.sampling.batch)
+            own, meta[str(number)] = pack(samples, scores, self.config.method.sampling.batch, self.world)
             meta[str(number)]["version"] = batch.version
             tensors.update({f"{PREFIX}{number}.{name}": tensor for name, tensor in own.items()})
         return tensors, meta
@@ -158,7 +158,7 @@ class Ahead:
     def _collect(self, number: int, version: int, ask: Callable[[Batch], None]) -> Batch:
         """Return a batch whose samples are asked for; every rank must take part."""
         root = fold_in(key(self.config.seed), number * self.config.updates_per_rollout)
-        return self.config.objective.collect(RunAhead(self.run, number, version, ask), root)
+        return self.config.method.collect(RunAhead(self.run, number, version, ask), root)
 
     def _serve(self) -> None:
         """Make rollouts in their order, until one fails or the run ends."""

@@ -3,21 +3,38 @@
 Each has settings for large models and others for the built-in ones, which train in minutes on a CPU.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fluvial.engines import plugins
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.methods import table as objectives
-from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.protocol import Objective
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.methods import (
+    AlignProp,
+    Awm,
+    Crd,
+    D3po,
+    Dgpo,
+    Distill,
+    Dpo,
+    Dppo,
+    Grpo,
+    Guard,
+    KLConfig,
+    Nft,
+    Raft,
+    Sft,
+    TempFlow,
+)
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.validate import explain_fixed_micro_batch
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.run.jobs.settings import DataConfig, MachineConfig, PipelineConfig
+from fluvial.engines.run.method import Method, PassesConfig
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomRecorded, RandomWindow
@@ -27,12 +44,13 @@ from fluvial.models.lora import LowRank
 
 HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
 # On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
-ONE_UPDATE = {"minibatches": 1, "updates": 50, "eval_every": 10}
+ONE_UPDATE = {"updates": 50, "evaluation.every": 10}
+TWO = PassesConfig(minibatches=2)
 # For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
-NOISIEST = RolloutConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
+NOISIEST = SamplingConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
 BATCH = AdvantageConfig(scale="batch")
-# For objectives that need no log-probabilities.
-ODE = RolloutConfig(prompts=16, group=8, sampler=Ode())
+# For methods that need no log-probabilities.
+ODE = SamplingConfig(prompts=16, group=8, sampler=Ode())
 
 OUT = Path("runs") / "x"
 
@@ -47,51 +65,73 @@ def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
     if model in MODELS:
         return of_built_in(model, **tuned)
     config: TrainConfig = plugins.load("published", "extensions")(run)
+    evaluation, fixed = config.evaluation, explain_fixed_micro_batch(config.method) is not None
     return replace(
         config,
         out=OUT,
         model=model,
         seed=0,
-        data_seed=None,
         updates=100 * config.updates_per_rollout,
         prompts=(),
         rewards=(),
         lora=replace(config.lora, targets=None),
         optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),
-        prompt_order="epochs",
-        engine=EngineConfig(),
+        data=DataConfig(),
+        engine=MachineConfig(micro_batch=config.engine.micro_batch if fixed else "auto"),
         pipeline=PipelineConfig(),
-        evaluation=EvaluationConfig(),
-        micro_batch="auto" if explain_fixed_micro_batch(config) is None else config.micro_batch,
+        evaluation=EvaluationConfig(
+            every=evaluation.every, samples=evaluation.samples, final_samples=evaluation.final_samples
+        ),
     )
 
 
-def of_model(
-    model: str, objective: Objective, rollout: RolloutConfig, *, tuned: dict[str, Any] | None = None, **settings: Any
-) -> TrainConfig:
-    """Return a run of an objective that has no published run of its own here.
+def of_model(model: str, method: Method, *, tuned: dict[str, Any] | None = None, **settings: Any) -> TrainConfig:
+    """Return a run of a method that has no published run of its own here.
 
     Args:
-        objective: objective, of large models and, if `tuned` has no other, of the built-in ones.
-        rollout: rollout, likewise.
+        method: method, of large models and, if `tuned` has no other, of the built-in ones.
         tuned: settings of the built-in models, where they differ.
         settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
     """
-    settings = {"objective": objective, "rollout": rollout, **settings}
     if model in MODELS:
-        return of_built_in(model, **{**settings, **(tuned or {})})
-    optimizer, lora = OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9), LoraConfig(rank=32, alpha=64.0)
-    shared: dict[str, Any] = {"train": "lora", "lora": lora, "micro_batch": "auto", "eval_samples": 32, "final_samples": 64}
-    return TrainConfig(OUT, model=model, optimizer=optimizer, **shared, **settings)
+        return of_built_in(model, **{"method": method, **settings, **(tuned or {})})
+    config = TrainConfig(
+        OUT,
+        method,
+        model=model,
+        train="lora",
+        optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9),
+        lora=LoraConfig(rank=32, alpha=64.0),
+        engine=MachineConfig(micro_batch="auto"),
+        evaluation=EvaluationConfig(samples=32, final_samples=64),
+    )
+    return with_values(config, settings)
 
 
-def of_built_in(model: str, **settings: Any) -> TrainConfig:
-    """Return a run of a built-in model."""
-    optimizer = OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9)
-    run = {"train": "lora", "prompt_order": "draws", "updates": 100, "minibatches": 2}
-    passes: dict[str, Any] = {"micro_batch": 128, "update_micro_batch": "rollout"}  # fixed, so that results are reproduced
-    evaluation = {"eval_every": 20, "eval_samples": 200, "final_samples": 1000}
-    return TrainConfig(OUT, model=model, **{"optimizer": optimizer, **run, **passes, **evaluation, **settings})
+def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
+    """Return a recipe of a method of the user's, with its own defaults and those of `of_model`."""
+
+    def recipe(model: str = HANDWRITING) -> TrainConfig:
+        return replace(of_model(model, kind(), tuned=ONE_UPDATE), out=Path("runs") / kind.__name__.lower())
+
+    recipe.__doc__ = kind.__doc__
+    return recipe
+
+
+def of_built_in(model: str, *, method: Method, **settings: Any) -> TrainConfig:
+    """Return a run of a built-in model, with settings by their dotted names."""
+    config = TrainConfig(
+        OUT,
+        method,
+        model=model,
+        updates=100,
+        train="lora",
+        data=DataConfig(order="draws"),
+        optimizer=OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
+        engine=MachineConfig(micro_batch=128, update_micro_batch="rollout"),  # fixed, so that results are reproduced
+        evaluation=EvaluationConfig(every=20, samples=200, final_samples=1000),
+    )
+    return with_values(config, settings)
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -103,9 +143,7 @@ def grpo(model: str = HANDWRITING) -> TrainConfig:
     of 8 samples, no KL, and a learning rate that falls to 0. Full fine-tuning needs another learning rate and a KL there:
     train full, optimizer.lr 2e-4, kl.coef 0.1.
     """
-    return of_published(
-        "flow_grpo/sd3.5-medium/ocr", model, objective=objectives.Clipped(), rollout=NOISIEST, advantage=BATCH
-    )
+    return of_published("flow_grpo/sd3.5-medium/ocr", model, method=Grpo(sampling=NOISIEST, advantage=BATCH, passes=TWO))
 
 
 def dance(model: str = HANDWRITING) -> TrainConfig:
@@ -118,16 +156,14 @@ def dance(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "dancegrpo/flux.1-dev/hpsv2-16gpu",
         model,
-        objective=objectives.Clipped(),
-        rollout=RolloutConfig(
-            prompts=16,
-            group=8,
-            shared_noise=True,
-            sampler=Stochastic("dance_sde"),
-            window=AllSteps(high=7),
+        method=Grpo(
+            sampling=SamplingConfig(
+                prompts=16, group=8, shared_noise=True, sampler=Stochastic("dance_sde"), window=AllSteps(high=7)
+            ),
             trained=RandomRecorded(5 / 7),
+            advantage=AdvantageConfig(clip=5.0),
+            passes=TWO,
         ),
-        advantage=AdvantageConfig(clip=5.0),
     )
 
 
@@ -135,15 +171,13 @@ def cps(model: str = HANDWRITING) -> TrainConfig:
     """Flow-CPS (arXiv 2509.05952): GRPO with steps that preserve the path's coefficients, so that no surplus noise is left.
 
     The settings of large models are those of the published run flow_grpo/sd3.5-medium/geneval-fast-nocfg: a window of 3
-    steps in the first half, and the negative squared error as log-probability (rollout.form unscaled). The authors' own
+    steps in the first half, and the negative squared error as log-probability (form unscaled). The authors' own
     runs (flow_cps/...) take all steps. On handwriting the log-probability is the true density.
     """
     return of_published(
         "flow_grpo/sd3.5-medium/geneval-fast-nocfg",
         model,
-        objective=objectives.Clipped(),
-        rollout=replace(NOISIEST, sampler=Stochastic("cps")),
-        advantage=BATCH,
+        method=Grpo(sampling=replace(NOISIEST, sampler=Stochastic("cps")), advantage=BATCH, passes=TWO),
     )
 
 
@@ -154,7 +188,7 @@ def guard(model: str = HANDWRITING) -> TrainConfig:
     is 1e-3.
     """
     return of_published(
-        "grpo_guard/sd3.5-medium/ocr", model, objective=objectives.Guard(clip=1e-3), rollout=NOISIEST, advantage=BATCH
+        "grpo_guard/sd3.5-medium/ocr", model, method=Guard(clip=1e-3, sampling=NOISIEST, advantage=BATCH, passes=TWO)
     )
 
 
@@ -165,7 +199,7 @@ def dppo(model: str = HANDWRITING) -> TrainConfig:
     is 1e-4 nats per dimension.
     """
     return of_published(
-        "unirl/sd3.5-medium/flowdppo", model, objective=objectives.Dppo(kl_threshold=1e-4), rollout=NOISIEST, advantage=BATCH
+        "unirl/sd3.5-medium/flowdppo", model, method=Dppo(kl_threshold=1e-4, sampling=NOISIEST, advantage=BATCH, passes=TWO)
     )
 
 
@@ -183,17 +217,18 @@ def ddpo(model: str = UNET) -> TrainConfig:
         **{
             **ONE_UPDATE,
             "updates": 24,
-            "micro_batch": 64,
-            "final_samples": 500,
-            "lora": LoraConfig(form=LowRank(product="merged")),
+            "engine.micro_batch": 64,
+            "evaluation.micro_batch": 128,  # a tenth faster per sample than passes of 64
+            "evaluation.final_samples": 500,
+            "lora.form": LowRank(product="merged"),
         },
-        objective=objectives.Clipped(),
-        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
-        advantage=BATCH,
+        method=Grpo(
+            sampling=SamplingConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(3, high=8)),
+            advantage=BATCH,
+        ),
         optimizer=OptimizerConfig(lr=3e-3, schedule="cosine", ema_decay=0.9),
-        evaluation=EvaluationConfig(micro_batch=128),  # a tenth faster per sample than passes of 64
     )
-    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=16, group=16))
+    return config if model in MODELS else with_values(config, {"sampling.prompts": 16, "sampling.group": 16})
 
 
 def nft(model: str = HANDWRITING) -> TrainConfig:
@@ -207,10 +242,7 @@ def nft(model: str = HANDWRITING) -> TrainConfig:
         "diffusion_nft/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=objectives.Nft(beta=1.0),
-        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
-        advantage=BATCH,
-        noising=NoisingConfig(each=4),
+        method=Nft(beta=1.0, sampling=replace(ODE, sampler=Ode("dpmpp_2m")), advantage=BATCH, noising=NoisingConfig(each=4)),
     )
 
 
@@ -225,10 +257,7 @@ def awm(model: str = HANDWRITING) -> TrainConfig:
         "awm/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=objectives.Awm(weighting="t"),
-        rollout=ODE,
-        advantage=BATCH,
-        noising=NoisingConfig(each=4),
+        method=Awm(weighting="t", sampling=ODE, advantage=BATCH, noising=NoisingConfig(each=4)),
     )
 
 
@@ -236,15 +265,13 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
     """Diffusion-DPO (arXiv 2311.12908): fit the preferred of two samples more; online from a rollout, or from a folder.
 
     Online, the pairs are the best and the worst sample of each group. Offline, they come from a folder that `fluvial
-    preferences` wrote (objective.preferences), as in the published runs, which train on pairs that people chose, with
+    preferences` wrote (preferences), as in the published runs, which train on pairs that people chose, with
     beta 2000 (paper, SD 1.5) or 5000 (code). On handwriting it is online, with groups of 8 and beta 100.
     """
     return of_model(
         model,
-        objectives.Dpo(beta=2000.0),
-        RolloutConfig(prompts=64, group=8, sampler=Ode()),
-        noising=NoisingConfig(each=4),
-        tuned={**ONE_UPDATE, "objective": objectives.Dpo(beta=100.0), "rollout": ODE, "noising": NoisingConfig(each=8)},
+        Dpo(beta=2000.0, sampling=SamplingConfig(prompts=64, group=8, sampler=Ode()), noising=NoisingConfig(each=4)),
+        tuned={**ONE_UPDATE, "method": Dpo(beta=100.0, sampling=ODE, noising=NoisingConfig(each=8))},
     )
 
 
@@ -259,10 +286,11 @@ def dgpo(model: str = HANDWRITING) -> TrainConfig:
         "dgpo/sd3.5-medium/geneval",
         model,
         **ONE_UPDATE,
-        objective=objectives.Dgpo(),
-        rollout=replace(ODE, sampler=Ode("dpmpp_2m")),
-        noising=NoisingConfig(each=4, draw="rollout"),
-        kl=KLConfig(coef=0.02),
+        method=Dgpo(
+            sampling=replace(ODE, sampler=Ode("dpmpp_2m")),
+            noising=NoisingConfig(each=4, draw="rollout"),
+            kl=KLConfig(coef=0.02),
+        ),
     )
 
 
@@ -277,11 +305,7 @@ def crd(model: str = HANDWRITING) -> TrainConfig:
         "flow_factory/sd3.5-medium/crd-ocr",
         model,
         **ONE_UPDATE,
-        objective=objectives.Crd(),
-        rollout=ODE,
-        advantage=BATCH,
-        noising=NoisingConfig(each=4),
-        kl=KLConfig(coef=0.1),
+        method=Crd(sampling=ODE, advantage=BATCH, noising=NoisingConfig(each=4), kl=KLConfig(coef=0.1)),
     )
 
 
@@ -295,8 +319,9 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     return of_published(
         "tempflow_grpo/flux.1-dev/hpsv3",
         model,
-        objective=objectives.TempFlow(),
-        rollout=RolloutConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)),
+        method=TempFlow(
+            sampling=SamplingConfig(prompts=16, group=8, shared_noise=True, window=RandomWindow(1, high=6)), passes=TWO
+        ),
     )
 
 
@@ -310,11 +335,12 @@ def d3po(model: str = UNET) -> TrainConfig:
         "d3po/sd1.5/compressibility",
         model,
         **ONE_UPDATE,
-        objective=objectives.D3po(beta=100.0),
-        rollout=RolloutConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8)),
+        method=D3po(
+            beta=100.0, sampling=SamplingConfig(16, 8, sampler=Stochastic("ddim", eta=1.0), window=RandomWindow(6, high=8))
+        ),
         optimizer=OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9),
     )
-    return config if model in MODELS else replace(config, rollout=replace(config.rollout, prompts=20))
+    return config if model in MODELS else with_values(config, {"sampling.prompts": 20})
 
 
 def alignprop(model: str = HANDWRITING) -> TrainConfig:
@@ -327,8 +353,7 @@ def alignprop(model: str = HANDWRITING) -> TrainConfig:
         "alignprop/sd1.5/aesthetic",
         model,
         **ONE_UPDATE,
-        objective=objectives.AlignProp(last=2),
-        rollout=RolloutConfig(prompts=128, group=1, sampler=Ode()),
+        method=AlignProp(last=2, sampling=SamplingConfig(prompts=128, group=1, sampler=Ode())),
         rewards=("likeness",),
     )
 
@@ -341,10 +366,11 @@ def raft(model: str = HANDWRITING) -> TrainConfig:
     """
     return of_model(
         model,
-        objectives.Raft(best=0.25),
-        RolloutConfig(prompts=48, group=24, sampler=Ode()),
-        noising=NoisingConfig(each=4),
-        tuned={**ONE_UPDATE, "rollout": replace(ODE, sampler=Ode("dpmpp_2m")), "kl": KLConfig(coef=1.0)},
+        Raft(sampling=SamplingConfig(prompts=48, group=24, sampler=Ode())),
+        tuned={
+            **ONE_UPDATE,
+            "method": Raft(sampling=replace(ODE, sampler=Ode("dpmpp_2m")), kl=KLConfig(coef=1.0)),
+        },
     )
 
 
@@ -352,12 +378,10 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
     """Supervised fine-tuning: flow matching (arXiv 2210.02747) on the job's own data, as in pre-training."""
     return of_model(
         model,
-        objectives.Sft(),
-        RolloutConfig(prompts=128, group=1, sampler=Ode()),
-        noising=NoisingConfig(each=1, levels=AutoLevels()),
+        Sft(sampling=ReadingConfig(prompts=128), noising=NoisingConfig(each=1, levels=AutoLevels())),
         tuned={
             **ONE_UPDATE,
-            "noising": NoisingConfig(each=4, levels=AutoLevels()),
+            "method": Sft(sampling=ReadingConfig(prompts=128), noising=NoisingConfig(each=4, levels=AutoLevels())),
             "optimizer": OptimizerConfig(lr=1e-3, schedule="cosine", ema_decay=0.9),
         },
     )
@@ -366,20 +390,19 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
 def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights")) -> TrainConfig:
     """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says which step it would have taken.
 
-    The teacher is a folder of weights (objective.teacher), by default what `fluvial train grpo` exports. Rewards are
+    The teacher is a folder of weights (teacher), by default what `fluvial train grpo` exports. Rewards are
     measured, not learnt from.
     """
     return of_model(
         model,
-        objectives.Distill(teacher=teacher),
-        RolloutConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7)),
-        tuned={**ONE_UPDATE, "rollout": replace(NOISIEST, prompts=128, group=1)},
+        Distill(teacher=teacher, sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7))),
+        tuned={**ONE_UPDATE, "method": Distill(teacher=teacher, sampling=replace(NOISIEST, prompts=128, group=1))},
     )
 
 
 def handwriting(model: str = HANDWRITING) -> TrainConfig:
     """Flow-GRPO (arXiv 2505.05470) on the small SD3 transformer: 80 rollouts of 128 samples, one update each."""
-    return replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+    return with_values(grpo(model), {"updates": 80, "evaluation.every": 20, "passes.minibatches": 1})
 
 
 def words(model: str = WORDS) -> TrainConfig:
@@ -388,12 +411,11 @@ def words(model: str = WORDS) -> TrainConfig:
     The reward is legibility: the share of right letters, plus how sure RapidOCR is of a word that it reads right. With
     --rewards letters it is the share of right letters alone, as in the text-rendering papers.
     """
-    config = replace(grpo(model), updates=80, minibatches=1, eval_every=20)
+    config = handwriting(model)
     if model != WORDS:
         return config
-    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
-    evaluation, lora = EvaluationConfig(seeds=1), LoraConfig(form=LowRank(product="merged"))
-    return replace(config, rewards=("legibility",), optimizer=optimizer, eval_samples=100, evaluation=evaluation, lora=lora)
+    tuned = {"rewards": ("legibility",), "optimizer.lr": 2e-3, "lora.form": LowRank(product="merged")}
+    return with_values(config, {**tuned, "evaluation.seeds": 1, "evaluation.samples": 100})
 
 
 def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
@@ -413,3 +435,35 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
         *(handwriting, words, edit_words),
     )
 }
+
+
+# Groups per GPU and rollout, as in flow_grpo's own runs of 4 GPUs (sd3.5-medium/ocr-4gpu: 16 groups) and of one
+# (wan2.1-t2v-1.3b/ocr: 4).
+GROUPS = 4
+
+
+def on_gpus(config: TrainConfig, preset: str) -> tuple[TrainConfig, str]:
+    """Return a run with at most `GROUPS` groups per GPU, whose micro-batch is found by trial, and what changes, in words.
+
+    Args:
+        config: run as a recipe or a published run describes it.
+        preset: number of GPUs, as in 1gpu or 8gpu.
+
+    Raises:
+        UsageError: the preset is no such number, or the run has no published rollout.
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,4})gpus?", preset)
+    if found is None:
+        raise UsageError("preset", preset, "a number of GPUs, such as 1gpu or 8gpu")
+    if config.model in MODELS:
+        raise no_effect("preset", f"with {config.model}, whose settings were found on a CPU")
+    if not config.makes_samples:
+        raise no_effect("preset", "with a method that makes no samples")
+    published = config.method.sampling
+    groups = min(published.prompts, max(GROUPS * int(found[1]), config.method.passes.minibatches))
+    changes = [f"sampling.prompts {groups} in place of {published.prompts}"] if groups != published.prompts else []
+    changes += [] if (size := config.engine.micro_batch) == "auto" else [f"engine.micro_batch auto in place of {size}"]
+    said = f"--preset {preset}: {', '.join(changes) or 'nothing changes'}; a rollout has {groups * published.group} samples"
+    if groups != published.prompts:
+        said += f", published {published.batch}; every other setting stays"
+    return with_values(config, {"sampling.prompts": groups, "engine.micro_batch": "auto"}), said

@@ -15,10 +15,11 @@ import cattrs
 from fluvial.core.checks import type_of
 from fluvial.engines.choices import is_variant, kinds, list_required, settings, variant_of, variants
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.protocol import Objective
-from fluvial.engines.methods.table import name_of, objective_type
+from fluvial.engines.methods.table import METHODS, method_type
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.method import Method
+from fluvial.engines.run.renames import migrate
 from fluvial.engines.sampling.config import REPLAYED
 
 Config = TypeVar("Config")
@@ -26,7 +27,7 @@ Move = Callable[[str], str | None]  # of a path; None where it is not one
 
 
 def as_record(config: TrainConfig) -> dict[str, Any]:
-    """Return a run as JSON holds it: paths as text, tuples as lists, an objective by its name and a choice by its kind.
+    """Return a run as JSON holds it: paths as text, tuples as lists, a method by its name and a choice by its kind.
 
     Custom ones have the name `module:name`.
     """
@@ -35,7 +36,7 @@ def as_record(config: TrainConfig) -> dict[str, Any]:
 
 
 def read_record(record: dict[str, Any]) -> TrainConfig:
-    """Return the run that a config.json records.
+    """Return the run that a config.json records; one with old names is read by the table of `run.renames`.
 
     Raises:
         UsageError: a field is unknown or missing, or a value is not accepted, in one line.
@@ -43,7 +44,7 @@ def read_record(record: dict[str, Any]) -> TrainConfig:
     if not isinstance(record, dict):
         raise UsageError(f"run is {type_of(record)}, expected an object of fields")
     try:
-        return CONVERTER.structure(record, TrainConfig)
+        return CONVERTER.structure(migrate(record), TrainConfig)
     except cattrs.BaseValidationError as error:
         found = cattrs.transform_error(error, path="run", format_exception=_line)
         raise UsageError("; ".join(found)) from error
@@ -59,13 +60,16 @@ def _line(error: BaseException, kind: type | None) -> str:
     return " ".join(str(error).split())
 
 
-def _name_objective(objective: Any) -> dict[str, Any]:
-    return {"name": name_of(objective), **CONVERTER.unstructure(objective, type(objective))}
+def _name_method(method: Any) -> dict[str, Any]:
+    return {"name": method.method_name, **CONVERTER.unstructure(method, type(method))}
 
 
-def _objective(record: dict[str, Any], _: Any) -> Any:
-    fields = dict(record)
-    return CONVERTER.structure(fields, objective_type(fields.pop("name")))
+def _method(record: Any, _: Any) -> Any:
+    fields = {"name": record} if isinstance(record, str) else record
+    if not isinstance(fields, dict) or "name" not in fields:
+        raise ValueError(f"is {record!r}, expected an object with the name of a method, one of {', '.join(METHODS)}")
+    fields = dict(fields)
+    return CONVERTER.structure(fields, method_type(fields.pop("name")))
 
 
 def _with_kind(value: Any) -> dict[str, Any]:
@@ -114,8 +118,8 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda kind: bool(variants(kind)), _choose_kind)
     converter.register_unstructure_hook_func(is_variant, _with_kind)
     # By identity: since Python 3.12 a hook that is registered for a protocol takes every class of its form, too.
-    converter.register_unstructure_hook_func(lambda kind: kind is Objective, _name_objective)
-    converter.register_structure_hook_func(lambda kind: kind is Objective, _objective)
+    converter.register_unstructure_hook_func(lambda kind: kind is Method, _name_method)
+    converter.register_structure_hook_func(lambda kind: kind is Method, _method)
     return converter
 
 
@@ -144,10 +148,10 @@ def _of_source(text: str, move: Move) -> str | None:
 # How the paths stand in texts, by field; fields of the type Path are paths anyway.
 TEXTS: dict[str, Callable[[str, Move], str | None]] = {
     "model": lambda text, move: None if text in MODELS else move(text),
-    "checkpoints": lambda text, move: move(text),
-    "resume_from": lambda text, move: move(text),
+    "checkpoint.folder": lambda text, move: move(text),
+    "checkpoint.resume_from": lambda text, move: move(text),
     "rollout.source": _of_source,
-    **dict.fromkeys(("prompts", "data", "pipeline.heldout", "evaluation.prompts"), _of_word),
+    **dict.fromkeys(("prompts", "data.images", "pipeline.heldout", "evaluation.prompts"), _of_word),
     **dict.fromkeys(("rewards", "evaluation.rewards"), _of_options),
 }
 

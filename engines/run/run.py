@@ -16,14 +16,16 @@ from fluvial.engines.engine.engine import Engine, UpdateInfo
 from fluvial.engines.engine.items import micro_batches, split
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.batch import Batch, Items, RolloutPlan, make_batch, noise_samples, record_steps, return_to
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.declared import Before, Loss
 from fluvial.engines.run.jobs.base import Job
+from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
-from fluvial.engines.run.settings import RunSettings
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
-from fluvial.engines.sampling.noising import knows_its_schedule_only
-from fluvial.engines.scoring.advantages import Grades, grade
+from fluvial.engines.sampling.noising import NoisingConfig, knows_its_schedule_only
+from fluvial.engines.sampling.window import AllRecorded, Trained
+from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
 from fluvial.engines.scoring.gather import Scoring, gather_rewards
 from fluvial.engines.scoring.gradients import weighted_sum
@@ -31,10 +33,12 @@ from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
 from fluvial.engines.scoring.signature import Samples
 from fluvial.engines.streams import Stream
-from fluvial.kernels.dispatch import resolve
+from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Cond, decoded, host_values, is_recorded
 from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is_classifier_free, scale_at
 from fluvial.models.routing import Routed
+
+ADVANTAGE, ALL_RECORDED = AdvantageConfig(), AllRecorded()
 
 
 class Memory(Protocol):
@@ -53,8 +57,7 @@ class Run:
         rewards: rewards with their weights, by name.
         runners: threads of these rewards.
         memory: what is remembered between batches.
-        loss_settings: what every loss is called with, besides prediction and rows.
-        pairs: numbers of (sample, step) pairs per pass that were chosen, if `update_micro_batch` is auto.
+        pairs: numbers of (sample, step) pairs per pass that were chosen, if `engine.update_micro_batch` is auto.
         stop: whether this rank was asked to stop.
         check_loss: function of a loss that returns it with its results checked, for a method of the user's.
 
@@ -64,7 +67,7 @@ class Run:
 
     def __init__(
         self,
-        config: RunSettings,
+        config: TrainConfig,
         job: Job,
         networks: BuiltNetworks,
         sampler: Sampler,
@@ -72,21 +75,19 @@ class Run:
         runners: RewardRunners,
         memory: Memory,
         *,
-        loss_settings: Any,
         pairs: Sequence[int] = (),
         stop: Callable[[], bool] = lambda: False,
         check_loss: Callable[[Loss], Loss] = lambda loss: loss,
     ) -> None:
         self.config, self.job, self.networks, self.sampler = config, job, networks, sampler
         self.rewards, self.runners, self.memory, self.stop = rewards, runners, memory, stop
-        self.loss_settings, self.check_loss, self.pairs = loss_settings, check_loss, tuple(pairs)
+        self.check_loss, self.pairs = check_loss, tuple(pairs)
         self.engine: Engine = networks.engine
         self.world, self.stopping, self.notes = self.engine.world, False, dict[str, Any]()
-        on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
-        self.noising = config.noising.choose_levels(on_schedule=on_schedule)
+        self._on_schedule = knows_its_schedule_only(job.model.prediction, recorded=is_recorded(job.model))
         self._routed = any(isinstance(part, Routed) for part in self.engine.sharded.parts)
         try:
-            resolve("train", config.implementation, [torch.empty(0, device=self.world.device)])
+            resolve("train", config.engine.implementation, [torch.empty(0, device=self.world.device)])
         except ValueError as error:
             raise UsageError(str(error).removeprefix("train: ")) from error
 
@@ -94,10 +95,6 @@ class Run:
     def clock(self) -> int:
         """Number of updates before those on the batch that is collected."""
         return self.engine.updates
-
-    def has(self, *names: str) -> bool:
-        """Return whether the method declares one of the networks."""
-        return any(name in self.networks.declared for name in names)
 
     def log(self, **values: Any) -> None:
         """Add values to the record of this batch."""
@@ -154,11 +151,12 @@ class Run:
             return batch
         config = self.config
         assert batch.scoring is not None
-        if config.engine.offload == "phases" and config.makes_samples:
+        if config.engine.offload == "phases" and config.method.source is None:
             self.engine.offload()
-        own = batch.scoring.collect(self.world, batch=config.rollout.batch, stop=self.stop)
+        sampling = config.method.sampling
+        own = batch.scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
         rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=config.rollout.group, max_invalid=config.max_invalid, world=self.world
+            own, stop=self.stop(), group=sampling.group, max_invalid=config.rollout.max_invalid, world=self.world
         )
         self.engine.onload()
         self.networks.onload()
@@ -169,9 +167,9 @@ class Run:
         assert batch.rewards is not None
         return batch.rewards.scores[batch.kept] @ self.runners.weights
 
-    def grade(self, batch: Batch) -> Grades:
+    def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE) -> Grades:
         """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over."""
-        config, memory, rewards = self.config.advantage, self.memory, batch.rewards
+        memory, rewards = self.memory, batch.rewards
         assert rewards is not None
         kept, weights = batch.kept, self.runners.weights
         scores = rewards.scores[kept]
@@ -189,15 +187,22 @@ class Run:
     # items
 
     def record_steps(
-        self, batch: Batch, key: Key, signal: Tensor | None = None, *, keep: Tensor, skip_zero: bool = False
+        self,
+        batch: Batch,
+        key: Key,
+        signal: Tensor | None = None,
+        *,
+        trained: Trained = ALL_RECORDED,
+        keep: Tensor,
+        skip_zero: bool = False,
     ) -> Items:
         """Return the recorded steps that are trained on, see `batch.record_steps`."""
-        trained = self.config.rollout.trained
         return record_steps(batch, signal, keep=keep, skip_zero=skip_zero, trained=trained, key=key)
 
     def noise_samples(
         self,
         batch: Batch,
+        noising: NoisingConfig,
         key: Key,
         signal: Tensor | None = None,
         *,
@@ -205,18 +210,19 @@ class Run:
         skip_zero: bool = False,
     ) -> Items:
         """Return the clean samples, or pairs, of a batch with noise, see `batch.noise_samples`."""
-        return noise_samples(batch, self.noising, key, signal, keep=keep, skip_zero=skip_zero)
+        noising = noising.choose_levels(on_schedule=self._on_schedule)
+        return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
 
     def return_to(self, batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
         """Return the samples of a batch before their last `count` steps, see `batch.return_to`."""
         return return_to(batch, key, count, keep)
 
-    def minibatches(self, items: Items, key: Key) -> Iterator[Items]:
+    def minibatches(self, items: Items, key: Key, passes: EpochsConfig) -> Iterator[Items]:
         """Yield the items of each update: the samples dealt to minibatches, the work spread evenly over the ranks.
 
-        There are `epochs` passes over the samples, each in `minibatches` updates.
+        There are `passes.epochs` passes over the samples, each in `passes.minibatches` updates.
         """
-        epochs, minibatches, total = self.config.epochs, self.config.minibatches, items.batch.share.batch
+        epochs, minibatches, total = passes.epochs, passes.minibatches, items.batch.share.batch
         if self._routed and items.rows.timestep is not None:
             host_values.read(items.rows.timestep)  # once, where levels are drawn on the device
         if epochs * minibatches > 1:  # with a single update the policy before it is the policy itself
@@ -238,7 +244,7 @@ class Run:
         """Return items with the predictions of those of the named networks that the method declares."""
         declared, known = self.networks.declared, items.rows.predictions
         todo = [name for name in names if name in declared and name not in known and name not in self._before]
-        negative = self.config.rollout.guidance.negative
+        negative = self.config.method.sampling.guidance.negative
         # Modules of their own come first, so that they and the engine's are not gathered at the same time.
         for name in sorted(todo, key=lambda name: name not in self.networks.frozen):
             cond = self.networks.condition(name, items.cond, negative)
@@ -253,7 +259,7 @@ class Run:
             function: `(v, rows) -> tensors`, `[p, ...]` each.
         """
         found = []
-        with self.engine.inference() as module:
+        with self.engine.inference() as module, prefer(self.config.engine.implementation):
             for rows in self._passes(items):
                 v = self._predict(module, rows, items.cond)
                 before = {name: v for name in self._before if name not in rows.predictions}
@@ -272,7 +278,7 @@ class Run:
 
         Args:
             items: what `minibatches` yields, with the predictions that the loss reads.
-            loss: `(v, rows, settings) -> (loss [P], diagnostics)`.
+            loss: `(v, rows) -> (loss [P], diagnostics)`.
             split_guidance: give the loss the conditional prediction, and with guidance the unconditional one in
                 `rows.predictions["uncond"]` and the scale in `rows.guidance`.
         """
@@ -308,9 +314,9 @@ class Run:
         return [name for name, network in self.networks.declared.items() if isinstance(network, Before)]
 
     def _batch(self, plan: RolloutPlan, **fields: Any) -> Batch:
-        rollout, slots = self.config.rollout, len(plan.requests.ids)
-        share = Share(self.world.data_rank * slots, slots, rollout.batch)
-        compared, prediction = rollout.window.count_compared(rollout.group), self.job.model.prediction
+        sampling, slots = self.config.method.sampling, len(plan.requests.ids)
+        share = Share(self.world.data_rank * slots, slots, sampling.batch)
+        compared, prediction = sampling.window.count_compared(sampling.group), self.job.model.prediction
         return Batch(plan, share, share.numbers, compared, prediction, **fields)
 
     def _deal(self, items: Items, used: Tensor, count: float) -> Items:
@@ -343,7 +349,8 @@ class Run:
         else:
             v = self._predict(module, rows, items.cond)
         before = {name: v.detach() for name in self._before if name not in rows.predictions}
-        return loss(v, _with(rows, before), self.loss_settings)
+        with prefer(self.config.engine.implementation):
+            return loss(v, _with(rows, before))
 
     def _predict(self, module: nn.Module, rows: Rows, cond: Cond) -> Tensor:
         """Return the prediction at each row; both samples of a pair go through one forward pass."""
@@ -353,7 +360,7 @@ class Run:
 
     def _inputs(self, rows: Rows, cond: Cond) -> tuple[tuple[Tensor, Tensor, Cond], dict[str, Any]]:
         """Return the model's inputs (x, level, conditioning) for a micro-batch, and the options of its guidance."""
-        guidance = self.config.rollout.guidance
+        guidance = self.config.method.sampling.guidance
         if guidance.update == "conditional" and isinstance(cond, Guided):
             cond = cond.cond
         x, level, sample, timestep = rows.x, rows.level, rows.sample, rows.timestep

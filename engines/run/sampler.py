@@ -18,9 +18,9 @@ from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.batch import Batch, RolloutPlan, make_batch
-from fluvial.engines.run.declared import Record
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
-from fluvial.engines.run.settings import RunSettings
+from fluvial.engines.run.method import Images
 from fluvial.engines.sampling.config import Schedules
 from fluvial.engines.sampling.diversity import thumbnails
 from fluvial.engines.sampling.generate import (
@@ -55,8 +55,6 @@ class Sampler:
         source: maker of the samples.
         schedules: schedule, and sampler of the stochastic steps, by the shape of a sample.
         texts: lengths that prompts are padded to.
-        record: what is recorded of the steps; None records nothing.
-        compare: what the samples of a group have in common: their prompt; or, of given data, their caption, or nothing.
         copy: network whose weights are pushed, where rollouts are made ahead of the updates.
         given: given preferences, which are learnt from in place of rollouts.
         sends_final: whether servers send the final latents, too.
@@ -68,30 +66,30 @@ class Sampler:
 
     def __init__(
         self,
-        config: RunSettings,
+        config: TrainConfig,
         job: Job,
         engine: Engine,
         source: RolloutSource,
         schedules: Schedules,
         texts: TextLengths,
         *,
-        record: Record | None,
-        compare: Literal["prompt", "caption", "data"],
         copy: Copy | None = None,
         given: tuple[Preference, ...] | EncodedPreferences = (),
         sends_final: bool = True,
         reference: bool = False,
     ) -> None:
         self.config, self.job, self.world, self.engine = config, job, engine.world, engine
-        self.source, self.schedules, self.texts, self.record = source, schedules, texts, record
+        self.source, self.schedules, self.texts, self.method = source, schedules, texts, config.method
         self.copy, self.given, self._compared = copy, given, False
-        self._sends_final, self._reference, self._compare = sends_final, reference, compare
-        self._captions = Captions(job.prompts) if compare == "caption" else None
+        self._sends_final, self._reference = sends_final, reference
+        source_of = self.method.source
+        self._compare = source_of.compare if isinstance(source_of, Images) else None  # what given images have in common
+        self._captions = Captions(job.prompts) if self._compare == "caption" else None
         self._known: Sequence[Prompt] = job.prompts if self._captions is None else self._captions.firsts
         if given:
             self._known = given.prompts if isinstance(given, EncodedPreferences) else [pair.prompt for pair in given]
-        seed = config.seed if config.data_seed is None else config.data_seed
-        by_epoch = config.prompt_order == "epochs"
+        seed = config.seed if config.data.seed is None else config.data.seed
+        by_epoch = config.data.order == "epochs"
         self._order = BatchOrder(self._known, order_key(seed), job.source_weights) if by_epoch else None
 
     def prompts(self, root: Key, updates: int) -> list[Prompt]:
@@ -102,13 +100,13 @@ class Sampler:
         Args:
             updates: number of updates before those on this rollout.
         """
-        known, rollout = self.job.prompts, self.config.rollout
+        known, sampling = self.job.prompts, self.method.sampling
         if self._captions is None:
-            count = rollout.batch if self._compare == "data" else rollout.prompts
+            count = sampling.batch if self._compare == "data" else sampling.prompts
             return [known[place] for place in self._places(root, count, updates)]
         asked, keys = list[Prompt](), fold_in(root, Stream.CAPTIONS)
-        for group, caption in enumerate(self._places(root, rollout.prompts, updates)):
-            asked += [known[place] for place in self._captions.draw(caption, fold_in(keys, group), rollout.group)]
+        for group, caption in enumerate(self._places(root, sampling.prompts, updates)):
+            asked += [known[place] for place in self._captions.draw(caption, fold_in(keys, group), sampling.group)]
         return asked
 
     def generate_verified(
@@ -188,7 +186,7 @@ class Sampler:
         if self._compared or not rollout.is_served:
             return None
         self._compared = True
-        plan = self.plan(root, [self.job.prompts[0]] * rollout.prompts, self.engine.updates)
+        plan = self.plan(root, [self.job.prompts[0]] * self.method.sampling.prompts, self.engine.updates)
         asked, size = plan.requests, self.config.samples_per_pass
         same = None if asked.initial_ids is None else asked.initial_ids[:size]
         if self.copy is None:
@@ -211,15 +209,15 @@ class Sampler:
             asked: prompt of each group, or of each sample.
             updates: number of updates before those on this rollout.
         """
-        rollout, sizes = self.config.rollout, self.job.sizes
-        ids, real = slots(rollout.batch, micro_batch=self.config.samples_per_pass, world=self.world)
+        asked_for, sizes = self.method.sampling, self.job.sizes
+        ids, real = slots(asked_for.batch, micro_batch=self.config.samples_per_pass, world=self.world)
         numbers = [number if counts else -1 for number, counts in zip(ids, real, strict=True)]
-        prompts = [asked[i * len(asked) // rollout.batch] for i in ids]
+        prompts = [asked[i * len(asked) // asked_for.batch] for i in ids]
         size = size_of_batch(asked, fold_in(root, Stream.SIZE), list(sizes)) if sizes else None
-        negative = [rollout.guidance.negative] if self._reference else []
-        padding = self.texts.padding([*rollout.guidance.texts(self.job.model, prompts), *negative])
-        trunk = rollout.window.trunk(rollout.steps, rollout.group)
-        initial_ids = [i // trunk for i in ids] if rollout.shared_noise or rollout.window.shares_start else None
+        negative = [asked_for.guidance.negative] if self._reference else []
+        padding = self.texts.padding([*asked_for.guidance.texts(self.job.model, prompts), *negative])
+        trunk = asked_for.window.trunk(asked_for.steps, asked_for.group)
+        initial_ids = [i // trunk for i in ids] if asked_for.shared_noise or asked_for.window.shares_start else None
         requests = Requests(prompts, ids, fold_in(root, Stream.SAMPLES), initial_ids)
         shape = self.job.shape if size is None else sizes[size]
         sampling = self._sampling(root, None if padding is None else padding.tokens, shape, updates)
@@ -227,7 +225,7 @@ class Sampler:
         records = stochastic is not None and stochastic.record
         transitions = stochastic.transition(levels[:-1], levels[1:]) if stochastic is not None and records else None
         per_pass = self.config.samples_per_pass
-        return RolloutPlan(asked, requests, sampling, numbers, size, padding, rollout.group, per_pass, transitions)
+        return RolloutPlan(asked, requests, sampling, numbers, size, padding, asked_for.group, per_pass, transitions)
 
     def generate(
         self, plan: RolloutPlan, rewards: RewardRunners, *, seen: Callable[[Chunk], None] = lambda chunk: None
@@ -248,7 +246,7 @@ class Sampler:
 
     def read_pairs(self, root: Key, updates: int) -> tuple[list[Preference], Size | None]:
         """Return the given preferences that an update learns from, the same on every rank, and their size."""
-        places = self._places(root, self.config.rollout.prompts, updates)
+        places = self._places(root, self.method.sampling.prompts, updates)
         return [self.given[place] for place in places], self._known[places[0]].size
 
     def pair_up(
@@ -276,7 +274,7 @@ class Sampler:
         share = Share(self.world.data_rank * slots, slots, real)
         places = [(share.first + slot) % len(chosen) for slot in range(slots)]
         prompts, ids = [chosen[place].prompt for place in places], [numbers[place] for place in places]
-        cond, padding = self.texts.encode(self.config.rollout.guidance, prompts)
+        cond, padding = self.texts.encode(self.method.sampling.guidance, prompts)
         both = [
             to_device(torch.stack([getattr(chosen[place], side) for place in places]), device) for side in ("win", "lose")
         ]
@@ -286,7 +284,7 @@ class Sampler:
             wrap_samples(torch.stack(both, dim=1)),
             None,
         )
-        rollout, asked = self.config.rollout, [each.prompt for each in chosen]
+        asked = [each.prompt for each in chosen]
         plan = RolloutPlan(
             asked,
             Requests(prompts, ids, key(0)),
@@ -294,52 +292,52 @@ class Sampler:
             ids,
             size,
             padding,
-            rollout.group,
+            self.method.sampling.group,
             self.config.samples_per_pass,
         )
         return Batch(plan, share, ids, 1, self.job.model.prediction, make_batch(samples), paired=True)
 
     def data_sampling(self, shape: tuple[int, ...]) -> Sampling:
         """Return the schedule of given samples of a shape."""
-        return Sampling(shape, self.schedules.of(shape)[0], self.config.rollout.guidance)
+        return Sampling(shape, self.schedules.of(shape)[0], self.method.sampling.guidance)
 
     def _places(self, root: Key, count: int, updates: int) -> list[int]:
         """Return the indices of the `count` prompts, or preferences, of the rollout after a number of updates."""
         config = self.config
         if self._order is not None:
             return self._order.batch(updates // config.updates_per_rollout, count)
-        drawn = root if config.data_seed is None else fold_in(key(config.data_seed), updates)
-        batch = draw_batch if config.prompt_order == "draws" else distinct_batch
+        drawn = root if config.data.seed is None else fold_in(key(config.data.seed), updates)
+        batch = draw_batch if config.data.order == "draws" else distinct_batch
         return batch(self._known, fold_in(drawn, Stream.PROMPTS), count)
 
     def _sampling(self, root: Key, tokens: int | None, shape: tuple[int, ...], updates: int) -> Sampling:
         """Return how the samples of a rollout are made, with its windows of noise and the length of its prompts."""
-        config, rollout, record = self.config, self.config.rollout, self.record
+        config, rollout, asked, record = self.config, self.config.rollout, self.method.sampling, self.method.recorded
         stochastic, done = None, updates // config.updates_per_rollout
         first = fold_in(key(config.seed), FIRST_ROLLOUT)  # key of the first rollout
         schedule, sampler = self.schedules.of(shape)
-        if record is not None or not rollout.sampler.is_deterministic:
+        if record is not None or not asked.sampler.is_deterministic:
             keys = fold_in(root, Stream.WINDOW), fold_in(first, Stream.WINDOW)
             stochastic = StochasticSteps(
                 sampler,
-                rollout.window.steps_of(*keys, done=done, steps=rollout.steps, group=rollout.group),
+                asked.window.steps_of(*keys, done=done, steps=asked.steps, group=asked.group),
                 record=record is not None,
-                form=rollout.form if record is None or record.form is None else record.form,
-                reduction=rollout.reduction,
+                form="density" if record is None else record.form,
+                reduction="mean" if record is None else record.reduction,
                 keep_velocity=record is not None and record.velocity,
-                implementation=config.implementation,
+                implementation=config.engine.implementation,
             )
         return Sampling(
             shape,
             schedule,
-            rollout.guidance,
-            rollout.sampler.solver,
-            rollout.sampler.eta if rollout.sampler.is_deterministic else 0.0,
+            asked.guidance,
+            asked.sampler.solver,
+            asked.sampler.eta if asked.sampler.is_deterministic else 0.0,
             stochastic,
             autocast=rollout.autocast,
             prefix=self._prefix(stochastic),
             text_tokens=tokens,
-            after=rollout.window.tail,
+            after=asked.window.tail,
             reuse=self._reuse(),
             step_cache=rollout.step_cache,
             final=self._sends_final,
@@ -354,10 +352,10 @@ class Sampler:
 
     def _prefix(self, stochastic: StochasticSteps | None) -> SharedPrefix | None:
         """Return the steps that the samples of a group share: those before every window of the rollout."""
-        rollout = self.config.rollout
-        if stochastic is None or not rollout.window.share_prefix:
+        sampling = self.method.sampling
+        if stochastic is None or not sampling.window.share_prefix:
             return None
-        return SharedPrefix(rollout.window.count_shared_steps(stochastic.steps_of([0])), rollout.group)
+        return SharedPrefix(sampling.window.count_shared_steps(stochastic.steps_of([0])), sampling.group)
 
     def read_data(self, plan: RolloutPlan, rewards: RewardRunners | None) -> SampleBatch:
         """Return clean samples of the job's data, whose images the rewards score, if any."""
@@ -373,7 +371,7 @@ class Sampler:
                     images = decoded(self.job.model, x0, model_inputs(part))
                     rewards.submit(images, part, x0, plan.numbers[start : start + size])
             cond = optree.tree_map(
-                lambda tensor: to_device(tensor, device), self.config.rollout.guidance.encode(self.job.model, part, tokens)
+                lambda tensor: to_device(tensor, device), self.method.sampling.guidance.encode(self.job.model, part, tokens)
             )
             parts.append(SampleBatch(part, cond, wrap_samples(x0), None))
         return join_batches(parts)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.config import lr_factor
+from fluvial.engines.engine.config import EngineConfig, lr_factor
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
@@ -24,16 +24,16 @@ from fluvial.engines.run.metrics import PHASES, versions
 from fluvial.engines.run.monitoring.gaming import Point, best_of
 from fluvial.engines.run.prefetch import PREFIX, Ahead
 from fluvial.engines.run.record import Finder, as_record, with_absolute_paths
+from fluvial.engines.run.renames import migrate
 from fluvial.models.device import processor
 from fluvial.models.lora import lora_settings
 
 # Settings that may change between the start of a run and its resumption.
 NEVER = -1  # update of no checkpoint
+SHARDING = tuple(f"engine.{each.name}" for each in fields(EngineConfig))  # what changes the bits of an update, and no more
 FREE = {
-    *("out", "prompts", "weights", "updates", "engine", "tracker", "collective_timeout", "resume", "resume_from"),
-    *("eval_every", "eval_samples", "final_samples", "evaluation", "max_invalid", "stop_when_gamed"),
-    *("checkpoint_every", "checkpoint_async", "checkpoints", "keep_checkpoints"),
-    *("export_dtype", "export_every", "export_as"),
+    *("out", "prompts", "pipeline.weights", "updates", "tracker", "resume", "evaluation", "checkpoint", "export"),
+    *(*SHARDING, "engine.timeout", "rollout.max_invalid"),
     *("rollout.source", "rollout.servers", "rollout.store"),  # where samples come from
 }
 
@@ -78,7 +78,7 @@ class Saver:
         self.config, self.engine, self.world, self.console = config, engine, engine.world, console
         self.prompts, self.base, self.ahead, self.pairs = prompts, base, ahead, list(pairs)
         self.saved_at = NEVER
-        self.background = self.world.background() if config.checkpoint_async else None
+        self.background = self.world.background() if config.checkpoint.background else None
         self.pending: Future[Any] | None = None
 
     def save(self, progress: Progress, *, blocking: bool = False, ends: bool = False) -> None:
@@ -118,9 +118,9 @@ class Saver:
             "lora": lora_settings(self.engine.module),  # with these it can be exported alone
         }
         fingerprint = run_fingerprint(self.config, self.prompts, self.base)
-        written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.keep_checkpoints}
+        written: dict[str, Any] = {"update": update, "fingerprint": fingerprint, "keep": self.config.checkpoint.keep}
         best = best_of(progress.evaluations)
-        if self.config.stop_when_gamed and best is not None:
+        if self.config.evaluation.stop_when_gamed and best is not None:
             written["spare"] = best.update
         state = self.engine.state()
         if self.ahead is not None:
@@ -187,13 +187,16 @@ class Saver:
         if self.ahead is not None:  # whose shapes only the checkpoint knows
             requested, _ = checkpoint.read(path, lambda name: name.startswith(PREFIX), world=self.world)
         saved, run = checkpoint.settings(path, world=self.world)
+        saved = flat(migrate(saved))
         places = Finder(Path(run["out"]), self.config.out)
         known = {name: saved[name] for name, value in fingerprint.items() if name in saved and saved[name] != value}
         fingerprint |= {name: value for name, value in known.items() if places.same(name, value, fingerprint[name])}
         planned = saved.get("updates")
         if planned is not None:
             fingerprint["updates"] = planned
-        meta: dict[str, Any] = checkpoint.load(path, {**state, **requested}, fingerprint=fingerprint, world=self.world)
+        meta: dict[str, Any] = checkpoint.load(
+            path, {**state, **requested}, fingerprint=fingerprint, saved=saved, world=self.world
+        )
         replanned = self._is_replanned(meta["run"]["updates"], done=meta["engine"]["updates"])
         self.engine.restore(state, meta["engine"])
         if self.ahead is not None:
@@ -233,9 +236,16 @@ class Saver:
         return {**runs_on(self.config, self.world), **chosen}
 
 
+def read_micro_batch(path: Path | str, world: World) -> int:
+    """Return the number of samples per forward pass of the run that a checkpoint is of; every rank must take part."""
+    saved, _ = checkpoint.settings(path, world=world)
+    found: int = flat(migrate(saved))["engine.micro_batch"]
+    return found
+
+
 def runs_on(config: TrainConfig, world: World) -> dict[str, Any]:
     """Return the machine, the versions and the engine that the bits of a run depend on."""
-    engine = {f"engine.{name}": value for name, value in asdict(config.engine).items()}
+    engine = {name: getattr(config.engine, name.partition(".")[2]) for name in SHARDING}
     return {
         **versions(),
         "processor": processor(world.device),

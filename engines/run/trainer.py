@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.engine.determinism import deterministic
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.build import build_parts
 from fluvial.engines.run.config import TrainConfig
@@ -30,6 +29,7 @@ from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.saving import Progress, Saver
 from fluvial.engines.sampling.solvers import serving_solver
+from fluvial.models.device import deterministic
 
 
 class Trainer:
@@ -41,8 +41,8 @@ class Trainer:
             trainer.export(Path("trained"))
 
     Nothing is written unless `save` or `export` is called. `train` is the loop with run folder, evaluations, checkpoints
-    and restarts. If `config.micro_batch` is auto, the trainer's `config` has the number that was chosen. `pairs` has the
-    numbers that `update_micro_batch` auto became, falling; `choices` says why these.
+    and restarts. If `engine.micro_batch` is auto, the trainer's `config` has the number that was chosen. `pairs` has the
+    numbers that `engine.update_micro_batch` auto became, falling; `choices` says why these.
 
     Args:
         job: what is trained; by default what `config.model` names.
@@ -148,7 +148,7 @@ class Trainer:
         """Return the scores of held-out prompts; every rank must take part.
 
         Args:
-            samples: number of samples, by default `config.eval_samples`.
+            samples: number of samples, by default `evaluation.samples` of the run.
             keep: function of the names and the images of each chunk of this rank.
             probe: probe of the model that training began with, for the drift from it.
         """
@@ -158,14 +158,14 @@ class Trainer:
                 self.evaluated,
                 module,
                 schedule=self.evaluation_schedule,
-                samples=samples or config.eval_samples,
+                samples=samples or config.evaluation.samples,
                 seeds=config.evaluation.seeds,
                 micro_batch=config.evaluation_pass,
                 world=self.world,
                 guidance=config.evaluation_guidance,
                 keep=keep,
                 solver=serving_solver(config.evaluation.solver, self.evaluated.model),
-                max_invalid=config.max_invalid,
+                max_invalid=config.rollout.max_invalid,
             )
             if probe is not None:
                 drift = probe.velocity_drift(self.job, module, micro_batch=config.largest_pass)
@@ -218,7 +218,7 @@ class Trainer:
         """Write the moving average of the weights to `folder / "weights"`, and of the adapter to `folder / "lora"`."""
         self.loop.phase = "export"
         average = self.engine.read_average() if self.config.evaluation.average else None
-        lora, dtype = self.config.train == "lora", DTYPES[self.config.export_dtype]
+        lora, dtype = self.config.train == "lora", DTYPES[self.config.export.dtype]
         export(self.engine.module, folder / "weights", merge=lora, average=average, dtype=dtype, world=self.world)
         if lora:
             write_lora(self.engine.module, folder / "lora", average=average, dtype=dtype, world=self.world)
@@ -228,4 +228,4 @@ def _open_world(config: TrainConfig, stack: ExitStack) -> World:
     """Return a world that is closed with the stack."""
     if torch.distributed.is_initialized():
         raise UsageError("trainer: a process group is open already: pass the world of init_world()")
-    return stack.enter_context(init_world(timeout=config.collective_timeout))
+    return stack.enter_context(init_world(timeout=config.engine.timeout))

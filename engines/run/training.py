@@ -42,7 +42,7 @@ EXTREMES = 8  # best and worst samples that a report shows
 def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dict[str, Any]:
     """Run a training job, see `fluvial.engines.run.train`."""
     keep_freed_memory()
-    with init_world(timeout=config.collective_timeout) as world, stop_request() as stop, ExitStack() as holds:
+    with init_world(timeout=config.engine.timeout) as world, stop_request() as stop, ExitStack() as holds:
 
         def say(line: str) -> None:
             if console and world.is_main:
@@ -59,18 +59,18 @@ def run(config: TrainConfig, job: Job | None, *, console: Console | None) -> dic
                 job = jobs.of_run(config)
             lock = None
             if world.is_main:
-                resumes = config.resume or config.resume_from is not None
+                resumes = config.resume or config.checkpoint.resume_from is not None
                 lock = run_folder.claim(config.out, resume=resumes, say=say)
                 holds.callback(lock.release)
         checkpoint.check_writable(config.checkpoint_folder, world=world)
-        start: Path | str | None = config.resume_from  # None: from the beginning
+        start: Path | str | None = config.checkpoint.resume_from  # None: from the beginning
         if config.resume and (start is None or config is not asked):
             start = checkpoint.newest_whole(config.checkpoint_folders, world=world, skipped=say) or start
         shown = console if world.is_main else None
         try:
             trainer = Trainer(config, job, world, console=shown, stop=stop, resume_from=start)
         except (MemoryError, RuntimeError) as error:
-            error.add_note("while the run was built: lower it by `engine.base` int8, `micro_batch`, or more ranks")
+            error.add_note("while the run was built: lower it by `engine.base` int8, `engine.micro_batch`, or more ranks")
             raise
         with trainer:
             record = as_record(with_absolute_paths(trainer.config))  # with the micro-batch that was chosen
@@ -111,7 +111,9 @@ class Training:
     ) -> None:
         self.lock = lock
         self.trainer, self.config, self.folder, self.progress = trainer, trainer.config, folder, progress
-        self.final_samples = self.config.evaluation.whole(len(trainer.evaluated.heldout), self.config.final_samples)
+        self.final_samples = self.config.evaluation.whole(
+            len(trainer.evaluated.heldout), self.config.evaluation.final_samples
+        )
 
     def run(self) -> dict[str, Any]:
         """Train until the last update or a request to stop, and return the summary (empty if stopped).
@@ -166,17 +168,17 @@ class Training:
         for record in trainer:
             if self.folder:
                 self.folder.log(record)
-            if "reward" in record and config.eval_every:
+            if "reward" in record and config.evaluation.every:
                 trainer.progress.recent.append(record["reward"]["mean"])
             self.progress.advance(metrics.select_shown(record), record["seconds"], updates=config.updates_per_rollout)
             done = trainer.engine.updates
-            if self._due(config.eval_every) and done < config.updates and not trainer.stopping:
-                evaluation = self._evaluate(f"update {done:04d}", config.eval_samples, probe)
+            if self._due(config.evaluation.every) and done < config.updates and not trainer.stopping:
+                evaluation = self._evaluate(f"update {done:04d}", config.evaluation.samples, probe)
                 self.progress.say(metrics.evaluation_line(f"after {done} updates", evaluation))
                 end = self._watch_reward(evaluation)
-            if self._due(config.export_every) and done < config.updates:
+            if self._due(config.export.every) and done < config.updates:
                 self.progress.say(f"exported: {exports.export_now(trainer.engine, config, trainer.job.model)}")
-            if trainer.stopping or end or self._due(config.checkpoint_every) or done == config.updates:
+            if trainer.stopping or end or self._due(config.checkpoint.every) or done == config.updates:
                 self._save(ends=trainer.stopping)
             if end:
                 break
@@ -211,7 +213,7 @@ class Training:
 
     def _watch_reward(self, evaluation: Evaluation) -> str:
         """Return why the run stops after an evaluation, nothing where the reward is not gamed; every rank must take part."""
-        trainer, count, update = self.trainer, self.config.stop_when_gamed, self.trainer.engine.updates
+        trainer, count, update = self.trainer, self.config.evaluation.stop_when_gamed, self.trainer.engine.updates
         if not evaluation.score:
             return ""
         points, recent, evaluator = trainer.progress.evaluations, trainer.progress.recent, evaluator_of([*evaluation.score])

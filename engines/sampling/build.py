@@ -6,7 +6,7 @@ from typing import Protocol
 from fluvial.engines import plugins
 from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.sampler_copy import Copy
 from fluvial.engines.sampling.source import Behaviour, RolloutSource
@@ -20,6 +20,7 @@ class OpenSource(Protocol):
     def __call__(
         self,
         rollout: RolloutConfig,
+        sampling: ReadingConfig,
         model: DiffusionModel,
         behaviour: Behaviour,
         world: World,
@@ -33,6 +34,7 @@ class OpenSource(Protocol):
 
 def build_source(
     rollout: RolloutConfig,
+    sampling: ReadingConfig,
     model: DiffusionModel,
     behaviour: Behaviour,
     world: World,
@@ -62,7 +64,7 @@ def build_source(
         # Imported by runs that need it alone, because HTTP's packages take a while.
         open_source: OpenSource = plugins.load(rollout.scheme, "sources", field="rollout.source")
         source = open_source(
-            rollout, model, behaviour, world, adapter=adapter, product=product, sizes=sizes or {}, copy=copy
+            rollout, sampling, model, behaviour, world, adapter=adapter, product=product, sizes=sizes or {}, copy=copy
         )
     if rollout.store is None:
         return source

@@ -20,10 +20,9 @@ from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import DrawAndScore, Step, Trajectory, Velocity, scan, stack, unroll, wrap_samples
-from fluvial.core.table import Plan, Record, plan
+from fluvial.core.table import Record, StepPlan, plan
 from fluvial.core.transitions import Sampler, Transition
 from fluvial.engines.data.records import Prompt, model_inputs, negatives
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.items.steps import concatenate
@@ -36,7 +35,7 @@ from fluvial.kernels.dispatch import resolve
 from fluvial.models import Cond, DiffusionModel, Prediction, Schedule, decoded, host_values, is_recorded
 from fluvial.models.fixed_adapters import FixedAdapters
 from fluvial.models.guidance import Guided, both_halves, guided_velocity
-from fluvial.models.host_values import to_device
+from fluvial.models.host_values import fresh_copy, to_device
 from fluvial.models.padding import trim
 from fluvial.models.prompt_layers import PromptLayers
 from fluvial.models.step_cache import StepCache
@@ -63,10 +62,10 @@ class Guidance:
     update: Literal["guided", "conditional"] = "guided"
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.guidance", scale=(0, math.inf))
+        check_fields(self, "sampling.guidance", scale=(0, math.inf))
         if self.update == "conditional" and (self.scale == 1 or self.gradient != "both"):
             hint = "an update without guidance needs a rollout with it: a scale other than 1, and gradient both"
-            raise UsageError("rollout.guidance.update", "conditional", "guided", hint)
+            raise UsageError("sampling.guidance.update", "conditional", "guided", hint)
 
     def encode(self, model: DiffusionModel, prompts: Sequence[Prompt], tokens: int | None = None) -> Cond:
         """Return the conditioning of a batch of prompts, with that of the negative prompt where there is guidance.
@@ -376,7 +375,7 @@ def prediction_of(
     return velocity
 
 
-def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> Plan:
+def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, steps: range) -> StepPlan:
     """Return the table of a part of the schedule, stochastic at the steps of the window."""
     still, stochastic = deterministic_step(prediction), sampling.stochastic
     transition, record = still, Record(steps=())

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.models.lora import use_adapter
 from fluvial.models.protocol import Weights
@@ -24,8 +24,7 @@ def snapshot_weights(engine: Engine) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for name, parameter in {**engine.trainable, **engine.carried}.items():
-        assert isinstance(parameter, DTensor)
-        found[name] = parameter.full_tensor().detach().to("cpu", copy=True)
+        found[name] = gather(parameter.detach()).to("cpu", copy=True)
     return found
 
 
@@ -67,8 +66,7 @@ class Copy:
         with torch.no_grad():
             for name, tensor in weights.items():
                 self._shards[name].copy_(tensor)
-        for unit in self.sharded.units:
-            unit.reshard()
+        self.sharded.reshard()
 
     @contextmanager
     def behaviour(self) -> Iterator[nn.Module]:

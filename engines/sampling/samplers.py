@@ -65,11 +65,11 @@ def sampler_rule(sampler: Any) -> SamplerRule:
         UsageError: it is not one of these, or the function cannot be called with (level, level_next, eta=...).
     """
     if isinstance(sampler, str):
-        found = plugins.load(sampler, "samplers", _problem, table=SAMPLERS, field="rollout.sampler")
+        found = plugins.load(sampler, "samplers", _problem, table=SAMPLERS, field="sampling.sampler")
     else:
         found = sampler
         if (problem := _problem(found)) is not None:
-            raise UsageError(f"`rollout.sampler` {problem}")
+            raise UsageError(f"`sampling.sampler` {problem}")
     if isinstance(found, SamplerRule):
         return found
     name = sampler_name(sampler)
@@ -78,7 +78,7 @@ def sampler_rule(sampler: Any) -> SamplerRule:
         try:
             return transitions.bind(partial(found, eta=eta), eta, levels)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"`rollout.sampler` {name!r} cannot be used: {error}") from error
+            raise UsageError(f"`sampling.sampler` {name!r} cannot be used: {error}") from error
 
     return SamplerRule(bind)
 
@@ -133,12 +133,12 @@ class Stochastic:
     eta: float = 0.8
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.sampler", eta=(0, math.inf))
+        check_fields(self, "sampling.sampler", eta=(0, math.inf))
         if self.eta == 0:
             hint = f"every step of {self.kind} would be deterministic, without a density, as with sampler ode"
-            raise UsageError("rollout.sampler.eta", 0, "a number above 0", hint)
+            raise UsageError("sampling.sampler.eta", 0, "a number above 0", hint)
         if self.eta > self.rule.max_eta:
-            raise UsageError("rollout.sampler.eta", self.eta, f"at most {self.rule.max_eta:g} for {self.kind}")
+            raise UsageError("sampling.sampler.eta", self.eta, f"at most {self.rule.max_eta:g} for {self.kind}")
 
     @staticmethod
     def list_kinds() -> list[str]:
@@ -171,7 +171,7 @@ class Ode:
     solver: Literal["euler", "dpmpp_2m", "unipc"] = "euler"
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.sampler")
+        check_fields(self, "sampling.sampler")
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class SaSolver:
     eta: float = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.sampler", eta=(0, math.inf))
+        check_fields(self, "sampling.sampler", eta=(0, math.inf))
 
 
 SamplerChoice = Stochastic | Ode | SaSolver

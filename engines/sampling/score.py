@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.rollout import Trajectory
 from fluvial.core.transitions import Sampler
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.sampling.items import recorded_steps
 from fluvial.kernels import Implementation, step_log_prob
 from fluvial.models import Cond, DiffusionModel, Schedule
 from fluvial.models.guidance import guided_velocity
+from fluvial.models.host_values import fresh_copy
 
 
 @torch.no_grad()

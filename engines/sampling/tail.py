@@ -29,7 +29,7 @@ class Tail:
     least: int = 1
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.window.tail", fraction=(1e-6, 1), least=(0, 2**31))
+        check_fields(self, "sampling.window.tail", fraction=(1e-6, 1), least=(0, 2**31))
 
 
 def after_schedule(schedule: Schedule, start: int, fraction: float, least: int = 1) -> Schedule:

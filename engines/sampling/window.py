@@ -38,9 +38,9 @@ class _Range:
     draw: Draw = "rollout"
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.window", **BOUNDS)
+        check_fields(self, "sampling.window", **BOUNDS)
         if self.share_prefix and self.low < 1:
-            raise no_effect("rollout.window.share_prefix", "with `rollout.window.low` 0, before which no steps are")
+            raise no_effect("sampling.window.share_prefix", "with `sampling.window.low` 0, before which no steps are")
 
     def range(self, steps: int) -> tuple[int, int]:
         """Return the first step that the window may cover, and the one after the last, of a schedule of `steps` steps."""
@@ -66,13 +66,13 @@ class _Range:
         low, high = self.range(steps)
         if not 0 <= low < high <= steps or not 1 <= self.count(steps) <= high - low:
             raise UsageError(
-                f"`rollout.window` has {self.count(steps)} stochastic steps in steps {low} to {high} of {steps}, "
+                f"`sampling.window` has {self.count(steps)} stochastic steps in steps {low} to {high} of {steps}, "
                 "expected 0 <= low < high <= steps and 1 <= size <= high - low"
             )
         if self.share_prefix and group < 2:
-            raise no_effect("rollout.window.share_prefix", "with `rollout.group` 1")
+            raise no_effect("sampling.window.share_prefix", "with `sampling.group` 1")
         if self.draw != "rollout" and self.places(steps) == 1:
-            raise no_effect("rollout.window.draw", "with a window that covers its whole range")
+            raise no_effect("sampling.window.draw", "with a window that covers its whole range")
 
     def count_compared(self, group: int) -> int:
         """Return the number of consecutive samples that are compared with each other."""
@@ -171,7 +171,7 @@ class RandomWindow(_Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.differs and self.tail != Tail():
-            raise UsageError("rollout.window.draw", self.draw, "rollout", "the tail needs one window per rollout")
+            raise UsageError("sampling.window.draw", self.draw, "rollout", "the tail needs one window per rollout")
 
 
 @dataclass(frozen=True)
@@ -229,13 +229,13 @@ class MovingWindow(_Range):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.decay_from and not self.decay:
-            raise no_effect("rollout.window.decay_from", "with `rollout.window.decay` 0")
+            raise no_effect("sampling.window.decay_from", "with `sampling.window.decay` 0")
 
     def check(self, steps: int, group: int) -> None:
         """Raise UsageError unless the window fits the schedule and the group."""
         super().check(steps, group)
         if self.places(steps) == 1:
-            raise UsageError("rollout.window", self.kind, "all", "it covers its whole range and cannot move")
+            raise UsageError("sampling.window", self.kind, "all", "it covers its whole range and cannot move")
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
         """Return the stochastic steps of samples, see `Window`."""
@@ -271,7 +271,7 @@ class Branches(_Range):
         super().check(steps, group)
         if group % self.trunk(steps, group):
             hint = f"{self.samples} samples at each of the {self.places(steps)} places of the window"
-            raise UsageError("rollout.group", group, f"a multiple of {self.trunk(steps, group)}", hint)
+            raise UsageError("sampling.group", group, f"a multiple of {self.trunk(steps, group)}", hint)
 
     def count_compared(self, group: int) -> int:
         """Return the number of consecutive samples that are compared with each other."""
@@ -318,7 +318,7 @@ class _Fraction:
     fraction: float
 
     def __post_init__(self) -> None:
-        check_fields(self, "rollout.trained", fraction=(1e-6, 1 - 1e-6))
+        check_fields(self, "trained", fraction=(1e-6, 1 - 1e-6))
 
     def count(self, recorded: int) -> int:
         """Return how many of a sample's recorded steps are trained on."""

@@ -74,5 +74,5 @@ def _report(left: str, then: str, *, share: float, most: float, world: World) ->
     with world.agreed():
         if world.is_main:
             if share > most or share == 1:
-                raise RunError(f"{left}, above `max_invalid` {most:g}")
+                raise RunError(f"{left}, above `rollout.max_invalid` {most:g}")
             warnings.warn(f"{left} and {then}", stacklevel=4)

@@ -47,7 +47,7 @@ class Reward(Protocol):
 
     It returns one number per sample, or a mapping of several numbers per sample: `score` is learnt from, and all are logged.
     A sample that cannot be scored gets NaN or None; a call that raises gives none of its samples a score. The groups of such
-    samples are left out of the update. The run stops if they are more than `max_invalid` of a rollout.
+    samples are left out of the update. The run stops if they are more than `rollout.max_invalid` of a rollout.
 
     A reward that waits for something slow, such as a person, returns a `concurrent.futures.Future` of its scores. It is
     called with the next samples meanwhile, and its scores may take longer than the ten minutes that a call may. One that
@@ -55,8 +55,8 @@ class Reward(Protocol):
 
     A reward runs on a thread of its own while the next chunk of samples is generated, on every rank, with that rank's
     samples. It may keep state, use the GPU or call a server. Unless it names `group`, its score of a sample must not depend
-    on the other samples of the call: how the samples of a rollout are cut into calls depends on `micro_batch` and on the
-    number of ranks.
+    on the other samples of the call: how the samples of a rollout are cut into calls depends on `engine.micro_batch` and on
+    the number of ranks.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> "Returned | Future[Returned]":

@@ -26,7 +26,7 @@ from fluvial.models.protocol import Cond, Schedule, Sounds
 from fluvial.models.replay.arguments import (
     LYRICS,
     ONE_OF_EACH,
-    Form,
+    CallForm,
     arguments,
     build_arguments,
     class_of,
@@ -45,7 +45,7 @@ from fluvial.models.replay.checks import (
     foreign,
     refusal,
 )
-from fluvial.models.replay.dry import COMPONENT, Dry, Known, dry_run
+from fluvial.models.replay.dry import COMPONENT, Dry, PromptFreeValues, dry_run
 from fluvial.models.replay.experts import place_network
 from fluvial.models.replay.latents import LatentLayout, latent_layout, to_samples, vae_input
 from fluvial.models.replay.media import MediaPrompt, TextPrompt, get_text, use_modes
@@ -133,7 +133,7 @@ class AnyPipeline(WithExperts):
         self._single = False  # whether it makes one at a time
         self._pipe: Any = None
         self._frozen: dict[str, Any] = {}  # control networks, in whose place the pipeline has stand-ins, too
-        self._once: Known | None = None
+        self._once: PromptFreeValues | None = None
         self._latents: LatentLayout | None = None
         self._sees: bool | None = None  # see `_decoding_sees_images`
 
@@ -451,10 +451,10 @@ class AnyPipeline(WithExperts):
                     raise refusal(self.pipeline, f"its {name} has no effect on the samples; leave it out")
 
     @property
-    def known(self) -> Known:
+    def known(self) -> PromptFreeValues:
         """The record of a run of the pipeline on the example."""
         if self._once is None:
-            pipe, runs, same = self._load_pipeline(), dict[int, Known](), None
+            pipe, runs, same = self._load_pipeline(), dict[int, PromptFreeValues](), None
             for copies, run in self._runs(pipe, self.example, single=[True] if self._single else [False, True]):
                 if (same := next((number for number, other in runs.items() if other.alike(run.known)), None)) is not None:
                     break
@@ -536,7 +536,7 @@ class AnyPipeline(WithExperts):
         if failed:  # where the pipeline itself makes no several samples, what matters is why it cannot make one
             raise failed[0 if isinstance(failed[0], ReplayError) else -1]
 
-    def _forms(self, prompt: TextPrompt, number: int) -> list[Form]:
+    def _forms(self, prompt: TextPrompt, number: int) -> list[CallForm]:
         """Return the forms of the call that may make several samples of a prompt."""
         pipe = self._load_pipeline()
         crf = compression(pipe, self.asked)

@@ -135,7 +135,7 @@ def arguments(
     return asked
 
 
-class Form(NamedTuple):
+class CallForm(NamedTuple):
     """A form of a pipeline's call that may make several samples of a prompt."""
 
     several: dict[str, Any]  # arguments of several samples
@@ -151,7 +151,7 @@ def forms(
     steps: Sequence[int],
     rate: int | None = None,
     crf: int = 0,
-) -> list[Form]:
+) -> list[CallForm]:
     """Return the forms of a call that may make several samples of a prompt, to be tried in order.
 
     Forms that make single samples, which no batch can be compared with, come last.
@@ -179,7 +179,7 @@ def forms(
         asked = [{"prompt": text, several: number, **each} for each in values] if several else []
         asked += [{"prompt": [text] * number, **each} for each in values]
         alone = {"prompt": text, **once}
-        found += [*(Form(each, alone) for each in asked), Form(alone, alone, single=True)]
+        found += [*(CallForm(each, alone) for each in asked), CallForm(alone, alone, single=True)]
     return sorted(found, key=lambda form: form.single)
 
 

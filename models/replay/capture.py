@@ -23,7 +23,7 @@ from fluvial.models.replay.recipe import (
     Latent,
     Leaf,
     Made,
-    Row,
+    SampleInput,
     StepRecipe,
     find_kind,
     list_tensors,
@@ -177,7 +177,9 @@ class Capture:
             flags = iter(each_step)
             calls = []
             for call in group.calls:
-                leaves = (leaf._replace(each_step=next(flags)) if isinstance(leaf, Row) else leaf for leaf in call.leaves)
+                leaves = (
+                    leaf._replace(each_step=next(flags)) if isinstance(leaf, SampleInput) else leaf for leaf in call.leaves
+                )
                 calls.append(call._replace(leaves=tuple(leaves)))
             recipes.append(StepRecipe(tuple(calls), group.combinations[0], tuple(group.positions)))
             columns = zip(zip(*group.rows, strict=True), each_step, strict=True)
@@ -235,7 +237,9 @@ def _whole(call: Call, rows: Sequence[Tensor], output: Any, x: Tensor) -> tuple[
     """
     if x.ndim != 2:
         return None
-    numbered = {number: row for row, number in enumerate(n for n, leaf in enumerate(call.leaves) if isinstance(leaf, Row))}
+    numbered = {
+        number: row for row, number in enumerate(n for n, leaf in enumerate(call.leaves) if isinstance(leaf, SampleInput))
+    }
     held = [(leaf.places, rows[numbered[n + 1]]) for n, leaf in enumerate(call.leaves) if isinstance(leaf, Holds)]
     if (known := find_whole([places for places, _ in held], list_tensors(output), x.shape[1])) is None:
         return None
@@ -289,13 +293,13 @@ def _sources(
             kinds.append(Made(leaf.dtype, *source))
         elif inside is not None:
             places, others = inside
-            kinds += [Holds(leaf.dtype, others.shape[1], places), Row(others.shape[1], False)]
+            kinds += [Holds(leaf.dtype, others.shape[1], places), SampleInput(others.shape[1], False)]
             rows.append(others)
         elif isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) in (repeats * len(x), len(x)):
-            kinds.append(Row(len(leaf) // len(x), False))
+            kinds.append(SampleInput(len(leaf) // len(x), False))
             rows.append(leaf.detach().unflatten(0, (-1, len(x))).transpose(0, 1))
         elif apart and isinstance(leaf, Tensor) and leaf.ndim > 0:
-            kinds.append(Row(0, False))
+            kinds.append(SampleInput(0, False))
             rows.append(leaf.detach().expand(len(x), *leaf.shape))
         else:
             kinds.append(Fixed(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf))

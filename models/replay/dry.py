@@ -11,7 +11,7 @@ from fluvial.core.random import fold_in, key
 from fluvial.core.table import Record
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.protocol import Cond, Schedule
-from fluvial.models.replay.arguments import Form, build_arguments, format_arguments
+from fluvial.models.replay.arguments import CallForm, build_arguments, format_arguments
 from fluvial.models.replay.capture import Capture, same_steps
 from fluvial.models.replay.checks import check_initial_noise, check_tail, foreign, refusal
 from fluvial.models.replay.recorded import RecordedModel, generators
@@ -23,7 +23,7 @@ from fluvial.models.replay.start import start_of
 COMPONENT = "transformer"
 
 
-class Known(NamedTuple):
+class PromptFreeValues(NamedTuple):
     """Values that do not depend on the prompt."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Known(NamedTuple):
     pieces: tuple[torch.Size, ...]  # shapes of the pieces of a flat sample; empty for a sample of one piece
     levels: Tensor  # [T+1] the pipeline's own noise levels, of which the last are taken
 
-    def alike(self, other: "Known") -> bool:
+    def alike(self, other: "PromptFreeValues") -> bool:
         """Return whether two runs have the same recipes, with inputs of the same shapes."""
         return self.rows == other.rows and same_steps(self.model.recipes, other.model.recipes)
 
@@ -42,7 +42,7 @@ class Known(NamedTuple):
 class Dry(NamedTuple):
     """A run of a pipeline without its network on one prompt."""
 
-    known: Known
+    known: PromptFreeValues
     cond: Cond  # rows of the prompt, by recipe
     offset: Tensor | None  # [1, *event] part of the initial samples that is no noise; None if there is none
 
@@ -61,7 +61,7 @@ class _Seen(NamedTuple):
 def dry_run(
     pipe: Any,
     settings: dict[str, Any],
-    form: Form,
+    form: CallForm,
     copies: int,
     *,
     steps: int,
@@ -121,7 +121,7 @@ def dry_run(
     last = recorder.trajectory().x_next
     shapes = tuple(tuple(row.shape[1:] for row in rows) for rows in cond)
     schedule = Schedule(own, timesteps[-steps:])
-    known = Known(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
+    known = PromptFreeValues(tuple(last.shape[2:]), last.dtype, schedule, model, shapes, recorder.shapes, levels)
     rows_of_one = tuple(tuple(row[:1] for row in rows) for rows in cond)
     return Dry(known, rows_of_one, mixed[0].offset[:1] if mixed else None)
 

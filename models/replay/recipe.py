@@ -29,7 +29,7 @@ class Holds(NamedTuple):
     places: Places  # in the elements of the sample followed by the other numbers
 
 
-class Row(NamedTuple):
+class SampleInput(NamedTuple):
     """An input with one row per sample, repeated along the batch for guidance.
 
     With 0 repeats it has no dimension of the batch, and belongs to the prompt of the one sample that a pass has.
@@ -53,7 +53,7 @@ class Made(NamedTuple):
     output: int  # index of the tensor among those that it returned
 
 
-Leaf = Latent | Holds | Row | Fixed | Made
+Leaf = Latent | Holds | SampleInput | Fixed | Made
 
 
 class Unbound(NamedTuple):
@@ -106,10 +106,10 @@ class StepRecipe:
             for leaf in kinds:
                 if isinstance(leaf, Latent):
                     leaves.append(x.to(leaf.dtype).repeat(leaf.repeats, *[1] * (x.ndim - 1)))
-                elif isinstance(leaf, Holds | Row):
+                elif isinstance(leaf, Holds | SampleInput):
                     row = next(kinds) if isinstance(leaf, Holds) else leaf
                     value = next(values)
-                    value = value[pairs, place] if isinstance(row, Row) and row.each_step else value
+                    value = value[pairs, place] if isinstance(row, SampleInput) and row.each_step else value
                     if isinstance(leaf, Holds):
                         sample = x.to(leaf.dtype).flatten(1)[:, None].expand(-1, leaf.repeats, -1)
                         value = leaf.places.gather(torch.cat([sample, value], dim=-1))

@@ -25,7 +25,7 @@ from fluvial.core.checks import compute_dtype
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step, Trajectory, stack
 from fluvial.core.sigmas import check_sigmas
-from fluvial.core.table import Plan, Record, plan
+from fluvial.core.table import Record, StepPlan, plan
 from fluvial.core.transitions import Sampler, bind, check_eta
 from fluvial.models.replay.start import Mixture
 
@@ -49,7 +49,7 @@ class Scheduled(NamedTuple):
     of: Tensor  # the scheduler's own sigmas; new ones make a new plan
     sigmas: Tensor  # [T+1] float32 on the host
     transition: Sampler  # of the steps in the window, with its hyper-parameters bound
-    plan: Plan
+    plan: StepPlan
 
 
 @dataclass(eq=False, kw_only=True)

@@ -75,11 +75,11 @@ def qwen_vl_encoder(*, width: int = 16) -> Any:
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=sees))
 
 
-def qwen3_encoder(*, width: int = 16) -> Any:
+def qwen3_encoder() -> Any:
     """Build a Qwen3 of two layers."""
-    from transformers import Qwen3Config, Qwen3Model
+    from transformers import Qwen3Model
 
-    return Qwen3Model(Qwen3Config(**settings(width), head_dim=8))
+    return language_model(Qwen3Model)
 
 
 def clip_tokenizer(length: int = 77) -> Any:
@@ -120,11 +120,11 @@ def clip_encoder(projected: bool = True, *, width: int = 8) -> Any:
     return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
 
 
-def t5_encoder(*, width: int = 16) -> Any:
-    """Build a T5 encoder of two layers."""
-    from transformers import T5Config, T5EncoderModel
+def t5_encoder(kind: str = "T5", *, width: int = 16) -> Any:
+    """Build an encoder of two layers of T5 or UMT5."""
+    import transformers
 
-    config = T5Config(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(t5_tokenizer()),
         d_model=width,
         d_kv=8,
@@ -134,7 +134,7 @@ def t5_encoder(*, width: int = 16) -> Any:
         feed_forward_proj="gated-gelu",
         tie_word_embeddings=False,
     )
-    return T5EncoderModel(config)
+    return getattr(transformers, f"{kind}EncoderModel")(config)
 
 
 def vae(channels: int = 4, blocks: int = 2) -> Any:
@@ -181,30 +181,6 @@ def gemma_encoder() -> Any:
         bos_token_id=2,
     )
     return Gemma2Model(config)
-
-
-def umt5_encoder() -> Any:
-    """Build a UMT5 encoder of two layers."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    config = UMT5Config(
-        vocab_size=len(t5_tokenizer()),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
-    return UMT5EncoderModel(config)
-
-
-def byt5_encoder() -> Any:
-    """Build a T5 encoder with the vocabulary of bytes of ByT5."""
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2))
 
 
 def language_model(kind: type, *, layers: int = 2) -> Any:

@@ -4,85 +4,23 @@ All widths are 16 (two heads of 8), latents have 4 channels, and 16 where a pipe
 """
 
 import inspect
+import re
 from typing import Any
 
 WIDTH, HEAD, LATENT, PACKED = 16, 8, 4, 16
 
-# Values of settings by name, whatever the class.
-RULES: dict[str, Any] = {
-    **dict.fromkeys(
-        (
-            "num_layers",
-            "num_single_layers",
-            "num_hidden_layers",
-            "n_layers",
-            "num_refiner_layers",
-            "n_refiner_layers",
-            "num_mmdit_layers",
-            "num_single_dit_layers",
-            "num_text_blocks",
-            "num_visual_blocks",
-            "mmdit_layers",
-            "depth",
-            "num_layerwise_text_blocks",
-            "num_refiner_text_blocks",
-            "approximator_layers",
-        ),
-        1,
-    ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_heads",
-            "num_heads",
-            "n_kv_heads",
-            "num_cross_attention_heads",
-            "text_num_attention_heads",
-            "num_routed_experts",
-        ),
-        2,
-    ),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "text_num_key_value_heads", "num_activated_experts"), 1),
-    **dict.fromkeys(
-        ("attention_head_dim", "head_dim", "cross_attention_head_dim", "condition_dim", "timestep_guidance_channels"), HEAD
-    ),
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "dim",
-            "model_dim",
-            "cross_attention_dim",
-            "joint_attention_dim",
-            "pooled_projection_dim",
-            "caption_projection_dim",
-            "caption_channels",
-            "text_dim",
-            "text_embed_dim",
-            "text_emb_dim",
-            "text_in_dim",
-            "text_hidden_dim",
-            "text_encoder_dim",
-            "in_text_dim",
-            "in_text_dim2",
-            "cap_feat_dim",
-            "context_in_dim",
-            "time_dim",
-            "time_embed_dim",
-            "timestep_embed_dim",
-            "time_step_dim",
-            "freq_dim",
-            "adaln_dim",
-            "adaln_lora_dim",
-            "approximator_num_channels",
-            "approximator_hidden_dim",
-            "image_embed_dim",
-            "multiple_of",
-        ),
-        WIDTH,
-    ),
-    **dict.fromkeys(("ffn_dim", "ff_dim", "ffn_hidden_size", "intermediate_size", "text_intermediate_size"), 2 * WIDTH),
-    **dict.fromkeys(("pos_embed_max_size", "sample_size", "rope_max_seq_len"), 32),
-}
+# Values of settings by patterns of their whole names, whatever the class.
+RULES = (
+    (r"depth|mmdit_layers|approximator_layers|(n|num)_((single|hidden|refiner|mmdit|single_dit)_)?layers", 1),
+    (r"num_(text|visual|layerwise_text|refiner_text)_blocks|(text_)?num_(key_value|kv)_heads|num_activated_experts", 1),
+    (r"(n|n_kv|num|(text_)?num_attention|num_cross_attention)_heads|num_routed_experts", 2),
+    (r"((cross_)?attention_)?head_dim|condition_dim|timestep_guidance_channels", HEAD),
+    (r"hidden_size|multiple_of|(model_)?dim|(caption|approximator_num)_channels|approximator_hidden_dim", WIDTH),
+    (r"(cross_attention|joint_attention|(pooled|caption)_projection|cap_feat|context_in|freq|image_embed)_dim", WIDTH),
+    (r"in_text_dim2?|text_((embed|emb|in|hidden|encoder)_)?dim|time(step)?_((embed|step)_)?dim|adaln_(lora_)?dim", WIDTH),
+    (r"ff_dim|ffn_(dim|hidden_size)|(text_)?intermediate_size", 2 * WIDTH),
+    (r"pos_embed_max_size|sample_size|rope_max_seq_len", 32),
+)
 AXES = ("axes_dims_rope", "axes_dim_rope", "axes_dims", "rope_axes_dim", "rope_dim_list")
 CHANNELS = ("in_channels", "out_channels", "in_visual_dim", "out_visual_dim")
 
@@ -240,7 +178,9 @@ def network_settings(kind: type, further: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a tiny network of a class: `further`, then the table's, then the rules'."""
     defaults = {name: entry.default for name, entry in inspect.signature(kind.__init__).parameters.items()}  # type: ignore[misc]
     known = {**TRANSFORMERS.get(kind.__name__, {}), **further}
-    settings = {name: value for name, value in RULES.items() if name in defaults}
+    settings: dict[str, Any] = {
+        name: value for pattern, value in RULES for name in defaults if re.fullmatch(pattern, name) is not None
+    }
     for name in AXES:
         if defaults.get(name):
             count = len(defaults[name])

@@ -42,7 +42,7 @@ class UnknownPart(ValueError):
     """No tiny part of a class is known."""
 
 
-class Asked(NamedTuple):
+class TinyCall(NamedTuple):
     """How a tiny pipeline is called."""
 
     media: tuple[str, ...]  # arguments that are images, videos or sounds
@@ -206,7 +206,7 @@ def make_prompt(name: str, text: str) -> str:
     return json.dumps({"edit_instruction": text}) if name == "BriaFiboEditPipeline" else text
 
 
-def find_call(name: str) -> Asked:
+def find_call(name: str) -> TinyCall:
     """Return how the tiny pipeline of a class is called."""
     import diffusers
 
@@ -232,11 +232,15 @@ def find_call(name: str) -> Asked:
     scale = 3.0 if {*SCALES} & {*takes} and name not in UNGUIDED else 1.0
     negative = "bad" if scale != 1 and "negative_prompt" in takes else ""
     sounds = "height" not in takes and any("duration" in one for one in takes)
-    return Asked(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
+    return TinyCall(media, {**call, **CALLS.get(name, {})}, scale, negative, size, frames, sounds)
 
 
-def build(name: str) -> Any:
+def build(name: str, /, **given: Any) -> Any:
     """Return a tiny random pipeline of a class of diffusers.
+
+    Args:
+        name: the class.
+        given: parts and settings of the pipeline in place of tiny ones; a function is called in the part's turn.
 
     Raises:
         UnknownPart: no tiny part of one of its classes is known.
@@ -245,18 +249,16 @@ def build(name: str) -> Any:
 
     kind = getattr(diffusers, name)
     parameters, hints = inspect.signature(kind.__init__).parameters, _hints(kind)
+    own = {**OWN.get(name, {}), **given}
     parts: dict[str, Any] = {}
     for part, entry in list(parameters.items())[1:]:
         missing = entry.default is inspect.Parameter.empty
-        if part in OWN.get(name, {}):
-            parts[part] = OWN[name][part]
-            continue
-        needed = part in ("transformer", "scheduler") or part in NEEDED.get(name, ())
-        if not needed and (not missing or part in kind._optional_components):
-            if missing:
-                parts[part] = None
-            continue
-        parts[part] = _part(part, hints[part], name, hints)
+        if part in own:
+            parts[part] = own[part]() if inspect.isroutine(own[part]) or isinstance(own[part], partial) else own[part]
+        elif part in (*NEEDED.get(name, ()), "transformer", "scheduler"):
+            parts[part] = _part(part, hints[part], name, hints)
+        elif missing:
+            parts[part] = None if part in kind._optional_components else _part(part, hints[part], name, hints)
     both = parts.get("processor", parts.get("text_processor", parts.get("tokenizer")))
     encoder: Any = parts.get("text_encoder")
     if both is not None and hasattr(both, "image_token_id") and hasattr(encoder, "resize_token_embeddings"):
@@ -265,6 +267,15 @@ def build(name: str) -> Any:
         encoder.resize_token_embeddings(len(both.tokenizer))
         encoder.config.image_token_id = both.image_token_id
     return kind(**parts)
+
+
+def build_network(name: str, **further: Any) -> Any:
+    """Return a tiny network or autoencoder of a class of diffusers, with further settings."""
+    import diffusers
+
+    kind = getattr(diffusers, name)
+    settings = autoencoder_settings(kind, "") if name.startswith("Autoencoder") else network_settings(kind, {})
+    return kind(**{**settings, **further})
 
 
 @contextmanager
@@ -340,7 +351,11 @@ def random_weights(make: Callable[[], Any], scale: float) -> Any:
 def save(name: str, folder: Path) -> Path:
     """Save a tiny random pipeline of a class of diffusers, and return the folder."""
     with surroundings(name, 0):
-        pipeline = random_weights(partial(build, name), 0.2)
+        return write(random_weights(partial(build, name), 0.2), folder)
+
+
+def write(pipeline: Any, folder: Path) -> Path:
+    """Save a tiny pipeline so that diffusers opens it, and return the folder."""
     if isinstance(getattr(pipeline, "safety_checker", None), _Unchecked):
         pipeline.register_modules(safety_checker=None)
     pipeline.save_pretrained(folder)
@@ -478,25 +493,27 @@ def _qwen_processor(kind: str = "Qwen2VLProcessor") -> Any:
     )
 
 
-def _vision(config: str, model: str) -> Any:
-    """Return a vision transformer of transformers."""
+def _transformers(name: str, *args: Any, **options: Any) -> Any:
+    """Return an object of a class of transformers."""
     import transformers
 
-    return getattr(transformers, model)(getattr(transformers, config)(**encoders.vision_settings()))
+    return getattr(transformers, name)(*args, **options)
+
+
+def _vision(kind: str, ending: str = "") -> Any:
+    """Return a vision transformer of transformers, e.g. of CLIP."""
+    return _transformers(f"{kind}VisionModel{ending}", _transformers(f"{kind}VisionConfig", **encoders.vision_settings()))
 
 
 def _images(name: str, side: int = 32) -> Any:
     """Return an image processor of transformers for square images."""
-    import transformers
-
     if name.startswith("Siglip2"):
-        return getattr(transformers, name)(patch_size=16, max_num_patches=4)
-    size = {"crop_size": side} if "CLIP" in name else {}
-    return getattr(transformers, name)(size={"height": side, "width": side} if not size else side, **size)
-
-
-def _qwen_vl_text() -> Any:
-    return encoders.qwen_vl_encoder().model.language_model
+        return _transformers(name, patch_size=16, max_num_patches=4)
+    return (
+        _transformers(name, size=side, crop_size=side)
+        if "CLIP" in name
+        else _transformers(name, size={"height": side, "width": side})
+    )
 
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {
@@ -505,16 +522,10 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
     "T5Tokenizer": encoders.t5_tokenizer,
     "UMT5EncoderModel": encoders.t5_tokenizer,
     "GemmaTokenizer": encoders.gemma_tokenizer,
-    "ByT5Tokenizer": lambda: _byt5(),
+    "ByT5Tokenizer": partial(_transformers, "ByT5Tokenizer"),
     "Qwen2VLProcessor": _qwen_processor,
     "LlavaForConditionalGeneration": encoders.llava_tokenizer,
 }
-
-
-def _byt5() -> Any:
-    from transformers import ByT5Tokenizer
-
-    return ByT5Tokenizer()
 
 
 PARTS: dict[str, Callable[[], Any]] = {
@@ -522,21 +533,21 @@ PARTS: dict[str, Callable[[], Any]] = {
     "CLIPTextModel": partial(encoders.clip_encoder, False, width=16),
     "CLIPTextModelWithProjection": partial(encoders.clip_encoder, width=16),
     "T5EncoderModel": encoders.t5_encoder,
-    "UMT5EncoderModel": encoders.umt5_encoder,
+    "UMT5EncoderModel": partial(encoders.t5_encoder, "UMT5"),
     "Gemma2PreTrainedModel": encoders.gemma_encoder,
     "GemmaPreTrainedModel": encoders.gemma_encoder,
     "PreTrainedModel": encoders.qwen3_encoder,
     "Qwen2_5_VLForConditionalGeneration": encoders.qwen_vl_encoder,
-    "Qwen2_5_VLTextModel": _qwen_vl_text,
+    "Qwen2_5_VLTextModel": lambda: encoders.qwen_vl_encoder().model.language_model,
     "LlavaForConditionalGeneration": encoders.llava_encoder,
-    "CLIPVisionModel": partial(_vision, "CLIPVisionConfig", "CLIPVisionModel"),
-    "CLIPVisionModelWithProjection": partial(_vision, "CLIPVisionConfig", "CLIPVisionModelWithProjection"),
-    "SiglipVisionModel": partial(_vision, "SiglipVisionConfig", "SiglipVisionModel"),
+    "CLIPVisionModel": partial(_vision, "CLIP"),
+    "CLIPVisionModelWithProjection": partial(_vision, "CLIP", "WithProjection"),
+    "SiglipVisionModel": partial(_vision, "Siglip"),
     "CLIPImageProcessorPil": partial(_images, "CLIPImageProcessorPil"),
     "SiglipImageProcessorPil": partial(_images, "SiglipImageProcessorPil"),
     "Qwen2VLProcessor": _qwen_processor,
     "Qwen3VLProcessor": partial(_qwen_processor, "Qwen3VLProcessor"),
-    "Siglip2VisionModel": partial(_vision, "Siglip2VisionConfig", "Siglip2VisionModel"),
+    "Siglip2VisionModel": partial(_vision, "Siglip2"),
     "Siglip2ImageProcessorPil": partial(_images, "Siglip2ImageProcessorPil"),
     "CLIPProcessor": partial(_images, "CLIPImageProcessorPil"),
 }

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fluvial.bench import harness, phases
 from fluvial.engines.errors import RunError
+from fluvial.engines.run.config import with_values
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 pytestmark = pytest.mark.long
@@ -73,8 +74,8 @@ def test_a_process_that_is_stopped_takes_its_children_along(tmp_path: Path, capf
 def test_the_phases_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Four phases of full fine-tuning and LoRA, in the CSV and in a table; of eight samples, to save time."""
     recipe = phases.recipes.grpo()
-    few = replace(recipe.rollout, prompts=2, group=4, steps=4, window=RandomWindow(2, high=4))
-    monkeypatch.setattr(phases.recipes, "grpo", lambda: replace(recipe, rollout=few, micro_batch=8))
+    few = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2, high=4))
+    monkeypatch.setattr(phases.recipes, "grpo", lambda: with_values(recipe, {"sampling": few, "engine.micro_batch": 8}))
     rows = phases.run(phases.PhasesConfig(runs=1, out=tmp_path))
     assert {(row.provider, row.op) for row in rows} == {
         (provider, op) for provider in ("full", "lora") for op in ("rollout", "reward", "update", "all")

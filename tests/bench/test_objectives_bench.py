@@ -12,8 +12,8 @@ from fluvial.bench.objectives import report, worker
 from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import recipes
-from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 pytestmark = pytest.mark.long
@@ -111,12 +111,18 @@ def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Pa
 
 def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation of the base, which the next run reads, then of the run; a budget decides on the updates."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=3))
-    tiny: dict[str, Any] = {"rollout": rollout, "micro_batch": 4, "eval_samples": 2, "final_samples": 4, "minibatches": 1}
+    rollout = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=3))
+    tiny: dict[str, Any] = {
+        "sampling": rollout,
+        "engine.micro_batch": 4,
+        "evaluation.samples": 2,
+        "evaluation.final_samples": 4,
+        "passes.minibatches": 1,
+    }
     usual = recipes.RECIPES["grpo"]
 
     def small() -> TrainConfig:
-        return replace(usual(), **tiny)
+        return with_values(usual(), tiny)
 
     monkeypatch.setitem(recipes.RECIPES, "grpo", small)
     monkeypatch.setattr("fluvial.bench.objectives.cases.EVALUATED", 4)

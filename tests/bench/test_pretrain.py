@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import launch
 import pytest
+from helpers import launch
+from helpers.marks import long
 from hypothesis import given
 from hypothesis import strategies as st
-from marks import long
 from safetensors.torch import load_file
 
 from fluvial.bench import pretrain as made_by

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 
 from fluvial.bench import serving
 from fluvial.bench.serving import ServingConfig

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
+from helpers import launch
 from torch import Tensor
 
 from fluvial.bench.counting import Collectives, HostReads
@@ -29,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def result(ranks: int) -> dict[str, Any]:
     """Return what the updates of that many ranks measure."""
-    return launch.on_ranks(ranks, "updates:measure", timeout=400)[0]
+    return launch.on_ranks(ranks, "workers.updates:measure", timeout=400)[0]
 
 
 def rows(result: dict[str, Any], sharding: str) -> list[dict[str, Any]]:

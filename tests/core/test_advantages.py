@@ -6,10 +6,10 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from helpers.tables import DTYPES, normals
+from helpers.tolerances import COMPUTE_DTYPE, tolerance
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import DTYPES, normals
-from tolerances import COMPUTE_DTYPE, tolerance
 from torch import Tensor
 from torch.testing import assert_close
 

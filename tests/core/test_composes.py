@@ -13,9 +13,9 @@ if os.environ.get("FLUVIAL_NO_TYPECHECK") != "1":
     pytest.skip("runs in the session without type checks (tests/sessions.py)", allow_module_level=True)
 
 import torch
-from core_functions import BATCH, ROWS, Row, public
-from tables import DTYPES
-from tolerances import COMPUTE_DTYPE
+from helpers.core_functions import BATCH, ROWS, FunctionCall, public
+from helpers.tables import DTYPES
+from helpers.tolerances import COMPUTE_DTYPE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 Arguments = dict[str, Tensor]
 
 
-def rows(accept: Callable[[Row], object], *, graphs: bool = False) -> pytest.MarkDecorator:
+def rows(accept: Callable[[FunctionCall], object], *, graphs: bool = False) -> pytest.MarkDecorator:
     """Return the rows that are accepted as the tests of a function.
 
     Args:
@@ -75,14 +75,14 @@ def weights(place: int, tensor: Tensor) -> Tensor:
     return torch.cos(torch.arange(tensor.numel(), dtype=torch.float64) * 1.7 + place).reshape(tensor.shape)
 
 
-def weigh(row: Row, arguments: Arguments) -> Tensor:
+def weigh(row: FunctionCall, arguments: Arguments) -> Tensor:
     """Return a number of a result that each of its elements changes by another amount."""
     floating = [leaf.double() for leaf in tensors(row.call(**arguments)) if leaf.is_floating_point()]
     weighed = [(leaf * weights(place, leaf)).sum() for place, leaf in enumerate(floating)]
     return torch.stack(weighed).sum() if weighed else torch.zeros(())
 
 
-def split(row: Row, seed: int = 0) -> tuple[Arguments, Callable[[Arguments], Tensor]]:
+def split(row: FunctionCall, seed: int = 0) -> tuple[Arguments, Callable[[Arguments], Tensor]]:
     """Return the arguments with a gradient, and the weighed result as a function of them."""
     arguments, names = row.arguments(seed), row.learned()
     return {name: arguments[name] for name in names}, lambda learned: weigh(row, arguments | learned)
@@ -103,7 +103,7 @@ def test_every_public_function_is_in_the_table() -> None:
 
 @rows(lambda row: not row.name.startswith(KEEP))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_computed_in_float32_or_float64(row: Row, dtype: torch.dtype) -> None:
+def test_it_is_computed_in_float32_or_float64(row: FunctionCall, dtype: torch.dtype) -> None:
     """Whatever the dtype of the arguments, and equals the float64 result of the same numbers."""
     rounded = {name: t.to(dtype) if t.is_floating_point() else t for name, t in row.arguments().items()}
     found = tensors(row.call(**rounded))
@@ -116,7 +116,7 @@ def test_it_is_computed_in_float32_or_float64(row: Row, dtype: torch.dtype) -> N
 
 
 @rows(lambda row: row.numbers)
-def test_a_number_is_a_float_or_a_tensor(row: Row) -> None:
+def test_a_number_is_a_float_or_a_tensor(row: FunctionCall) -> None:
     """0-d, or one per sample."""
     arguments = row.arguments()
     equal(
@@ -131,7 +131,7 @@ def test_a_number_is_a_float_or_a_tensor(row: Row) -> None:
 
 @rows(lambda row: row.name.startswith(MATHEMATICS) and not row.name.startswith(TOGETHER))
 @pytest.mark.parametrize("batch", [0, 1])
-def test_a_sample_does_not_depend_on_the_others(row: Row, batch: int) -> None:
+def test_a_sample_does_not_depend_on_the_others(row: FunctionCall, batch: int) -> None:
     """The first of a batch alone, or none."""
     arguments = row.arguments()
     part = tensors(row.call(**{name: t[:batch] if t.ndim else t for name, t in arguments.items()}))
@@ -141,7 +141,7 @@ def test_a_sample_does_not_depend_on_the_others(row: Row, batch: int) -> None:
 
 
 @rows(bool)
-def test_grad(row: Row) -> None:
+def test_grad(row: FunctionCall) -> None:
     """Of the arguments that should have one; it is autograd's, and that of differences where nothing is held."""
     learned, function = split(row)
     leaves = {name: t.requires_grad_() if t.is_floating_point() else t for name, t in row.arguments().items()}
@@ -159,8 +159,8 @@ def test_grad(row: Row) -> None:
         assert torch.autograd.gradcheck(lambda *values: function(dict(zip(learned, values, strict=True))), values)
 
 
-@rows(Row.learned)
-def test_jvp(row: Row) -> None:
+@rows(FunctionCall.learned)
+def test_jvp(row: FunctionCall) -> None:
     """The derivative along a direction is the gradient's product with it."""
     learned, function = split(row)
     direction = {name: weights(place, tensor) for place, (name, tensor) in enumerate(learned.items())}
@@ -171,7 +171,7 @@ def test_jvp(row: Row) -> None:
 
 
 @rows(bool)
-def test_vmap(row: Row) -> None:
+def test_vmap(row: FunctionCall) -> None:
     """Over all arguments at once; the result of each is that of it alone."""
     each = [row.arguments(seed) for seed in range(3)]
     stacked = {name: torch.stack([arguments[name] for arguments in each]) for name in each[0]}
@@ -180,8 +180,8 @@ def test_vmap(row: Row) -> None:
         equal([tensor[place] for tensor in found], row.call(**arguments))
 
 
-@rows(Row.learned)
-def test_vmap_of_grad(row: Row) -> None:
+@rows(FunctionCall.learned)
+def test_vmap_of_grad(row: FunctionCall) -> None:
     """A gradient per batch."""
     each = [split(row, seed) for seed in range(2)]
     whole = [row.arguments(seed) for seed in range(2)]
@@ -206,7 +206,7 @@ def compiled() -> Iterator[Callable[..., Any]]:
 
 
 @rows(lambda row: not row.not_compiled, graphs=True)
-def test_compile(row: Row, compiled: Callable[..., Any]) -> None:
+def test_compile(row: FunctionCall, compiled: Callable[..., Any]) -> None:
     """With its gradients."""
     results = []
     for function in (row.call, compiled(row.call)):
@@ -220,7 +220,7 @@ def test_compile(row: Row, compiled: Callable[..., Any]) -> None:
 
 
 @rows(bool)
-def test_fake(row: Row) -> None:
+def test_fake(row: FunctionCall) -> None:
     """The shapes and dtypes are found without a value."""
     expected = tensors(row.call(**row.arguments()))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -229,7 +229,7 @@ def test_fake(row: Row) -> None:
 
 
 @rows(bool, graphs=True)
-def test_make_fx(row: Row) -> None:
+def test_make_fx(row: FunctionCall) -> None:
     """A graph that was traced with some numbers gives the results of others."""
     names = [*row.arguments()]
     graph = make_fx(lambda *values: tensors(row.call(**dict(zip(names, values, strict=True)))))

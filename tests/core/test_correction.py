@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from helpers.tables import normals
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import normals
 from torch import Tensor
 from torch.testing import assert_close
 

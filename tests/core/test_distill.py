@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers.tables import STOCHASTIC, SamplerRow, etas, normals
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import STOCHASTIC, SamplerRow, etas, normals
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tables import normals
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import normals
 from torch import Tensor
 from torch.testing import assert_close
 

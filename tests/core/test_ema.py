@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tables import normals
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import normals
 from torch.testing import assert_close
 
 from fluvial.core import ema

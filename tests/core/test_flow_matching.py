@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers.tables import DTYPES, EVENTS, normals
+from helpers.tolerances import COMPUTE_DTYPE, tolerance
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import DTYPES, EVENTS, normals
-from tolerances import COMPUTE_DTYPE, tolerance
 from torch.testing import assert_close
 
 from fluvial.core.flow_matching import interpolate, velocity_error

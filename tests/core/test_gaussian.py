@@ -5,10 +5,20 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.tables import (
+    DTYPES,
+    ETA_CONDITION,
+    EVENTS,
+    SAMPLERS,
+    STOCHASTIC,
+    SamplerRow,
+    etas,
+    normals,
+    reference_coefficients,
+)
+from helpers.tolerances import COMPUTE_DTYPE, KOLMOGOROV, kolmogorov, log_prob_tolerance, tolerance
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import DTYPES, ETA_CONDITION, EVENTS, SAMPLERS, STOCHASTIC, SamplerRow, etas, normals, reference_coefficients
-from tolerances import COMPUTE_DTYPE, KOLMOGOROV, kolmogorov, log_prob_tolerance, tolerance
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close

@@ -1,9 +1,9 @@
 """GRPO-Guard's surrogate: its formula, 1 on policy, and a gradient of one size at every step of Flow-SDE."""
 
 import torch
+from helpers.tables import normals
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import normals
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from helpers.tables import DTYPES, normals
+from helpers.tolerances import COMPUTE_DTYPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import DTYPES, normals
-from tolerances import COMPUTE_DTYPE
 from torch import Tensor
 from torch.testing import assert_close
 

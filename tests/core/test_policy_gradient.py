@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
-from tables import STOCHASTIC, SamplerRow
+from helpers.tables import STOCHASTIC, SamplerRow
 from torch import Tensor
 
 from fluvial.core import transitions

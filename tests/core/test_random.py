@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+from helpers.tables import DTYPES
+from helpers.tolerances import KOLMOGOROV, NORMAL_LIMIT, kolmogorov
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import DTYPES
-from tolerances import KOLMOGOROV, NORMAL_LIMIT, kolmogorov
 from torch import Tensor
 
 from fluvial.core import random

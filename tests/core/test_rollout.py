@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from helpers.tables import EVENTS, SAMPLERS, SIGMA_MAX, STOCHASTIC, SamplerRow, normals
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import EVENTS, SAMPLERS, SIGMA_MAX, STOCHASTIC, SamplerRow, normals
 from torch import Tensor
 
 import fluvial.core.rollout

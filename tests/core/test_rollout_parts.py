@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from tables import STOCHASTIC, SamplerRow
+from helpers.tables import STOCHASTIC, SamplerRow
 from torch import Tensor
 
 from fluvial.core import transitions

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tables import (
+from helpers.tables import (
     DTYPES,
     ETA_CONDITION,
     SAMPLERS,
@@ -21,7 +19,9 @@ from tables import (
     normals,
     reference_coefficients,
 )
-from tolerances import COMPUTE_DTYPE, EXACT, tolerance
+from helpers.tolerances import COMPUTE_DTYPE, EXACT, tolerance
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 

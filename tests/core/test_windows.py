@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tables import normals
+from helpers.tables import normals
 from torch import Tensor
 
 from fluvial.core import gaussian

@@ -1,9 +1,19 @@
-"""Runs of these tests are short, unless a test asks for their charts."""
+"""The world of a process, and runs that are short, unless a test asks for their charts."""
+
+from collections.abc import Iterator
 
 import pytest
-import short_runs
+from helpers import short_runs
 
+from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.extensions.report import charts as drawing
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[World]:
+    """The world of this process."""
+    with init_world() as world:
+        yield world
 
 
 @pytest.fixture(autouse=True, scope="session")

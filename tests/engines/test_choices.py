@@ -15,9 +15,11 @@ from fluvial.core.transitions import dance_sde
 from fluvial.engines.choices import kinds, settings, variant_of, variants
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.nft import Nft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import CONVERTER, as_record, read_record
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.noising import Levels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SamplerChoice, SaSolver, Stochastic
 from fluvial.engines.sampling.tail import Tail
@@ -51,7 +53,12 @@ class Chosen:
 
 
 UNIONS: dict[str, Any] = {"window": Window, "trained": Trained, "sampler": SamplerChoice, "levels": Levels}
-PLACES = {"window": "rollout.window", "trained": "rollout.trained", "sampler": "rollout.sampler", "levels": "noising.levels"}
+PLACES = {
+    "window": "method.sampling.window",
+    "trained": "method.trained",
+    "sampler": "method.sampling.sampler",
+    "levels": "method.noising.levels",
+}
 EVERY = [(name, kind) for name, union in UNIONS.items() for kind in kinds(union)]
 NUMBERS: dict[type, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
@@ -142,8 +149,12 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
     with pytest.raises(UsageError, match=f"--{name} is '{kind}x', expected one of .*; did you mean '{kind}'") as typed:
         parse_config(Chosen(), "run", [f"--{name}", f"{kind}x"])
     place = PLACES[name].split(".")
-    record = as_record(TrainConfig(Path("x")))
-    record[place[0]][place[1]] = {"kind": f"{kind}x"}
+    record = as_record(TrainConfig(Path("x"), method=Nft() if name == "levels" else Grpo(), train="lora"))
+    *parents, last = place
+    table = record
+    for parent in parents:
+        table = table[parent]
+    table[last] = {"kind": f"{kind}x"}
     with pytest.raises(UsageError, match=rf"did you mean '{kind}'\? @ run\.{PLACES[name]}") as read:
         read_record(record)
     assert "\n" not in f"{typed.value}{read.value}"
@@ -151,20 +162,20 @@ def test_a_wrong_kind_is_one_line_with_the_nearest(name: str) -> None:
 
 def test_a_kind_alone_has_its_defaults() -> None:
     """In a file; a kind with a field that has no default needs an object."""
-    record = as_record(TrainConfig(Path("x")))
-    record["rollout"] |= {"window": "all", "sampler": "dance_sde"}
-    assert read_record(record).rollout.sampler == Stochastic("dance_sde")
-    record["rollout"]["window"] = "random"
-    with pytest.raises(UsageError, match=r"misses the field size @ run\.rollout\.window"):
+    record = as_record(TrainConfig(Path("x"), method=Grpo()))
+    record["method"]["sampling"] |= {"window": "all", "sampler": "dance_sde"}
+    assert read_record(record).method.sampling.sampler == Stochastic("dance_sde")
+    record["method"]["sampling"]["window"] = "random"
+    with pytest.raises(UsageError, match=r"misses the field size @ run\.method\.sampling\.window"):
         read_record(record)
-    record["rollout"]["window"] = {"kind": "all", "size": 3}
-    with pytest.raises(UsageError, match=r"has unknown fields size @ run\.rollout\.window"):
+    record["method"]["sampling"]["window"] = {"kind": "all", "size": 3}
+    with pytest.raises(UsageError, match=r"has unknown fields size @ run\.method\.sampling\.window"):
         read_record(record)
 
 
 def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
     """No old setting is read as something else, or passed over."""
-    record = as_record(TrainConfig(Path("x")))
+    record = as_record(TrainConfig(Path("x"), method=Grpo()))
     old = {
         "window": 5,
         "window_low": 0,
@@ -174,12 +185,14 @@ def test_the_record_of_an_earlier_version_is_refused_in_one_line() -> None:
         "fraction": 1.0,
         "moves": {"every": 0},
     }
-    record["rollout"] = {**record["rollout"], **old, "sampler": "flow_sde"}
+    record["method"]["sampling"] = {**record["method"]["sampling"], **old, "sampler": "flow_sde"}
     with pytest.raises(UsageError, match="unknown fields eta, fraction, moves, solver, window_high, window_low") as refused:
         read_record(record)
     assert "\n" not in str(refused.value)
-    record["rollout"] = {**as_record(TrainConfig(Path("x")))["rollout"], "window": 5}
-    with pytest.raises(UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.rollout\.window"):
+    record["method"]["sampling"]["window"] = 5
+    with pytest.raises(
+        UsageError, match=r"is 5, expected an object with a kind, one of all, .* @ run\.method\.sampling\.window"
+    ):
         read_record(record)
 
 
@@ -208,9 +221,9 @@ def test_what_was_refused_cannot_be_written(variant: type, names: set[str]) -> N
 
 def test_a_value_of_no_kind_is_refused() -> None:
     """As the sampler's name alone would be."""
-    for changes in ({"sampler": "ode"}, {"window": 5}, {"trained": 0.5}):
-        with pytest.raises(TypeError, match=rf"rollout\.{next(iter(changes))} is .*, expected one of "):
-            RolloutConfig(**changes)
+    for changes in ({"sampler": "ode"}, {"window": 5}):
+        with pytest.raises(TypeError, match=rf"sampling\.{next(iter(changes))} is .*, expected one of "):
+            SamplingConfig(**changes)
 
 
 @given(st.sampled_from(["eta", "size"]), st.sampled_from([math.nan, math.inf, -1]))

@@ -34,13 +34,13 @@ def test_an_error_is_one_sentence(arguments: tuple[str, ...], message: str) -> N
 
 def test_the_command_line_names_flags_where_the_library_names_fields() -> None:
     """The field of the error, and those marked within its texts; other words stay."""
-    hint = "the sampler of `rollout.sampler` needs it, seed or not"
+    hint = "the sampler of `sampling.sampler` needs it, seed or not"
     error = UsageError("rollout.eta", 0.0, "more than `least`", hint)
     assert error.field == "rollout.eta"
     assert error.name_fields(FLAG) == (
-        "--rollout.eta is 0, expected more than --least: the sampler of --rollout.sampler needs it, seed or not"
+        "--rollout.eta is 0, expected more than --least: the sampler of --sampling.sampler needs it, seed or not"
     )
-    assert str(error) == "rollout.eta is 0, expected more than least: the sampler of rollout.sampler needs it, seed or not"
+    assert str(error) == "rollout.eta is 0, expected more than least: the sampler of sampling.sampler needs it, seed or not"
 
 
 @pytest.mark.parametrize("kind", [FluvialError, RunError, UsageError])

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import tiny_jobs as tiny
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import UsageError

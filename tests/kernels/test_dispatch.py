@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_operations import OPERATIONS, SDE_STEP, Operation, inputs, numbers
-from marks import long
+from helpers.kernel_operations import OPERATIONS, SDE_STEP, Operation, inputs, numbers
+from helpers.marks import long
 from torch import Tensor
 
 from fluvial import kernels

@@ -17,10 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1" and os.environ.get("FLUVIAL_TEST_DE
 import torch
 import triton
 import triton.language as tl
+from helpers.kernel_operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
+from helpers.marks import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_operations import DEVICE, OPERATIONS, SDE_STEP, Numbers, Operation, Samples, inputs, numbers
-from marks import long
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.library import opcheck

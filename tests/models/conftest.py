@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny_replayed
-from tiny_pipelines import ROWS, save
+from helpers import tiny_replayed
+from helpers.tiny_pipelines import ROWS, save
 
 
 @pytest.fixture(scope="session")

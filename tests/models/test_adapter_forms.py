@@ -2,27 +2,26 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lora_model
 import peft
 import pytest
-import tiny_pipelines
 import torch
 from diffusers.loaders import lora_conversion_utils as theirs
-from lora_model import MODEL, inputs, loss_of, run
-from marks import long
+from helpers import lora_model, tiny_pipelines
+from helpers.lora_model import MODEL, inputs, loss_of, run
+from helpers.marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fluvial.engines.engine import export
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.files import LORA, read_weights
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.weights import gather, gather_weights, layout
+from fluvial.engines.engine.world import World
 from fluvial.engines.export.formats import COMFY_LORA, write
+from fluvial.engines.export.model_folder import write_lora
+from fluvial.engines.files import LORA, read_weights
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.models.lora import (
     Dora,
@@ -49,14 +48,8 @@ from fluvial.models.quantised import dequantise, quantise_linear
 
 FORMS: tuple[Form, ...] = (Dora(), Lokr(), Lokr(factor=4))
 each = pytest.mark.parametrize("form", FORMS, ids=str)
+every = pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
 RANK, ALPHA = 3, 4.5  # alpha / rank is no power of two
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def config(form: Form) -> LoraConfig:
@@ -95,7 +88,7 @@ def of_peft(form: Form, module: nn.Module) -> nn.Module:
     else:
         settings = peft.LoraConfig(lora_alpha=ALPHA, use_dora=True, **given)
     peft.inject_adapter_in_model(settings, plain)
-    tensors = dict(export.weights(module, adapter="default"))
+    tensors = dict(gather_weights(module, adapter="default"))
     peft.set_peft_model_state_dict(plain, tensors)
     return plain
 
@@ -192,7 +185,7 @@ def test_lengths_and_products_are_the_formulas(form: Form) -> None:
         torch.testing.assert_close(merge_weight(weight, parts, ALPHA / RANK).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
+@every
 def test_a_float64_module_keeps_its_digits(form: Form) -> None:
     """Forward, and merged in place and by the export, against the adapter in float32 and against each other."""
     module, single = adapted(form, dtype=torch.float64), adapted(form)
@@ -200,9 +193,9 @@ def test_a_float64_module_keeps_its_digits(form: Form) -> None:
     expected = module(x)
     torch.testing.assert_close(single(x.float()).double(), expected, rtol=1e-4, atol=1e-4)
     plain = layers(torch.float64)
-    plain.load_state_dict(dict(export.weights(module, merge=True)))
-    exported = {tensor.dtype for tensor in dict(export.weights(module, adapter="default")).values()}
-    assert exported == {torch.float64} == {tensor.dtype for tensor in export.layout(module, adapter="default").values()}
+    plain.load_state_dict(dict(gather_weights(module, merge=True)))
+    exported = {tensor.dtype for tensor in dict(gather_weights(module, adapter="default")).values()}
+    assert exported == {torch.float64} == {tensor.dtype for tensor in layout(module, adapter="default").values()}
     merge_lora(module)
     for merged in (module, plain):
         torch.testing.assert_close(merged(x), expected, rtol=1e-11, atol=1e-11)
@@ -218,7 +211,7 @@ def test_merged_is_the_same_function(form: Form) -> None:
         x = torch.randn(5, 24)
         before = module(x)
         plain = layers()
-        plain.load_state_dict(dict(export.weights(module, merge=True)))
+        plain.load_state_dict(dict(gather_weights(module, merge=True)))
         torch.testing.assert_close(plain(x), before, rtol=1e-4, atol=1e-4)
         merge_lora(module)
         torch.testing.assert_close(module(x), before, rtol=1e-4, atol=1e-4)
@@ -242,8 +235,19 @@ def test_a_quantised_base_counts_by_its_dequantised_weight(form: Form) -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-5)
 
 
-@each
-@pytest.mark.parametrize("sharding", [{}, {"comm": "reshard", "checkpointing": "block"}, {"compute": "bfloat16"}], ids=str)
+SHARDINGS: list[dict[str, Any]] = [
+    {},
+    {"comm": "reshard", "checkpointing": "block"},
+    {"checkpointing": "selective", "grad_sync": "every"},
+    {"offload": "always"},
+    {"compute": "bfloat16"},
+]
+# The last block drops its text stream, so one adapter has no effect.
+UNUSED = ("transformer_blocks.3.attn.add_q_proj.lora_", "transformer_blocks.3.attn.add_q_proj.lokr_")
+
+
+@every
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_an_update_is_that_of_plain_torch(one: World, form: Form, sharding: dict[str, Any]) -> None:
     """With the old policy and the reference in the loss; the others do not move."""
     plain, module = MODEL.build().eval(), MODEL.build().eval()
@@ -255,22 +259,22 @@ def test_an_update_is_that_of_plain_torch(one: World, form: Form, sharding: dict
     (loss_of(plain, ("old", None))(inputs(4))[0].sum() / 4).backward()
     nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     optimizer.step()
-    engine = Engine(
-        module, MODEL.blocks(module), OptimizerConfig(lr=0.01), one, updates=2, sharding=EngineConfig(**sharding)
-    )
+    sharded = EngineConfig(**sharding)
+    engine = Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), one, updates=2, sharding=sharded)
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    engine.update(inputs(4), loss_of(module, ("old", None)), torch.ones(4), count=4, micro_batch=2)
+    engine.update(inputs(4), loss_of(module, ("old", None)), torch.ones(4), count=4, micro_batch=2, pad_to=4)
     moved = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert moved <= set(adapter_names(module, "default").values())
-    assert len(moved) > 0.9 * len(adapter_names(module, "default"))
-    if "compute" not in sharding:
-        want = dict(plain.named_parameters())
-        for name, tensor in module.state_dict().items():
-            if name in moved:
-                whole: Any = tensor
-                error = (whole.full_tensor() - want[name]).abs()
-                assert error.max() <= 0.002, name  # Adam's first step is as long for a gradient of pure rounding
-                assert error.mean() <= 1e-4, name
+    assert moved == {name for name in adapter_names(module, "default").values() if not name.startswith(UNUSED)}
+    if "compute" in sharding:
+        return
+    # Adam's first step is as long for a gradient of pure rounding, which the forms have more of.
+    most, mean = (0.001, 1e-6) if isinstance(form, LowRank) else (0.002, 1e-4)
+    want = dict(plain.named_parameters())
+    for name, tensor in module.state_dict().items():
+        if name in moved:
+            error = (gather(tensor) - want[name]).abs()
+            assert error.max() <= most, name
+            assert error.mean() <= mean, name
 
 
 @each
@@ -281,7 +285,7 @@ def test_a_file_is_read_again_and_by_diffusers(one: World, form: Form, tmp_path:
     targets = built_in()["StableDiffusion3Pipeline"].lora_targets
     add_lora(network, config(form), targets)
     perturbed(network)
-    export.write_lora(network, tmp_path, world=one)
+    write_lora(network, tmp_path, world=one)
     found = read_lora(tmp_path, plain)
     assert (found.rank, found.alpha, found.form) == (RANK, ALPHA, form)
     again = copy.deepcopy(plain)
@@ -346,7 +350,7 @@ def comfy_weights(pipeline: str, network: Any, file: dict[str, Tensor], plain: d
     return out
 
 
-@pytest.mark.parametrize("form", [LowRank(), *FORMS], ids=str)
+@every
 @pytest.mark.parametrize("name", ["flux", *map(long, ("sd3", "qwen-image", "wan", "z-image", "sdxl"))])
 def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, tmp_path: Path) -> None:
     """And so does the next run from the files of an export, for layers that the original joins, too."""
@@ -358,14 +362,14 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
     again = {kind: copy.deepcopy(network) for kind in ("lora", "comfyui")}
     add_lora(network, config(form), built_in()[pipeline].lora_targets)
     perturbed(network)
-    merged = dict(export.weights(network, merge=True))
+    merged = dict(gather_weights(network, merge=True))
     for kind, other in again.items():
         write(kind, network, model, tmp_path / kind, world=one)  # type: ignore[arg-type]
         held = read_lora(tmp_path / kind, other, convert=converter(pipeline, other))
         assert (held.layers, type(held.form)) == (tuple(sorted(lora_layers(network))), type(form))
         add_lora(other, LoraConfig(rank=held.rank, alpha=held.alpha, form=held.form), held.layers)
         load_lora(other, held.tensors, "default")
-        for key, tensor in export.weights(other, merge=True):
+        for key, tensor in gather_weights(other, merge=True):
             torch.testing.assert_close(tensor, merged[key], rtol=1e-5, atol=1e-5)
     write("merged", network, model, tmp_path / "merged", world=one)
     assert all(torch.equal(tensor, merged[key]) for key, tensor in read_weights(tmp_path / "merged"))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_model import perturb
+from helpers.lora_model import perturb
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

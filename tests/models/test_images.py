@@ -6,14 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
-from tiny_pipelines import ROWS, opened
+from helpers import tiny_replayed
+from helpers.tiny_pipelines import ROWS, opened
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key
-from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.latents import latent_layout
 
 STD = 0.5  # of the VAE's distribution
 KINDS = {name: row for name, row in ROWS.items() if not row.variant}
@@ -99,19 +97,12 @@ def test_samples_are_the_vaes_own_mean(folders: Callable[[str], Path], name: str
     torch.testing.assert_close(seen[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def replayed_model(name: str, folder: Path) -> Any:
-    """Return the model of a row without an adapter."""
-    call = dict(tiny_replayed.ROWS[name].options)
-    height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
-    return AnyPipeline(folder, height=height, width=width, steps=2, scale=scale, call=call, device="cpu")
-
-
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_pipeline_without_an_adapter_decodes_what_it_encodes(
     replayed: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own way from samples to the VAE, packing and normalisation included, is walked backwards."""
-    model = replayed_model(name, replayed(name))
+    model = tiny_replayed.opened(name, replayed(name), device="cpu")
     height, width = model.asked["height"], model.asked["width"]
     scale = height // model._vae_input(torch.zeros(1, *model.known.shape)).shape[-2]
     has_distribution = hasattr(model.vae.encode(torch.zeros(1, 3, height, width)), "latent_dist")
@@ -124,19 +115,3 @@ def test_a_pipeline_without_an_adapter_decodes_what_it_encodes(
     if not has_distribution:
         with pytest.raises(ValueError, match="has no distribution to sample from"):
             model.encode_images(images, key=fold_in(key(0), torch.arange(2)))
-
-
-def test_a_layout_is_found_by_probing() -> None:
-    """Whatever the order of the elements, their scales and offsets; what mixes elements has no way back."""
-    draws = torch.Generator().manual_seed(0)
-    place, scale, offset = torch.randperm(600, generator=draws), torch.rand(600, generator=draws) - 1.5, torch.randn(600)
-
-    def scrambled(x: Tensor) -> Tensor:
-        return (x.flatten(1)[:, place] * scale + offset).view(1, 6, 10, 10)
-
-    found = latent_layout(scrambled, (60, 10), "Mine")
-    assert torch.equal(found.place, place)
-    torch.testing.assert_close(found.scale, scale)
-    for mixed in (lambda x: scrambled(x).cumsum(1), lambda x: scrambled(x) ** 3, lambda x: scrambled(x)[:, :3]):
-        with pytest.raises(ValueError, match="Mine"):
-            latent_layout(mixed, (60, 10), "Mine")

@@ -453,7 +453,7 @@ WRITERS: dict[str, Writer] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> None:
     """Of diffusers and PEFT by their own code, of others by their layout."""
-    import tiny_transformers
+    from helpers import tiny_transformers
 
     theirs, ours, items = tiny_transformers.flux(), tiny_transformers.flux(), tiny_transformers.data()
     base = tiny_transformers.flux_velocity(ours, items)
@@ -468,7 +468,7 @@ def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> N
 
 def test_the_original_names_of_wan_are_converted_by_its_pipeline(tmp_path: Path) -> None:
     """ComfyUI's layout of Wan, where layers have other names than in diffusers."""
-    import tiny_pipelines
+    from helpers import tiny_pipelines
 
     from fluvial.engines.run.jobs.weights import converter
 

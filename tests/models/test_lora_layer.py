@@ -43,25 +43,16 @@ def given(gradient: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("scale", [2.0, 1.5])
+@pytest.mark.parametrize(
+    ("product", "scale", "rank"),
+    [("factors", 2.0, 2), ("factors", 1.5, 2), ("merged", 1.5, 1), ("merged", 1.5, 2)],  # of 5 x 6, rank 1 takes the factors
+)
 @pytest.mark.parametrize("shape", [(4, 6), (3, 4, 6), (1, 1, 6), (2, 3, 4, 6)])
-def test_the_light_pass_is_that_of_peft(shape: tuple[int, ...], scale: float, bias: bool) -> None:
+def test_the_light_pass_is_that_of_peft(
+    shape: tuple[int, ...], product: light.Product, scale: float, rank: int, bias: bool
+) -> None:
     """Output and gradients agree to rounding; without gradient the output has the same bits as with it."""
-    theirs, ours = layers(scale, bias=bias)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    for left, right in zip(passes(theirs, x), passes(ours, x), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        alone = ours(x)
-    assert torch.equal(alone, ours(x))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rank", [1, 2])  # of a layer of 5 x 6, the gradients of rank 1 take the factors
-@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 4, 6)])
-def test_the_merged_product_is_that_of_peft(shape: tuple[int, ...], rank: int, bias: bool) -> None:
-    """Output and gradients agree to rounding; without gradient the output has the same bits as with it."""
-    theirs, ours = layers(1.5, bias=bias, rank=rank, product="merged")
+    theirs, ours = layers(scale, bias=bias, rank=rank, product=product)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for left, right in zip(passes(theirs, x), passes(ours, x), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_utils as theirs
+from helpers import tiny_conditioned, tiny_pipelines
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

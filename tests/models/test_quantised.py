@@ -4,12 +4,12 @@ import warnings
 from typing import Any, get_args
 
 import pytest
-import real_torchao
 import torch
+from helpers import real_torchao
 from torch import nn
 from torch.func import jvp
 
-from fluvial.engines.engine.storages import LiveStorages
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, LowRank, add_lora, merge_lora
 from fluvial.models.quantised import (
     FORMATS,

@@ -1,19 +1,19 @@
 """Two ranks, with separate samples or sharing each sample, take the update of one process, for every model."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import launch
-import pipeline_ranks
 import pytest
 import torch
-from marks import long
-from pipeline_ranks import SHORT
+from helpers import launch
+from helpers.marks import long
 from safetensors.torch import load_file
+from workers import pipeline_ranks
+from workers.pipeline_ranks import SHORT
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 
 RUNS = [run if run in SHORT else long(*run) for run in pipeline_ranks.RUNS]
 
@@ -35,17 +35,10 @@ def two(folder: Path) -> Callable[[bool], Path]:
         to.mkdir()
         for name, _ in runs:
             pipeline_ranks.save(folder, name)
-        launch.on_ranks(2, "pipeline_ranks:updates", folder, to, runs, timeout=400)
+        launch.on_ranks(2, "workers.pipeline_ranks:updates", folder, to, runs, timeout=400)
         return to
 
     return updated
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize(("name", "shared"), RUNS)

@@ -149,7 +149,7 @@ class Report:
         highest = max(phases, key=lambda phase: phase.peak)
         lines = [line for line, _ in mode.ledger.find_holders(found[highest.name].peak_entry).lines.items()][:LINES]
         concurrent = 0
-        if config.asynchronous.ahead:
+        if config.rollout.ahead:
             rollout = next((phase for phase in phases if phase.name == "rollout"), None)
             concurrent = 0 if rollout is None else max(0, rollout.peak - rollout.before)
         marks = sorted((span[0], name) for name, phase in found.items() for span in phase.spans if span[1] > span[0])

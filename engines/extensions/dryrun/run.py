@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from fluvial.engines.named_models import MODELS
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
+from fluvial.engines.run.method import Preferences
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.scoring.runner import RewardRunner
 from fluvial.models import is_recorded
@@ -52,9 +53,9 @@ def dry_run(
     with tempfile.TemporaryDirectory() as name, simulate(ranks=ranks, accelerator=accelerator) as simulation:
         folder, notes = Path(name), list[str]()
         changed, more = shorten(_complete(config, folder, notes, job), folder, ranks=ranks)
-        if config.micro_batch == "auto":
+        if config.engine.micro_batch == "auto":
             notes.append("trials for micro_batch auto: one sample per pass here, --micro-batch N tries another number")
-        if config.update_micro_batch == "auto":
+        if config.engine.update_micro_batch == "auto":
             notes.append("trials for update_micro_batch auto: as many pairs per pass as samples here")
         if config.engine.compiles(torch.device("cuda")):
             notes.append("fusion by the compiler: blocks run as written, so activations are at most as large")
@@ -73,12 +74,12 @@ def _complete(config: TrainConfig, folder: Path, notes: list[str], job: Job | No
     if config.rollout.is_served:
         notes.append("servers that make the rollouts: this rank makes them itself here")
         config = replace(config, rollout=replace(config.rollout, source=""))
-    needs = config.model not in MODELS and not config.prompts and not config.data
-    if needs and config.objective.traits.preferences is None:
+    needs = config.model not in MODELS and not config.prompts and not config.data.images
+    if needs and not isinstance(config.method.source, Preferences):
         file = folder / "prompts.txt"
         file.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
         config = replace(config, prompts=(str(file),))
-        if job is None and not config.rewards and config.scores_samples and config.objective.traits.rewards != "nothing":
+        if job is None and not config.rewards and config.method.is_scored and config.method.needs.rewards is not None:
             notes.append("the reward, which is not named: jpeg stands in, and the memory of your own comes on top")
             config = replace(config, rewards=("jpeg",))
     return config
@@ -197,11 +198,7 @@ def _layout(trainer: Trainer) -> CheckpointLayout:
     whole = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
     own = -(-whole // trainer.world.size)  # what several ranks hold is written by the one that has written least
     exported, largest = 0, 0
-    for _, tensor in _export_weights(trainer):
+    for _, tensor in trainer.engine.weights(merge=trainer.config.train == "lora"):
         exported += tensor.numel() * tensor.itemsize
         largest = max(largest, tensor.numel() * tensor.itemsize)
     return CheckpointLayout(len(state), own, whole, exported, largest)
-
-
-def _export_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    yield from trainer.engine.weights(merge=trainer.config.train == "lora")

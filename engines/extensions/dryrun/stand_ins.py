@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.errors import FluvialError
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.job import Job
 from fluvial.engines.scoring.registry import select
 
@@ -71,12 +71,12 @@ def with_rewards(
 
         return SpreadReward(reward, phase, note_refusal if prompts else None)
 
-    for name in (config.rewards or tuple(job.rewards)[:1]) if config.scores_samples else ():
+    for name in (config.rewards or tuple(job.rewards)[:1]) if config.method.is_scored else ():
         try:
             found = select(job.rewards, (name,))
         except FluvialError as error:
             notes.append(f"the reward {name}, which cannot be made here ({error}): its own memory comes on top")
-            found = {name.partition(":")[0].partition("=")[0]: (_brightness, 1.0)}
+            found = {name.partition(":")[0].partition("=")[0]: (lambda images, prompts: images.flatten(1).mean(1), 1.0)}
         rewards.update({key: spread(key, reward) for key, (reward, _) in found.items()})
     evaluators = {name: spread(name, reward) for name, reward in (job.evaluators or {}).items()}
     return replace(job, rewards=rewards, evaluators=evaluators), replace(config, rewards=tuple(rewards))
@@ -105,11 +105,6 @@ def keep_on_host(model: Any, device: torch.device) -> None:
     model.decode = lambda latents, prompts=None: latents.new_zeros((len(latents), *made.shape[1:]), dtype=made.dtype)
 
 
-def _brightness(images: Tensor, prompts: Any) -> Tensor:
-    """Return the mean of each image."""
-    return images.flatten(1).mean(1)
-
-
 def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConfig, float]:
     """Return a run of one rollout with few chunks per rank, and how many times more samples the real one has.
 
@@ -118,22 +113,21 @@ def shorten(config: TrainConfig, folder: Path, *, ranks: int) -> tuple[TrainConf
         folder: where it may write.
         ranks: number of ranks.
     """
-    size = 1 if config.micro_batch == "auto" else config.samples_per_pass
-    pairs = "rollout" if config.update_micro_batch == "auto" else config.update_micro_batch
-    config = replace(config, micro_batch=size, update_micro_batch=pairs)
-    rollout, data = config.rollout, ranks // config.engine.context_parallel
+    size = 1 if config.engine.micro_batch == "auto" else config.samples_per_pass
+    pairs = "rollout" if config.engine.update_micro_batch == "auto" else config.engine.update_micro_batch
+    config = with_values(config, {"engine.micro_batch": size, "engine.update_micro_batch": pairs})
+    sampling, data = config.method.sampling, ranks // config.engine.context_parallel
     # Every update has two micro-batches at least, as far as the run's own do.
-    samples = max(CHUNKS * size, 2 * config.pass_sizes(config.rollout.batch)[0] * config.minibatches)
-    prompts = min(rollout.prompts, max(1, math.ceil(samples * data / rollout.group)))
-    updates = config.updates_per_rollout * (2 if config.asynchronous.ahead else 1)
+    samples = max(CHUNKS * size, 2 * config.pass_sizes(sampling.batch)[0] * config.method.passes.minibatches)
+    prompts = min(sampling.prompts, max(1, math.ceil(samples * data / sampling.group)))
+    updates = config.updates_per_rollout * (2 if config.rollout.ahead else 1)
     # What is encoded here has no values, so it must not come into the run's own caches.
     cache = None if config.pipeline.text_cache is None else folder / "texts"
-    changed = replace(
-        config, out=folder, data_cache=None, micro_batch=size, updates=updates, tracker="none", resume=False,
-        pipeline=replace(config.pipeline, text_cache=cache), rollout=replace(rollout, prompts=prompts), resume_from=None,
-        eval_samples=size * data, checkpoint_async=False, engine=replace(config.engine, compile=False), max_invalid=0.999,
-    )  # fmt: skip
-    return changed, _slots(config.rollout.batch, size, data) / _slots(changed.rollout.batch, size, data)
+    here = {"out": folder, "data.cache": None, "pipeline.text_cache": cache, "checkpoint.background": False}
+    alone = {"tracker": "none", "resume": False, "checkpoint.resume_from": None, "engine.compile": False}
+    fewer = {"updates": updates, "sampling.prompts": prompts, "evaluation.samples": size * data}
+    changed = with_values(config, {**here, **alone, **fewer, "rollout.max_invalid": 0.999})
+    return changed, _slots(sampling.batch, size, data) / _slots(changed.method.sampling.batch, size, data)
 
 
 def _slots(batch: int, size: int, ranks: int) -> int:

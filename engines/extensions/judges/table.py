@@ -37,16 +37,13 @@ def maker(name: str) -> Callable[..., Any]:
 
     parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in {**server, **own}.values()]
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    make.__annotations__ = {key: hint for of in (HttpClient, kind) for key, hint in _hints(of).items() if key not in HIDDEN}
+    hints = typing.get_type_hints(HttpClient.__init__) | typing.get_type_hints(kind.__init__)  # type: ignore[misc]
+    make.__annotations__ = {key: hint for key, hint in hints.items() if key not in HIDDEN}
     return make
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     return {name: found for name, found in inspect.signature(kind).parameters.items() if name not in HIDDEN}
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind.__init__)  # type: ignore[misc]
 
 
 MAKERS = {name: maker(name) for name in CLIENTS}  # an entry point of `fluvial.reward_makers`

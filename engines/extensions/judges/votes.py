@@ -28,7 +28,7 @@ EVERY = 1.0  # seconds between two questions for votes
 LINE_AFTER, LINE_EVERY = 2.0, 60.0  # seconds until the first line about the progress, and between two
 
 
-class Asked(NamedTuple):
+class WaitingGroup(NamedTuple):
     """A group that waits for votes."""
 
     body: dict[str, Any]
@@ -57,7 +57,7 @@ class Votes:
         if not 1e-3 <= prior < float("inf"):
             raise UsageError(f"prior is {prior:g}, expected a number of at least 0.001")
         self.server, self.waits_for_people, self.prior, self.clock = server, wait, prior, clock
-        self._waiting: dict[str, Asked] = {}  # by the id of the group
+        self._waiting: dict[str, WaitingGroup] = {}  # by the id of the group
         self._lock = threading.Lock()
         self._asking = False  # whether a thread asks for votes
 
@@ -74,7 +74,7 @@ class Votes:
             "prompt": prompts[0],
             "images": [as_text(png(image, colour=False)) for image in images.detach().cpu().float()],
         }
-        state, asked = self.server.post("/groups", body), Asked(body, Future())
+        state, asked = self.server.post("/groups", body), WaitingGroup(body, Future())
         found = field(state, "group", str, where=self._where)
         if not self._settle(state, asked):
             with self._lock:
@@ -92,7 +92,7 @@ class Votes:
         """Return how many comparisons of a group there are, and how many are wanted."""
         return field(state, "done", int, where=self._where), field(state, "wanted", int, where=self._where)
 
-    def _settle(self, state: Any, asked: Asked) -> bool:
+    def _settle(self, state: Any, asked: WaitingGroup) -> bool:
         """Set the scores of a group if it has all its votes, and return whether it has."""
         done, wanted = self._counts(state)
         if done < wanted:
@@ -131,7 +131,7 @@ class Votes:
                 print(line, file=sys.stderr, flush=True)
             self.clock.sleep(EVERY)
 
-    def _votes(self, waiting: dict[str, Asked]) -> tuple[int, int, int]:
+    def _votes(self, waiting: dict[str, WaitingGroup]) -> tuple[int, int, int]:
         """Ask for the votes of groups, and return how many there are and are wanted, and how many groups have all."""
         states = field(self.server.post("/votes", {"groups": [*waiting]}), "groups", dict[str, Any], where=self._where)
         done = wanted = settled = 0
@@ -147,7 +147,7 @@ class Votes:
                     del self._waiting[name]
         return done, wanted, settled
 
-    def _end(self, waiting: dict[str, Asked], error: Exception) -> None:
+    def _end(self, waiting: dict[str, WaitingGroup], error: Exception) -> None:
         """Give groups no score."""
         for name, asked in waiting.items():
             with self._lock:

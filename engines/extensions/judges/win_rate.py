@@ -58,7 +58,9 @@ class WinRate:
             RunError: the group has one sample, or no request succeeded.
         """
         if len(images) < 2:
-            raise RunError("win_rate compares the samples of a group, and a group has one: set `rollout.group` to 2 or more")
+            raise RunError(
+                "win_rate compares the samples of a group, and a group has one: set `sampling.group` to 2 or more"
+            )
         samples, pairs = images.detach().cpu().float(), list(combinations(range(len(images)), 2))
         files = [[wire.png(frame, size=self.size) for frame in wire.spread(sample, FRAMES)] for sample in samples]
         name = "pairwise_video" if images.ndim == 5 else "pairwise" if condition_images is None else "pairwise_edit"

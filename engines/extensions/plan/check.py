@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fluvial.engines.engine.engine import Engine, LossFn
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan
 from fluvial.engines.run.log.progress import table
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models import add_lora
 from fluvial.models.device import default_device, is_accelerator
 from fluvial.models.shapes import MODELS, blocks
@@ -39,7 +39,7 @@ class Compared(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Diagnostics of the check's loss: the loss itself."""
+    """Diagnostics of a loss that a plan is compared with: the loss itself."""
 
     loss: Tensor
 

@@ -1,20 +1,21 @@
 """Settings that fit into a GPU's memory: which are turned, what each saves, and `engine.fit`, which turns them for a run."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 from rich.console import Console, Group
 from rich.table import Table
 
+from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.plan.plan import (
     ENGINE_KNOBS,
     GIB,
     KNOBS,
     Knobs,
-    Plan,
+    MemoryPlan,
     PlanConfig,
     find_transformer,
     plan,
@@ -23,6 +24,7 @@ from fluvial.engines.extensions.plan.plan import (
 )
 from fluvial.engines.named_models import MODELS
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.declared import Start
 from fluvial.engines.run.jobs.weights import base_model
 from fluvial.engines.run.log.progress import table
 from fluvial.models.shapes import FRAMES, text_encoder_bytes
@@ -31,7 +33,7 @@ TEXT_BASES: tuple[Any, ...] = ("auto", "int8", "nf4")  # of text encoders, the m
 SIDE = 16  # pixels that a plan's resolution is a multiple of
 
 
-def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, Plan]]:
+def steps_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> list[tuple[str, MemoryPlan]]:
     """Return the plan as it is, and after each setting that is turned, with the setting's flag.
 
     Raises:
@@ -64,7 +66,7 @@ def show_fit(name: str, config: PlanConfig, *, console: Console) -> None:
     )
 
 
-def tabulate_savings(name: str, steps: list[tuple[str, Plan]]) -> Table:
+def tabulate_savings(name: str, steps: list[tuple[str, MemoryPlan]]) -> Table:
     """Return a table of what each setting saves at the peak of the larger phase."""
     unit = unit_of(max(found.need for _, found in steps))
     rows, before = dict[str, tuple[str, ...]](), None
@@ -97,7 +99,7 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
     asked = plan_of(config, name, ranks, device)
     steps = steps_to_fit(name, asked, ENGINE_KNOBS)
     found = steps[-1][1].config
-    micro_batch = config.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
+    micro_batch = config.engine.micro_batch if found.micro_batch == asked.micro_batch else found.micro_batch
     pipeline, said = config.pipeline, list[Table | str]([tabulate_savings(name, steps)])
     if name not in MODELS:
         if pipeline.text_cache is None:
@@ -107,14 +109,13 @@ def fit_config(config: TrainConfig, *, ranks: int, device: torch.device) -> tupl
             f"Text encoders run once, into --pipeline.text-cache {pipeline.text_cache}, with --pipeline.text-base "
             f"{pipeline.text_base}."
         )
-    changes: dict[str, Any] = {"micro_batch": micro_batch, "pipeline": pipeline}
+    engine = {**asdict(found.engine), "compute": config.engine.compute, "micro_batch": micro_batch}
     if found.micro_batch != asked.micro_batch:
-        changes["update_micro_batch"] = "rollout"
-    engine = replace(found.engine, compute=config.engine.compute)
-    return replace(config, engine=engine, **changes), Group(*said)
+        engine["update_micro_batch"] = "rollout"
+    return replace(config, engine=replace(config.engine, **engine), pipeline=pipeline), Group(*said)
 
 
-def _text_base(config: TrainConfig, name: str, found: Plan, *, half: bool) -> Any:
+def _text_base(config: TrainConfig, name: str, found: MemoryPlan, *, half: bool) -> Any:
     """Return the format of the text encoders that takes most memory and fits beside the network's weights and moments.
 
     Raises:
@@ -155,19 +156,20 @@ def plan_of(config: TrainConfig, name: str, ranks: int, device: torch.device) ->
         )
     size = config.pipeline.size
     side = math.ceil(math.sqrt(size.height * size.width) / SIDE) * SIDE
-    numbers = [size for size in (config.micro_batch, config.update_micro_batch) if isinstance(size, int)]
+    numbers = [size for size in (config.engine.micro_batch, config.engine.update_micro_batch) if isinstance(size, int)]
+    sharding = {each.name: getattr(config.engine, each.name) for each in fields(EngineConfig)}
     return PlanConfig(
         gpus=ranks,
         train=config.train,
         resolution=None if find_transformer(name).resolution is None else side,
         micro_batch=max(numbers, default=1),
         micro_batches=2,
-        reference=config.train == "full" and config.kl.is_on,
+        reference=config.train == "full" and any(isinstance(network, Start) for network in config.networks.values()),
         guidance=config.is_guided,
-        samples=math.ceil(config.rollout.batch / ranks),
-        steps=max(1, config.rollout.window.count(config.rollout.steps)),
+        samples=math.ceil(config.method.sampling.batch / ranks),
+        steps=max(1, config.method.sampling.window.count(config.method.sampling.steps)),
         fit=config.engine.fit,
         lora=replace(config.lora, weights=None),
         optimizer=config.optimizer,
-        engine=replace(config.engine, fit=None, compute="bfloat16" if _is_half(config, device) else "float32"),
+        engine=EngineConfig(**{**sharding, "fit": None, "compute": "bfloat16" if _is_half(config, device) else "float32"}),
     )

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fluvial.engines.engine.config import DTYPES, EngineConfig, OptimizerConfig
+from fluvial.engines.engine.module import largest_bucket
 from fluvial.engines.engine.optimizers import OPTIMIZERS
 from fluvial.engines.engine.parallelize import cast_samples, checkpoint_blocks, is_whole, quantise_base, replicas
-from fluvial.engines.engine.storages import LiveStorages
-from fluvial.engines.engine.whole import largest_bucket
 from fluvial.engines.extensions.simulate.attention import attention
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import is_adapter
 from fluvial.models.quantised import FORMATS, frozen_linear
 
@@ -121,9 +121,6 @@ def account(
     moments = sum(row.nbytes(tuple(p.shape), optimizer, ranks=shards) for p in trained)
     average = 4 * _count_sharded(trained, shards) if optimizer.ema_decay else 0
     gradients = sum(sizes_of[p] * _count_sharded([p], shards) for p in trained) if update else 0
-    steps = engine.grad_sync == "step"
-    if steps and update:  # one gradient at a time
-        gradients = max((sizes_of[p] * p.numel() for p in trained), default=0)
     held = {
         "parameters": parameters,
         "moments": moments,
@@ -143,8 +140,6 @@ def account(
     if whole and any(sizes_of[p] != reduce for p in trained):
         accumulated = here["gradients"] + reduce * sum(trainable) if update else 0
     elif whole:
-        accumulated = 0
-    if steps:
         accumulated = 0
     reducing = [number for number, stretch in enumerate(activations) if stretch.reduces]
 

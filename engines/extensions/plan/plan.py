@@ -113,7 +113,7 @@ class PlanConfig:
         return f"{self.fit or f'{self.memory_gib:g} GiB'} with {self.reserve_gib:g} GiB kept free"
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """The memory of a configuration."""
 
     config: PlanConfig
@@ -199,7 +199,7 @@ ENGINE_KNOBS: Knobs = {
 KNOBS: Knobs = {**ENGINE_KNOBS, "--train lora": _adapters}
 
 
-def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
+def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> MemoryPlan:
     """Return the memory of training a transformer on each device.
 
     Args:
@@ -261,10 +261,10 @@ def plan(name: str, config: PlanConfig, *, device: torch.device = GPU) -> Plan:
         held = rollout if config.engine.comm == "keep" else rollout._replace(gathered=0, communication=0)
         images = min(config.micro_batch or model.micro_batch, DECODED)
         decode = held._replace(activations=_decoder(name, images, resolution, config.engine.compute_dtype(device)))
-    return Plan(config, phase("update"), rollout, decode)
+    return MemoryPlan(config, phase("update"), rollout, decode)
 
 
-def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, Plan]:
+def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[str, MemoryPlan]:
     """Return the flags that make a configuration fit, and its plan with them. If none do, they are those that need least.
 
     Of the combinations that fit it is the one whose most expensive setting is cheapest, then whose second is, and so on.
@@ -273,10 +273,10 @@ def first_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[s
     return " ".join(turned), found
 
 
-def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[list[str], Plan]:
+def turns_to_fit(name: str, config: PlanConfig, knobs: Knobs = KNOBS) -> tuple[list[str], MemoryPlan]:
     """Return the flags one by one, and the plan with them; see `first_to_fit`."""
     left = [flags for flags, turn in knobs.items() if turn(config) != config]
-    least: tuple[list[str], Plan] | None = None
+    least: tuple[list[str], MemoryPlan] | None = None
     for choice in product((False, True), repeat=len(left)):
         # The product's first factor changes last, and must be the most expensive.
         turned = [flags for flags, on in zip(left, reversed(choice), strict=True) if on]

@@ -241,7 +241,8 @@ def best_split(config: AheadConfig, total: int) -> Split:
 def show(config: AheadConfig, *, console: Console) -> None:
     """Print which K and how many servers keep the trainer busy, and the best division of up to `most_gpus` GPUs."""
     found = least(config)
-    counts = [config.servers] if config.servers else _counts(found[0] if found else config.samples)
+    most = config.servers or (found[0] if found else config.samples)
+    counts = [*(() if config.servers else (2**power for power in range(most.bit_length()) if 2**power < most)), most]
     rows = {
         _servers(count): tuple(f"{run_of(config, servers=count, ahead=ahead).idle:.1%}" for ahead in range(config.ahead + 1))
         for count in counts
@@ -260,7 +261,8 @@ def show(config: AheadConfig, *, console: Console) -> None:
             f"rollout takes {run.seconds_per_rollout:.3g} s."
         )
     console.print(line, highlight=False, soft_wrap=True)
-    splits = {total: best_split(config, total) for total in _totals(config)}
+    totals = (2**power for power in range(1, config.most_gpus.bit_length()) if config.server_gpus < 2**power)
+    splits = {total: best_split(config, total) for total in totals}
     rows = {
         f"{total} GPUs": (
             str(split.gpus),
@@ -281,16 +283,6 @@ def _update_seconds(config: AheadConfig, gpus: int) -> float:
     """Return the seconds of the updates on a number of GPUs, each of which has whole samples."""
     alone = config.update_seconds / math.ceil(config.samples / config.gpus)  # per sample of a GPU
     return alone * math.ceil(config.samples / gpus)
-
-
-def _counts(most: int) -> list[int]:
-    """Return 1, 2, 4, ... below a number of servers, and the number."""
-    return [2**power for power in range(most.bit_length()) if 2**power < most] + [most]
-
-
-def _totals(config: AheadConfig) -> list[int]:
-    """Return the numbers of GPUs of the second table: powers of two."""
-    return [2**power for power in range(1, config.most_gpus.bit_length()) if config.server_gpus < 2**power]
 
 
 def _servers(count: int) -> str:

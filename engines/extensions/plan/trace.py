@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
+from fluvial.engines.extensions.plan.check import Loss
 from fluvial.engines.extensions.plan.plan import PlanConfig, plan, unit_of
 from fluvial.engines.extensions.simulate.simulation import Simulation, simulate
 from fluvial.engines.run.log.progress import table
@@ -18,12 +19,6 @@ from fluvial.models.shapes import MODELS, ModelShape, blocks
 
 UNREAD = Path("unread")  # folder of weights, from which a simulated device reads nothing
 LINES = 8
-
-
-class Loss(NamedTuple):
-    """Diagnostics of the trace's loss: the loss itself."""
-
-    loss: Tensor
 
 
 class Trace(NamedTuple):

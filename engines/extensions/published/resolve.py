@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fluvial.engines.errors import UsageError
-from fluvial.engines.extensions.published.runs import PublishedRun, Source, always, find
+from fluvial.engines.extensions.published.runs import Citation, PublishedRun, always, as_flag, find
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
 from fluvial.engines.run.record import as_record, read_record
@@ -14,25 +14,25 @@ from fluvial.engines.run.record import as_record, read_record
 ASSUMED = "assumed"  # of a setting that no source states
 
 
-class Row(NamedTuple):
+class ComparedSetting(NamedTuple):
     """A setting as published and as fluvial runs it."""
 
     setting: str
     published: str
     ours: str
     why: str  # empty where the two are the same
-    source: Source | None
+    source: Citation | None
 
 
 def resolve(run: PublishedRun) -> TrainConfig:
     """Return the configuration of a published run; `run.deviations` says in what it differs from what was published.
 
     Raises:
-        UsageError: fluvial has no objective for the run's algorithm.
+        UsageError: fluvial has no method for the run's algorithm.
     """
     if run.needs:
         raise UsageError(
-            f"{run.name} is a run of {run.algorithm}, and fluvial has no such objective, which needs {run.needs}: its "
+            f"{run.name} is a run of {run.algorithm}, and fluvial has no such method, which needs {run.needs}: its "
             f"settings are listed by fluvial runs {run.name}"
         )
     return read_record({"out": f"runs/{run.name}", **run.overlay()})
@@ -43,20 +43,22 @@ def configure(name: str) -> TrainConfig:
     return resolve(find(name))
 
 
-def side_by_side(run: PublishedRun) -> Iterator[Row]:
+def side_by_side(run: PublishedRun) -> Iterator[ComparedSetting]:
     """Yield each setting of the configuration, and what a source states besides, in the order of a config.json.
 
     A setting that no source states is assumed, whatever its value.
     """
-    ours = {} if run.needs else flat(as_record(resolve(run)))
+    ours = {} if run.needs else {as_flag(name): value for name, value in flat(as_record(resolve(run))).items()}
     stated = {name for name, found in run.settings.items() if found.source is not None}
     stated |= {*run.published, *run.deviations}
     for name in dict.fromkeys([*_with_tables(ours), *run.settings, *run.published, *run.deviations]):
-        value = next((format_value(values[name]) for values in (ours, always()) if name in values), "")  # none of a table
+        value = next(
+            (format_value(values[name]) for values in (ours, run.fixed, always()) if name in values), ""
+        )  # none of a table
         if name in stated:
             yield _format_setting(run, name, value)
         elif name in ours:
-            yield Row(name, "not stated", value, ASSUMED, None)
+            yield ComparedSetting(name, "not stated", value, ASSUMED, None)
 
 
 def format_value(value: Any) -> str:
@@ -66,16 +68,16 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) and value.strip() else json.dumps(value)
 
 
-def _format_setting(run: PublishedRun, name: str, ours: str) -> Row:
+def _format_setting(run: PublishedRun, name: str, ours: str) -> ComparedSetting:
     """Return the row of a setting that a source states, or that differs."""
     found, deviation = run.settings.get(name), run.deviations.get(name)
     source = None if found is None else found.source
     published = run.published.get(name, "not stated" if source is None or found is None else found.value)
     if deviation is None:
-        return Row(name, format_value(published), ours, "", source)
+        return ComparedSetting(name, format_value(published), ours, "", source)
     published = published if deviation.published is None else deviation.published
     ours = ours if deviation.ours is None else format_value(deviation.ours)
-    return Row(name, format_value(published), ours, f"[{deviation.kind}] {deviation.why}", source)
+    return ComparedSetting(name, format_value(published), ours, f"[{deviation.kind}] {deviation.why}", source)
 
 
 def _with_tables(names: Iterable[str]) -> Iterator[str]:

@@ -3,22 +3,31 @@
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.losses import KLConfig
+from fluvial.engines.methods.table import method_type
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.log.records import flat
+from fluvial.engines.run.renames import OBJECTIVES, has_field, rename
+from fluvial.engines.scoring.advantages import AdvantageConfig
 
 COMMON = "common"  # file of the blocks that runs of several sources extend, and of what every run of fluvial has
+
+OF_RUN = {each.name for each in fields(TrainConfig)}
+# What a method does that has no such settings.
+WITHOUT = {"advantage": AdvantageConfig(), "kl": KLConfig()}
 
 # hardware: number of GPUs and what follows from it. precision: dtypes. reward: a package, server or data set that does not
 # come with fluvial. model: no adapter for the model or its condition. method: a setting that fluvial does not have.
 Kind = Literal["hardware", "precision", "reward", "model", "method"]
 
 
-class Source(NamedTuple):
+class Citation(NamedTuple):
     """Where settings were read."""
 
     repo: str
@@ -40,7 +49,7 @@ class Setting(NamedTuple):
     """A value of the configuration."""
 
     value: Any
-    source: Source | None  # None: no source states it, the value is assumed
+    source: Citation | None  # None: no source states it, the value is assumed
 
 
 @dataclass(frozen=True)
@@ -64,16 +73,36 @@ class PublishedRun:
         return str(self.settings["model"].value)
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[Citation]:
         """Where the settings were read."""
         return list(dict.fromkeys(found.source for found in self.settings.values() if found.source is not None))
 
-    def overlay(self) -> dict[str, Any]:
-        """Return the settings nested as in a run's config.json."""
-        record: dict[str, Any] = {}
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Settings that cannot be set of the run's method, and have the value that was published."""
+        if "method.name" not in self.settings:
+            return {}
+        kind, found = method_type(self.settings["method.name"].value), dict[str, Any]()
         for name, setting in self.settings.items():
             *parents, last = name.split(".")
-            table = record
+            if (parents or [last])[0] in OF_RUN or has_field(kind, name.split(".")):
+                continue
+            owner: Any = kind
+            for parent in parents:
+                owner = getattr(owner, parent, None) or WITHOUT.get(parent)
+            if getattr(owner, last, None) == setting.value:
+                found[name] = setting.value
+        return found
+
+    def overlay(self) -> dict[str, Any]:
+        """Return the settings nested as in a run's config.json, without what the method has whatever its configuration."""
+        record, fixed = dict[str, Any](), self.fixed
+        for name, setting in self.settings.items():
+            if name in fixed:
+                continue
+            *parents, last = name.split(".")
+            of_run = (parents or [last])[0] in OF_RUN
+            table = record if of_run else record.setdefault("method", {})
             for parent in parents:
                 table = table.setdefault(parent, {})
             table[last] = setting.value
@@ -125,7 +154,25 @@ def _runs(table: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Publi
         for part in _chain(entry, blocks):
             source = _source(part.get("source", {}), source)
             run = _extend(run, part, source)
-        yield run
+        yield _rename(run)
+
+
+def as_flag(name: str) -> str:
+    """Return the dotted name of a setting as its flag has it: those of the method without `method.`."""
+    return name if name == "method.name" else name.removeprefix("method.")
+
+
+def _rename(run: PublishedRun) -> PublishedRun:
+    """Return a run with the present names of its settings: the files have those under which runs were first recorded."""
+    stated = run.settings.get("objective.name")
+    method = "" if stated is None else OBJECTIVES.get(stated.value, stated.value)
+    settings = {as_flag(rename(name, method)): found for name, found in run.settings.items()}
+    if stated is not None:
+        settings["method.name"] = Setting(method, stated.source)
+    published, deviations = (
+        {as_flag(rename(name, method)): found for name, found in table.items()} for table in (run.published, run.deviations)
+    )
+    return replace(run, settings=settings, published=published, deviations=deviations)
 
 
 def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -135,14 +182,14 @@ def _chain(entry: Mapping[str, Any], blocks: Mapping[str, Any]) -> Iterator[Mapp
     yield entry
 
 
-def _source(stated: Mapping[str, str], inherited: Source | None) -> Source | None:
+def _source(stated: Mapping[str, str], inherited: Citation | None) -> Citation | None:
     """Return the source of a block; one that names no repository has the inherited one with other parts."""
     if "repo" in stated:
-        return Source(**stated)
+        return Citation(**stated)
     return None if inherited is None else inherited._replace(**stated)
 
 
-def _extend(run: PublishedRun, part: Mapping[str, Any], source: Source | None) -> PublishedRun:
+def _extend(run: PublishedRun, part: Mapping[str, Any], source: Citation | None) -> PublishedRun:
     """Return a run with the values of a block in place of its own."""
     settings = dict(run.settings)
     for table, origin in (("assumed", None), ("settings", source)):

@@ -16,11 +16,11 @@ PARTS: tuple[tuple[Part, str], ...] = (("train", "to train on"), ("heldout", "he
 def to_bring(run: PublishedRun) -> list[str]:
     """Return what `fluvial train NAME` lacks: flags that name it, and servers; empty if it starts as it is."""
     if run.needs:
-        return ["an objective that fluvial lacks"]
+        return ["a method that fluvial lacks"]
     settings = {name: found.value for name, found in run.settings.items()}
-    offline = any(name.startswith("objective.preferences") for name in settings) or settings.get("objective.name") == "dpo"
+    offline = any(name.startswith("preferences") for name in settings) or settings.get("method.name") == "dpo"
     prompts, rewards = settings.get("prompts", ()), settings.get("rewards", ())
-    found = ["--objective.preferences"] if offline and not rewards and not prompts else []
+    found = ["--preferences"] if offline and not rewards and not prompts else []
     if not found:
         found += [] if prompts else ["--prompts"]
         found += [] if rewards else ["--rewards"]
@@ -35,18 +35,18 @@ def choose_accumulation(config: TrainConfig, *, published: int, gpus: int) -> st
         published: number of GPUs of the published run.
         gpus: number of GPUs here.
     """
-    per_update = config.rollout.batch // config.minibatches
+    per_update = config.method.sampling.batch // config.method.passes.minibatches
     each = f"{per_update / gpus:g} per GPU"
     said = f"published on {published} GPUs, here {gpus}: an update keeps its {per_update} samples, {each}"
-    if isinstance(config.micro_batch, int):
-        passes = math.ceil(per_update / gpus / config.micro_batch)
-        said += f", whose gradients are accumulated over {passes} micro-batches of up to {config.micro_batch}"
+    if isinstance(config.engine.micro_batch, int):
+        passes = math.ceil(per_update / gpus / config.engine.micro_batch)
+        said += f", whose gradients are accumulated over {passes} micro-batches of up to {config.engine.micro_batch}"
     return said
 
 
 def lines(run: PublishedRun, config: TrainConfig, *, gpus: int) -> Iterator[str]:
     """Yield what a run takes on a number of GPUs, a fact per line."""
-    rollout = config.rollout
+    sampling = config.method.sampling
     yield f"{run.name}: {run.algorithm} on {run.model}"
     known = next((known for known in KNOWN if known.example == run.model), None)
     size = "" if known is None else f", {known.gibibytes:.0f} GiB in bfloat16 without text encoders and VAE"
@@ -58,8 +58,8 @@ def lines(run: PublishedRun, config: TrainConfig, *, gpus: int) -> Iterator[str]
         stands = f", for {published}" if (published := run.published.get("prompts")) else ""
         yield f"  prompts  {word}: {' and '.join(parts)}{stands}; --prompts FILE takes others"
     if config.makes_samples:
-        samples = f"{rollout.prompts} groups of {rollout.group} samples"
-        yield f"  rollout  {samples}, {rollout.steps} steps, {config.updates_per_rollout} updates"
+        samples = f"{sampling.prompts} groups of {sampling.group} samples"
+        yield f"  rollout  {samples}, {sampling.steps} steps, {config.updates_per_rollout} updates"
     if config.makes_samples and run.gpus and gpus != run.gpus:
         yield f"  GPUs     {choose_accumulation(config, published=run.gpus, gpus=gpus)}"
     else:

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.engine.files import LORA, find_shared_folder
 from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
 from fluvial.engines.extensions.wire.weight_buckets import SHARED_FILES, SharedBucket
+from fluvial.engines.files import LORA
 
 PREFIX, LOCK = "push-", ".lock"
 
@@ -102,11 +103,6 @@ def _remove_if_left(folder: Path) -> None:
 def factors_in(folder: Path) -> dict[str, Tensor]:
     """Return the factors of an adapter's folder by the names of their layers."""
     return {name.partition(".")[2]: tensor for name, tensor in load_file(folder / LORA).items()}
-
-
-def bytes_in(folder: Path) -> int:
-    """Return the bytes of the files of a folder."""
-    return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())
 
 
 def bucket_request(bucket: SharedBucket, flat: Tensor, *, version: int) -> dict[str, Any]:

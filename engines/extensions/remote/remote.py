@@ -16,7 +16,7 @@ from fluvial.engines.data.sizes import Size
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.extensions.remote.replies import Expected, Sample, read_samples
-from fluvial.engines.extensions.remote.requests import Asking, PromptOrder, check_sglang
+from fluvial.engines.extensions.remote.requests import Asking, PromptOrder, check_sglang, check_sglang_steps
 from fluvial.engines.extensions.remote.servers import Server, ServerPool
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.wire.client import START, UnreachableError
@@ -24,7 +24,7 @@ from fluvial.engines.extensions.wire.decode import WireError, convert
 from fluvial.engines.extensions.wire.request import write_request
 from fluvial.engines.extensions.wire.response import Kind, ServerInfo
 from fluvial.engines.extensions.wire.threads import in_threads
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake, compare
 from fluvial.engines.sampling.sampler_copy import Copy
@@ -55,6 +55,7 @@ class Remote(RolloutSource):
     def __init__(
         self,
         rollout: RolloutConfig,
+        sampling: ReadingConfig,
         model: DiffusionModel,
         *,
         behaviour: Behaviour,
@@ -63,7 +64,7 @@ class Remote(RolloutSource):
         sizes: Mapping[tuple[int, ...], tuple[Size, int]],
         sync: WeightSync,
     ) -> None:
-        self.rollout, self.model, self.behaviour, self.adapter = rollout, model, behaviour, adapter
+        self.rollout, self.sampling, self.model, self.behaviour, self.adapter = rollout, sampling, model, behaviour, adapter
         self.world, self.sync, self.version = world, sync, -1
         self.pool = ServerPool(rollout.source.split(","), rollout.servers, revive=self._revive)
         self._weights = threading.Lock()  # held while weights are given
@@ -71,14 +72,16 @@ class Remote(RolloutSource):
         try:
             self.kind = self._kind()
             if self.kind == "sglang":
-                check_sglang(rollout, model.prediction)
+                check_sglang(sampling, model.prediction, autocast=rollout.autocast)
         except BaseException:
             self.pool.close()
             raise
-        self.asking = Asking(self.kind, rollout.sampler.kind, rollout.sampler.eta, model.prediction, sizes)
+        self.asking = Asking(self.kind, sampling.sampler.kind, sampling.sampler.eta, model.prediction, sizes)
 
     def generate(self, requests: Requests, sampling: Sampling, *, micro_batch: int) -> Generator[Chunk, None, None]:
         """Yield the requested samples, see `RolloutSource`; a chunk is yielded as soon as the servers have made it."""
+        if self.kind == "sglang":
+            check_sglang_steps(sampling.stochastic)
         guided = sampling.guidance.is_guided(self.model)
         orders = self.asking.orders(requests, sampling, micro_batch=micro_batch, guided=guided)
         expected = Expected(self.kind, self.model, sampling, max(self.version, 0), self.rollout.servers.most_mb)
@@ -229,7 +232,7 @@ class Remote(RolloutSource):
                     f"{address} takes {images[0]} with a prompt, and the run's prompts have {images[1]}: use fluvial serve, "
                     "with --prompts set to the run's file"
                 )
-            most = self.rollout.servers.in_flight * self.rollout.group * self.world.size
+            most = self.rollout.servers.in_flight * self.sampling.group * self.world.size
             if info.micro_batch is not None and info.micro_batch > most:
                 warnings.warn(
                     f"{address} fills its batches up to {info.micro_batch} samples, and is asked for at most {most} at a "
@@ -254,6 +257,7 @@ class Remote(RolloutSource):
 
 def open_remote(
     rollout: RolloutConfig,
+    sampling: ReadingConfig,
     model: DiffusionModel,
     behaviour: Behaviour,
     world: World,
@@ -278,7 +282,7 @@ def open_remote(
         product=product,
     )
     try:
-        return Remote(rollout, model, behaviour=behaviour, adapter=adapter, world=world, sizes=sizes, sync=sync)
+        return Remote(rollout, sampling, model, behaviour=behaviour, adapter=adapter, world=world, sizes=sizes, sync=sync)
     except BaseException:
         sync.close()
         raise

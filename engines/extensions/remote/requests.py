@@ -14,8 +14,8 @@ from fluvial.engines.data.sizes import Size
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.wire.request import NO_EXTRA, SDE_TYPES, ExtraParams, FluvialOptions, RolloutRequest
 from fluvial.engines.extensions.wire.response import Kind
-from fluvial.engines.sampling.config import RolloutConfig
-from fluvial.engines.sampling.generate import Requests, Sampling
+from fluvial.engines.sampling.config import ReadingConfig
+from fluvial.engines.sampling.generate import Requests, Sampling, StochasticSteps
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.sampling.tail import Tail
 from fluvial.models import Prediction
@@ -183,25 +183,36 @@ def seed_of(key: Key, order: PromptOrder) -> int:
     return int(low | (high & 0x7FFF) << 32)  # 47 bits, which any generator takes
 
 
-def check_sglang(rollout: RolloutConfig, prediction: Prediction) -> None:
+def check_sglang(sampling: ReadingConfig, prediction: Prediction, *, autocast: bool) -> None:
     """Raise UsageError for samples that sglang does not make, and fluvial's own server does."""
-    window = rollout.window
+    window = sampling.window
     unchanged = {
-        "shared_noise": (rollout.shared_noise, False),
-        "window.share_prefix": (window.share_prefix, False),
-        "window.tail": (window.tail, Tail()),
-        "window.draw": (window.draw, "rollout"),
-        "reduction": (rollout.reduction, "mean"),
-        "autocast": (rollout.autocast, False),
+        "sampling.shared_noise": (sampling.shared_noise, False),
+        "sampling.window.share_prefix": (window.share_prefix, False),
+        "sampling.window.tail": (window.tail, Tail()),
+        "sampling.window.draw": (window.draw, "rollout"),
+        "rollout.autocast": (autocast, False),
     }
-    problem = next((f"rollout.{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
+    problem = next((f"{name} is {got}" for name, (got, taken) in unchanged.items() if got != taken), None)
     if window.kind == "branches":
-        problem = "rollout.window is branches"
-    if rollout.sampler.kind not in SDE_TYPES:
-        problem = f"rollout.sampler is {rollout.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
-    if rollout.form == "no_const":
-        problem = "rollout.form is no_const, the density without constants, which rollout_log_prob_no_const is not"
+        problem = "sampling.window is branches"
+    if sampling.sampler.kind not in SDE_TYPES:
+        problem = f"sampling.sampler is {sampling.sampler.kind}, expected one of {', '.join(SDE_TYPES)}"
     if prediction != "velocity":
         problem = f"the model predicts {prediction}"
+    _refuse(problem)
+
+
+def check_sglang_steps(steps: StochasticSteps | None) -> None:
+    """Raise UsageError for log-probabilities that sglang does not compute, and fluvial's own server does."""
+    if steps is None or not steps.record:
+        return
+    problem = None if steps.reduction == "mean" else f"reduction is {steps.reduction}"
+    if steps.form == "no_const":
+        problem = "form is no_const, the density without constants, which rollout_log_prob_no_const is not"
+    _refuse(problem)
+
+
+def _refuse(problem: str | None) -> None:
     if problem is not None:
         raise UsageError(f"{problem}; sglang cannot do this: leave it, or let fluvial serve make the samples")

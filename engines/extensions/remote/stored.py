@@ -24,10 +24,10 @@ from torch import Tensor
 from fluvial.core.random import Key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import texts
-from fluvial.engines.engine.files import save_tensors, sync
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.sampling.config import REPLAYED, RolloutConfig
+from fluvial.engines.files import save_tensors, sync
+from fluvial.engines.sampling.config import REPLAYED, ReadingConfig, RolloutConfig
 from fluvial.engines.sampling.generate import Chunk, Requests, Sampling
 from fluvial.engines.sampling.handshake import Handshake
 from fluvial.engines.sampling.source import Holder, RolloutSource
@@ -117,7 +117,7 @@ class Replayed(RolloutSource):
             if [row.chunk.windows[row.row] for row in found] != _windows(requests, sampling, part):
                 raise RunError(
                     f"`rollout.source` is replayed:{self.folder}, whose samples have other stochastic steps: use the "
-                    "window of the run that stored them, and its `micro_batch` where the window is drawn per call"
+                    "window of the run that stored them, and its `engine.micro_batch` where the window is drawn per call"
                 )
             tensors = {name: _stack(name, found, opened) for name in FIELDS}
             _check_shapes(self.folder, tensors, sampling, len(found))
@@ -202,7 +202,7 @@ def write(folder: Path, requests: Requests, sampling: Sampling, chunks: Sequence
         raise RunError(f"rollout.store: {folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def open_replayed(rollout: RolloutConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
+def open_replayed(rollout: RolloutConfig, sampling: ReadingConfig, model: DiffusionModel, *_: Any, **__: Any) -> Replayed:
     """Open the folder of stored rollouts that `rollout.source` names, see `sampling.build`.
 
     Raises:

@@ -26,11 +26,11 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import nn
 
-from fluvial.engines.engine import export
-from fluvial.engines.engine.files import LORA, read_weights
+from fluvial.engines.engine.weights import gather, gather_weights, layout
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, RunError, UsageError
-from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, bytes_in, factors_in
+from fluvial.engines.export.model_folder import base_tensors, components, write_lora, write_model
+from fluvial.engines.extensions.remote.push_folder import Pushed, PushFolder, bucket_request, factors_in
 from fluvial.engines.extensions.wire.client import HttpClient, UnreachableError
 from fluvial.engines.extensions.wire.weight_buckets import (
     FACTORS,
@@ -45,6 +45,7 @@ from fluvial.engines.extensions.wire.weight_buckets import (
     flatten,
     policy_checksums,
 )
+from fluvial.engines.files import LORA, read_weights
 from fluvial.engines.sampling.source import Holder
 from fluvial.models.lora import lora_layers
 from fluvial.models.lora_layer import Product
@@ -98,7 +99,6 @@ class WeightSync:
             raise UsageError("rollout.servers.weights", method, f"one of {', '.join(METHODS)}")
         self.world, self.method, self.verify, self.product = world, method, verify, product
         self.bucket_bytes = bucket_bytes
-        self.sent_bytes = 0  # of the last push, on the main rank
         self.last: Pushed | None = None
         self._folder: PushFolder | None = None
         with world.agreed():
@@ -146,10 +146,7 @@ class WeightSync:
         return reasons
 
     def _push(self, push: _Push) -> None:
-        self.sent_bytes = 0
-        self._parameters = {
-            name: set(export.base_tensors(net, parameters=True)) for name, net in export.components(push.module).items()
-        }
+        self._parameters = {name: set(base_tensors(net, parameters=True)) for name, net in components(push.module).items()}
         self._each(push.peers, push.failed, self._learn)
         if push.adapter is not None and self.method == "auto":
             self._push_base(push)
@@ -195,14 +192,14 @@ class WeightSync:
 
     def _push_base(self, push: _Push) -> None:
         """Give the base weights to the servers that have others."""
-        networks = export.components(push.module)
+        networks = components(push.module)
         new = [peer for peer in push.peers if peer.address not in {*self._based, *push.failed}]
         dtypes = self._share({self._dtypes[peer.address] for peer in new} if self.verify else set())
         for dtype in sorted(dtypes - set(self._base), key=str):
             self._base[dtype] = {}
             for name, network in networks.items():
-                tensors = export.base_tensors(network, parameters=True)
-                named = ((key, export.gather(tensors[key])) for key in sorted(tensors))
+                tensors = base_tensors(network, parameters=True)
+                named = ((key, gather(tensors[key])) for key in sorted(tensors))
                 self._base[dtype][name] = checksum(named, dtype=dtype)
         others = Failed()
         self._each(new, others, self._check_base)
@@ -211,10 +208,10 @@ class WeightSync:
         folder = f"base-{push.version}"
         with self._writing(folder) as out:
             for name, network in networks.items():
-                tensors = export.base_tensors(network)
+                tensors = base_tensors(network)
                 like = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in tensors.items()}
-                named = ((key, export.gather(tensor).cpu()) for key, tensor in tensors.items())
-                export.write_model(named, out / name, like=like, config=None, world=self.world)
+                named = ((key, gather(tensor).cpu()) for key, tensor in tensors.items())
+                write_model(named, out / name, like=like, config=None, world=self.world)
         if not self.world.is_main:
             return
         pushed = Pushed(push.version, self.path / folder, tuple(self._parameters), None)
@@ -224,7 +221,6 @@ class WeightSync:
             self._check_base(peer)
 
         self._each([peer for peer in new if peer.address in others], push.failed, send)
-        self.sent_bytes += bytes_in(pushed.folder)
 
     def _check_base(self, peer: HttpClient) -> None:
         """Raise RunError unless a server has the trainer's base weights."""
@@ -238,7 +234,7 @@ class WeightSync:
     def _push_adapter(self, push: _Push, adapter: str) -> None:
         name = f"lora-{push.version}"
         with self._writing(name) as out:
-            export.write_lora(push.module, out, adapter=adapter, world=self.world)
+            write_lora(push.module, out, adapter=adapter, world=self.world)
         scaling = float(next(iter(lora_layers(push.module).values())).scaling[adapter])
         self._deliver(push, Pushed(push.version, self.path / name, tuple(self._parameters), scaling))
 
@@ -277,9 +273,9 @@ class WeightSync:
     def _push_folder(self, push: _Push) -> None:
         name, options, plain = f"weights-{push.version}", self._options(push), dict[str, torch.dtype]()
         with self._writing(name) as out:
-            for part, network in export.components(push.module).items():
-                like, tensors = export.layout(network, **options), export.weights(network, **options)
-                export.write_model(tensors, out / part, like=like, config=None, world=self.world)
+            for part, network in components(push.module).items():
+                like, tensors = layout(network, **options), gather_weights(network, **options)
+                write_model(tensors, out / part, like=like, config=None, world=self.world)
                 dtypes = {tensor.dtype for tensor in like.values()}
                 if like.keys() == self._parameters[part] and len(dtypes) == 1:
                     plain[part] = dtypes.pop()
@@ -311,15 +307,15 @@ class WeightSync:
         self.last = None
         options, peers, failed = self._options(push), push.peers, push.failed
         plans = list[tuple[str, nn.Module, list[Place]]]()
-        for part, network in export.components(push.module).items():
-            like = export.layout(network, **options)
+        for part, network in components(push.module).items():
+            like = layout(network, **options)
             laid = buckets({name: like[name] for name in sorted(like)}, most_bytes=self.bucket_bytes)
             plans += [(part, network, places) for places in laid]
         name = uuid.uuid4().hex if self.world.is_main else ""
         dtypes = {self._dtypes[peer.address] for peer in peers if peer.address not in failed}
         sums = {dtype: {part: Checksum(dtype) for part in self._parameters} for dtype in dtypes}
         for index, (part, network, places) in enumerate(plans):
-            named = export.weights(network, **options, names=[place.name for place in places])
+            named = gather_weights(network, **options, names=[place.name for place in places])
             tensors = [tensor for _, tensor in named]
             for place, tensor in zip(places, tensors, strict=True):
                 for each in sums.values():
@@ -332,7 +328,6 @@ class WeightSync:
                     file = self.path / f"bucket-{index}"
                     bucket = SharedBucket(name, index, len(plans), part, str(file), places)
                     request = bucket_request(bucket, flat, version=push.version)
-                    self.sent_bytes += flat.numel()
                     self._each(peers, failed, partial(_post_change, path="/update_weights_from_tensor", value=request))
                     file.unlink(missing_ok=True)
             if self._share(len(failed) == len(peers)):
@@ -349,7 +344,6 @@ class WeightSync:
             return
         self._sums.clear()
         self._each(push.peers, push.failed, lambda peer: self._send(peer, pushed))
-        self.sent_bytes += bytes_in(pushed.folder)
         self._folder.keep(pushed.folder.name)
         self.last = pushed
 
@@ -391,7 +385,7 @@ class WeightSync:
     def _learn(self, peer: HttpClient) -> None:
         """Ask a server for the dtype of its weights, and take off the adapters of another run, once."""
         if peer.address not in self._dtypes:
-            dtype = _precision(peer)
+            dtype = PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
             try:
                 if _find_value(peer.get("/v1/list_loras"), "active"):
                     peer.post("/v1/unmerge_lora_weights", {"target": "all"})
@@ -453,11 +447,6 @@ def _checksums(peer: HttpClient, names: Collection[str]) -> Sums:
     answer = peer.post("/get_weights_checksum", {"module_names": [*names]})
     found = {name: _find_value(answer, name) for name in names}
     return {name: value if isinstance(value, str) else UNKNOWN for name, value in found.items()}
-
-
-def _precision(peer: HttpClient) -> Dtype:
-    """Return the dtype of a server's weights."""
-    return PRECISIONS.get(str(_find_value(peer.get("/v1/models"), "dit_precision")))
 
 
 def _find_value(value: Any, key: str) -> Any:

@@ -132,7 +132,8 @@ class RewardService:
                 if math.isnan(outcome.score):
                     errors[number][name] = outcome.problem
                 else:
-                    results[number][name] = {"score": outcome.score, **_finite(outcome.parts)}
+                    finite = {part: value for part, value in outcome.parts.items() if math.isfinite(value)}
+                    results[number][name] = {"score": outcome.score, **finite}
         return JSONResponse({"results": results, "errors": errors})
 
     def _find_name(self, name: str) -> str:
@@ -185,8 +186,3 @@ def _outcomes(name: str, reward: Reward, samples: Sequence[Sample]) -> list[Outc
         Outcome(score, {part: float(values[number]) for part, values in found.parts.items()}, problem)
         for number, score in enumerate(found.scores.tolist())
     ]
-
-
-def _finite(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers that JSON holds."""
-    return {name: value for name, value in parts.items() if math.isfinite(value)}

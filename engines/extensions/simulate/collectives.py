@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._pytree import tree_iter
 
-# Bytes that a rank sends in a ring of n ranks, as a multiple of (n - 1) / n of the bytes of the largest tensor.
-SENT = {"allreduce": 2, "all_reduce": 2}
+PLAIN = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 SILENT = ("wait_tensor", "barrier")
 
 
@@ -32,21 +31,16 @@ def describe_call(function: Any, args: tuple, kwargs: dict[str, Any]) -> Call | 
         if isinstance(tensor, Tensor):
             sizes[id(tensor)] = tensor.nbytes
     largest = max(sizes.values(), default=0)
-    if name in ("allgather_", "_c10d_functional::all_gather_into_tensor"):
-        largest = max(largest * ranks, 0) if name == "allgather_" else largest
-    if name == "all_gather_into_tensor":
-        largest *= ranks  # only the input is an argument
-    factor = next((factor for word, factor in SENT.items() if word in name), 1)
-    return Call(_plain(name), factor * largest * (ranks - 1) // ranks, ranks)
+    if name in ("allgather_", "all_gather_into_tensor"):
+        largest *= ranks  # each argument is of one rank
+    # In a ring of n ranks, a rank sends (n - 1) / n of the bytes of the largest tensor, and those of a reduction twice.
+    plain = _plain(name)
+    return Call(plain, (2 if plain == "all_reduce" else 1) * largest * (ranks - 1) // ranks, ranks)
 
 
 def _plain(name: str) -> str:
-    words = {
-        "allgather": "all_gather", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-        "allreduce": "all_reduce", "all_reduce": "all_reduce", "alltoall": "all_to_all", "all_to_all": "all_to_all",
-        "broadcast": "broadcast",
-    }  # fmt: skip
-    return next((plain for word, plain in words.items() if word in name), name)
+    """Return the plain name of a collective, whatever underscores an operation's has."""
+    return next((plain for plain in PLAIN if plain.replace("_", "") in name.replace("_", "")), name)
 
 
 def _ranks(args: tuple, kwargs: dict[str, Any]) -> int:

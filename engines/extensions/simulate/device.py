@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from fluvial.engines.extensions.simulate import attention, autocast
@@ -72,18 +71,18 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
 class Stream:
-    """The one stream of the device. Work on it is done at once."""
+    """The one stream of the device, and an event in it: work is done at once, so that only the host ever waits."""
 
     stream_id = device_index = 0
+    wait = wait_stream = wait_event = record = _nothing
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
-
-    @property
-    def device(self) -> torch.device:
-        """The device."""
-        return torch.device(TYPE, 0)
 
     def __enter__(self) -> "Stream":
         return self
@@ -91,61 +90,26 @@ class Stream:
     def __exit__(self, *_: Any) -> None:
         pass
 
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return torch.device(TYPE, 0)
+
     def synchronize(self) -> None:
         """Make the host wait for the device."""
         _active[-1][1].synchronized()
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
+    def record_event(self, event: "Stream | None" = None) -> "Stream":
         """Return an event."""
-        return event or Event()
+        return event or Stream()
 
     def query(self) -> bool:
         """Return whether all work is done."""
         return True
 
-    def wait_stream(self, stream: "Stream") -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: "Event") -> None:
-        """Do nothing."""
-
-
-class Event:
-    """A point in the stream."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Return whether it has happened."""
-        return True
-
-    def synchronize(self) -> None:
-        """Make the host wait for the device."""
-        _active[-1][1].synchronized()
-
-    def elapsed_time(self, end: "Event") -> float:
+    def elapsed_time(self, end: "Stream") -> float:
         """Return 0: nothing takes time."""
         return 0.0
-
-
-class _Here:
-    """A device, or a stream, as a context."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
 
 @cache
@@ -163,29 +127,23 @@ def register() -> None:
 
 def _module() -> types.ModuleType:
     """Return `torch.simulated`: what PyTorch, diffusers and fluvial ask of the module of a device."""
-    module, stream = types.ModuleType(f"torch.{TYPE}"), Stream()
+    module, stream, here = types.ModuleType(f"torch.{TYPE}"), Stream(), lambda *_: contextlib.nullcontext()
     state = torch.zeros(16, dtype=torch.uint8)
-    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     always: Callable[..., Callable[..., Any]] = lambda value: lambda *_, **__: value  # noqa: E731
     functions: dict[str, Any] = {
-        "Stream": Stream, "Event": Event, "stream": _Here, "device": _Here, "device_index": _Here,
-        "current_stream": always(stream), "default_stream": always(stream), "set_stream": nothing,
+        "Stream": Stream, "Event": Stream, "stream": here, "device": here, "device_index": here,
+        "current_stream": always(stream), "default_stream": always(stream), "set_stream": _nothing,
         "is_available": lambda: bool(_active), "is_initialized": always(True), "is_bf16_supported": always(True),
         "_is_in_bad_fork": always(False), "device_count": lambda: len(_active), "current_device": always(0),
-        "set_device": nothing, "synchronize": lambda *_: _active[-1][1].synchronized(), "empty_cache": nothing,
+        "set_device": _nothing, "synchronize": lambda *_: _active[-1][1].synchronized(), "empty_cache": _nothing,
         "get_device_name": lambda *_: _active[-1][0].name, "get_device_properties": lambda *_: _active[-1][0],
         "get_device_capability": always((9, 0)), "get_amp_supported_dtype": always([torch.bfloat16, torch.float16]),
         "memory_allocated": lambda *_: _active[-1][1].allocated(), "memory_reserved": lambda *_: _active[-1][1].allocated(),
         "max_memory_allocated": lambda *_: _active[-1][1].peak(), "max_memory_reserved": lambda *_: _active[-1][1].peak(),
         "reset_peak_memory_stats": lambda *_: _active[-1][1].reset_peak(),
         "mem_get_info": lambda *_: (_active[-1][0].memory - _active[-1][1].allocated(), _active[-1][0].memory),
-        "manual_seed": nothing, "manual_seed_all": nothing, "set_rng_state": nothing, "get_rng_state": always(state),
+        "manual_seed": _nothing, "manual_seed_all": _nothing, "set_rng_state": _nothing, "get_rng_state": always(state),
     }  # fmt: skip
     for name, function in functions.items():
         setattr(module, name, function)
     return module
-
-
-def is_simulated(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the simulated device."""
-    return tensor.device.type == TYPE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fluvial.engines.engine.flops import FORMULAS
+from fluvial.models.flops import FORMULAS
 
 # The shape of these results does not follow from shapes, or they change the shape of an argument.
 UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -60,7 +60,7 @@ class Result(NamedTuple):
     device: torch.device
 
 
-class Known(NamedTuple):
+class OperationResult(NamedTuple):
     """Results and floating-point operations of an operation whose arguments have certain shapes."""
 
     results: tuple[Result, ...]
@@ -77,7 +77,7 @@ class Results:
 
     def __init__(self, mode: FakeMode) -> None:
         self.mode = mode
-        self._known: dict[Hashable, Known | None] = {}
+        self._known: dict[Hashable, OperationResult | None] = {}
 
     def of(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:
         """Return what an operation returns, and its floating-point operations.
@@ -115,7 +115,7 @@ class Results:
         with self.mode:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
-    def _again(self, known: Known, tensors: Sequence[Tensor]) -> Any:
+    def _again(self, known: OperationResult, tensors: Sequence[Tensor]) -> Any:
         """Return results like those before."""
         made = list[Tensor]()
         with torch._C._DisableTorchDispatch():
@@ -142,7 +142,7 @@ def _describe_leaf(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
-def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> Known | None:
+def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) -> OperationResult | None:
     """Return what an operation did, None if shapes do not decide it."""
     results, structure = optree.tree_flatten(out)
     every = [*tensors, *results]
@@ -163,4 +163,4 @@ def _what_it_does(func: Any, tensors: Sequence[Tensor], out: Any, flops: int) ->
             return None
         shape = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype, result.fake_device
         found.append(Result(viewed if same is None else same, viewed is not None, *shape))
-    return Known(tuple(found), structure, flops)
+    return OperationResult(tuple(found), structure, flops)

@@ -129,13 +129,6 @@ class Ledger:
                 highest = None
         return at, found
 
-    def totals(self) -> Iterator[int]:
-        """Yield the bytes after each entry."""
-        total = 0
-        for change in self._change:
-            total += change
-            yield total
-
     def _forget(self, key: int) -> None:
         _, size, number = self._storages.pop(key)
         self._enter(number, -size)

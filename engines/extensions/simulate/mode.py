@@ -253,12 +253,6 @@ class SimulatedMode(TorchDispatchMode):
         length = args[0].shape[0] if value is None else int(value.sum())
         return self._compute(func, args, {**kwargs, "output_size": length})
 
-    def _nothing(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        return None
-
-    def _no(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-        return False
-
 
 def _pin(tensor: Tensor) -> Tensor:
     """Return a copy of a host tensor with its strides, as CUDA makes one in pinned memory; fake ones count as pinned."""
@@ -276,6 +270,6 @@ _HANDLERS: dict[Any, Any] = {
     aten.index_put_: SimulatedMode._index,
     aten.masked_select: SimulatedMode._mask,
     aten.repeat_interleave: SimulatedMode._repeat,
-    aten.record_stream: SimulatedMode._nothing,
-    aten.is_pinned: SimulatedMode._no,
+    aten.record_stream: lambda *_: None,
+    aten.is_pinned: lambda *_: False,
 }

@@ -39,7 +39,7 @@ def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: lis
     if packet in UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     moves = packet in MOVES
-    if not all(each.numel() <= FEW and (moves or not _is_inexact(each.dtype)) for each in results):
+    if not all(each.numel() <= FEW and (moves or not (each.is_floating_point() or each.is_complex())) for each in results):
         return None
     known = []
     for leaf in tree_iter((args, kwargs)):
@@ -53,7 +53,3 @@ def _compute_values(func: Any, args: tuple, kwargs: dict[str, Any], results: lis
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     return [leaf for leaf in tree_iter(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

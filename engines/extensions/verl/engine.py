@@ -10,17 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fluvial.engines.engine import export
 from fluvial.engines.engine.config import DTYPES
-from fluvial.engines.engine.determinism import deterministic
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import HostOffload, ShardedModule
-from fluvial.engines.engine.world import join_world
+from fluvial.engines.engine.weights import gather, gather_weights
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import base_tensors, export, write_lora
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Fields
 from fluvial.engines.extensions.verl.denoiser import Denoiser
@@ -28,6 +30,7 @@ from fluvial.engines.extensions.verl.passes import LossFunction, Passes
 from fluvial.engines.extensions.verl.settings import NETWORK, Settings, lr_factor, read_settings
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models import add_lora
+from fluvial.models.device import default_device, deterministic, is_accelerator
 from fluvial.models.lora import LowRank, blend_adapter, copy_adapter, use_adapter
 from fluvial.models.lora_files import load_lora, read_lora
 
@@ -58,7 +61,7 @@ class VerlEngine:
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
-        world = join_world()
+        world = _join_world()
         self.settings: Settings = read_settings(
             model_config, engine_config, optimizer_config, checkpoint_config, ranks=world.size
         )
@@ -87,7 +90,7 @@ class VerlEngine:
         hooks = type(self).hooks(self.model_config)
         if hooks is not None and settings.lora is None:
             hooks.configure_trainable_params(module, self.model_config)
-        self._configure: Callable[[nn.Module], None] = _leave_unchanged if hooks is None else hooks.configure_train_mode
+        self._configure: Callable[[nn.Module], None] = (lambda module: None) if hooks is None else hooks.configure_train_mode
         blocks = model.blocks(module)
         if settings.optimizer is None:
             module.requires_grad_(False)
@@ -288,12 +291,12 @@ class VerlEngine:
             with self._onload():
                 if adapter is not None and (settings.merge or base_sync_done):
                     cast = dtype if settings.merge else None
-                    for name, tensor in export.weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
+                    for name, tensor in gather_weights(module, adapter=adapter, merge=settings.merge, dtype=cast):
                         yield f"{NETWORK}.{name}", tensor
                     return
-                for name, tensor in export.base_tensors(module).items():
+                for name, tensor in base_tensors(module).items():
                     cast = dtype if tensor.is_floating_point() else tensor.dtype
-                    yield f"{NETWORK}.{name}", export.gather(tensor).to(cast, copy=True)
+                    yield f"{NETWORK}.{name}", gather(tensor).to(cast, copy=True)
 
         if adapter is None or settings.merge:
             return tensors(), None
@@ -352,9 +355,9 @@ class VerlEngine:
         with self._onload(optimizer=True):
             checkpoint.save(path, engine.state(), meta, update=global_step, fingerprint=fingerprint, world=world, keep=1)
             if settings.export and settings.lora is not None:
-                export.write_lora(engine.module, path / "lora_adapter", world=world)
+                write_lora(engine.module, path / "lora_adapter", world=world)
             elif settings.export:
-                export.export(engine.module, path / "huggingface", dtype=DTYPES[settings.sent], world=world)
+                export(engine.module, path / "huggingface", dtype=DTYPES[settings.sent], world=world)
         self._saved = [*(old for old in self._saved if old != path), path]
         while max_ckpt_to_keep and len(self._saved) > max_ckpt_to_keep:
             self._remove(self._saved.pop(0))
@@ -415,10 +418,6 @@ class VerlEngine:
         return self.engine
 
 
-def _leave_unchanged(module: nn.Module) -> None:
-    """Leave a module in training mode as it is."""
-
-
 def _check_remote(path: str | None) -> None:
     if path is not None:
         raise UsageError(f"hdfs_path is {path}, expected None: checkpoints are written to and read from local_path")
@@ -426,3 +425,18 @@ def _check_remote(path: str | None) -> None:
 
 def _shard(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _join_world() -> World:
+    """Return the world of the process group that verl's worker has opened, on the current GPU or the CPU.
+
+    Raises:
+        UsageError: there is no process group.
+    """
+    if not dist.is_initialized():
+        raise UsageError("there is no process group: call torch.distributed.init_process_group first")
+    device = default_device()
+    if is_accelerator(device):
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    size = dist.get_world_size()
+    return World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,), mesh_dim_names=("shard",)))

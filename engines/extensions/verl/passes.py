@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.determinism import fresh_copy
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
@@ -15,6 +14,7 @@ from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.algorithms import Algorithm
 from fluvial.engines.extensions.verl.batch import Batch, by_sample
 from fluvial.engines.extensions.verl.denoiser import Denoiser
+from fluvial.models.host_values import fresh_copy
 
 # loss_function(model_output=..., data=..., dp_group=...) -> (loss, metrics)
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fluvial.engines.data.preferences import PREFERENCES
-from fluvial.engines.engine.files import sync
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.files import sync
 
 IMAGES = "images"
 LOCK = ".lock"
@@ -139,10 +139,8 @@ class VoteFolder:
         """Write a file so that it is there as a whole or not at all."""
         partial = path.with_name(f".{path.name}.partial")
         try:
-            with partial.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
+            partial.write_bytes(content)
+            sync(partial)
             partial.replace(path)
             sync(path.parent)
         except OSError as error:

@@ -52,7 +52,7 @@ class Groups(Struct, frozen=True, forbid_unknown_fields=True):
     images: Annotated[list[str], Meta(min_length=2, max_length=64)]
 
 
-class Asked(Struct, frozen=True):
+class GroupsRequest(Struct, frozen=True):
     """A request for the state of groups."""
 
     groups: Annotated[list[str], Meta(max_length=100_000)]
@@ -64,7 +64,7 @@ class Voting(Struct, frozen=True):
     voter: Voter
 
 
-class Shown(Struct, frozen=True):
+class ImageRequest(Struct, frozen=True):
     """A request for an image."""
 
     group: str
@@ -154,7 +154,7 @@ class VoteService:
 
     async def votes(self, request: Request) -> JSONResponse:
         """Return the states of groups, null for those that are unknown."""
-        body = await json_of(request, Asked, most_bytes=MOST_MB * 1_000_000)
+        body = await json_of(request, GroupsRequest, most_bytes=MOST_MB * 1_000_000)
         now = self.clock()
         for name in body.groups:
             if name in self.groups:
@@ -173,7 +173,7 @@ class VoteService:
 
     async def image(self, request: Request) -> Response:
         """Return an image of a group."""
-        body = await json_of(request, Shown, most_bytes=100_000)
+        body = await json_of(request, ImageRequest, most_bytes=100_000)
         group = self.groups.get(body.group)
         if group is None or body.number >= group.size:
             raise RequestError(404, "there is no such image")

@@ -177,19 +177,17 @@ class _Sample(Struct, frozen=True):
 
     def read(self) -> RolloutSample:
         debug, env = self.rollout_debug_tensors or {}, bytes(self.denoising_env)
-        return RolloutSample(
-            request_id=self.request_id or "",
-            prompt=self.prompt or "",
-            seed=self.seed,
-            generated_output=self.generated_output.tensor,
-            rollout_log_probs=None if self.rollout_log_probs is None else self.rollout_log_probs.tensor,
-            rollout_debug_tensors={name: each.tensor for name, each in debug.items() if each is not None} or None,
-            denoising_env=None if env in (b"\xc0", b"null") else env,
-            dit_trajectory=None if self.dit_trajectory is None else self.dit_trajectory.read(),
-            inference_time_s=self.inference_time_s,
-            peak_memory_mb=self.peak_memory_mb,
-            weight_version=self.weight_version,
-        )
+        changed: dict[str, Any] = {
+            "request_id": self.request_id or "",
+            "prompt": self.prompt or "",
+            "rollout_debug_tensors": {name: each.tensor for name, each in debug.items() if each is not None} or None,
+            "denoising_env": None if env in (b"\xc0", b"null") else env,
+            "dit_trajectory": None if self.dit_trajectory is None else self.dit_trajectory.read(),
+        }
+        for name in {*self.__struct_fields__} - {*changed}:
+            held = getattr(self, name)
+            changed[name] = held.tensor if isinstance(held, Envelope) else held
+        return RolloutSample(**changed)
 
 
 _Samples = Annotated[list[_Sample], Meta(max_length=MOST_SAMPLES)]

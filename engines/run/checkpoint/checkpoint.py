@@ -152,13 +152,6 @@ def save_async(
     return future
 
 
-def setting(path: Path | str, name: str, *, world: World) -> Any:
-    """Return a setting of the run that a checkpoint is of; every rank must take part, and the errors are those of `load`."""
-    with world.agreed():
-        found = verify(path, share=slice(0))["fingerprint"].get(name)  # the files are hashed when they are loaded
-    return found
-
-
 def settings(path: Path | str, *, world: World) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fingerprint of a checkpoint, and the run that it is of; every rank must take part, errors are `load`'s."""
     with world.agreed():
@@ -173,7 +166,14 @@ def meta(path: Path | str, name: str, *, world: World) -> Any:
     return found
 
 
-def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, Any], world: World) -> dict[str, Any]:
+def load(
+    path: Path | str,
+    state: dict[str, Tensor],
+    *,
+    fingerprint: dict[str, Any],
+    world: World,
+    saved: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Verify a checkpoint, fill `state` from it in place, and return its meta data. Every rank must take part.
 
     The number of ranks may differ from that of the save. From a URL, each rank fetches only the files it needs.
@@ -182,6 +182,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
         path: folder or URL of the checkpoint.
         state: tensors, sharded or not, with the names, shapes and dtypes of the checkpoint.
         fingerprint: settings of this run.
+        saved: settings of the checkpoint's run, where they were read under other names.
         world: process group that loads.
 
     Raises:
@@ -190,7 +191,7 @@ def load(path: Path | str, state: dict[str, Tensor], *, fingerprint: dict[str, A
     """
     with world.agreed():
         manifest = verify(path, share=slice(world.rank, None, world.size))
-        saved = manifest["fingerprint"]
+        saved = manifest["fingerprint"] if saved is None else saved
         if different := sorted(k for k in {*saved, *fingerprint} if saved.get(k) != fingerprint.get(k)):
             changes = ", ".join(f"`{name}` {saved.get(name)!r} there, {fingerprint.get(name)!r} here" for name in different)
             advice = "resume with the settings that it was saved with, or start a run in another folder"
@@ -312,10 +313,10 @@ def check_writable(folder: Path | str, *, world: World) -> None:
                 store.probe(str(world.rank))
             except OSError as error:
                 reason = str(error) if error.errno is None else error.strerror
-                raise UsageError("checkpoints", str(folder), hint=f"it cannot be written ({reason})") from error
+                raise UsageError("checkpoint.folder", str(folder), hint=f"it cannot be written ({reason})") from error
         with world.agreed():
             if len(store.sizes(PROBE.folder)) < world.size:
-                raise UsageError("checkpoints", str(folder), "a disk or a service that all ranks write to")
+                raise UsageError("checkpoint.folder", str(folder), "a disk or a service that all ranks write to")
         world.gather_items(None)  # until every rank has looked
     finally:
         if world.is_main:
@@ -356,7 +357,7 @@ def verify(path: Path | str, *, share: slice = slice(None), resumes: bool = True
         return _manifest(store, name)
     others = (other for other in reversed(store.names(recover=resumes)) if other != name)
     whole = next((store.spell(other) for other in others if _problem(store, other) is None), None)
-    advice = f"set resume_from to {whole}" if resumes else "name that one"
+    advice = f"set checkpoint.resume_from to {whole}" if resumes else "name that one"
     offer = f"the newest whole one is {whole}: {advice}" if whole else "there is no other whole one"
     raise RunError(f"checkpoint {path} is damaged ({problem}); {offer}")
 

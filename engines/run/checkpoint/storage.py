@@ -21,8 +21,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from fluvial.engines.engine.files import sync
 from fluvial.engines.errors import UsageError
+from fluvial.engines.files import sync
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"\d{6,}")

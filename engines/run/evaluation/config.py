@@ -8,8 +8,8 @@ from fluvial.engines.sampling.solvers import SolverChoice
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
-    """Evaluations during a run, and how they are sampled where that differs from the rollout.
+class SuiteConfig:
+    """What an evaluation measures, and how it is sampled where that differs from the rollout.
 
     Args:
         prompts: Files of prompts to evaluate on, as `prompts` reads them, in place of the held-out prompts. They change
@@ -17,9 +17,9 @@ class EvaluationConfig:
         rewards: Evaluators: names of the job's rewards and evaluators, or functions (images, prompts) -> [B] as module:name.
             By default those of the job, and for a job without any the rewards of the run.
         seeds: Number of samples per prompt. The evaluations before and after the run then take every prompt, and those
-            in between evenly spaced prompts, with at most `eval_samples` samples in all. None draws prompts at random.
-        micro_batch: Number of samples per forward pass; None is the run's `micro_batch`. More of them fit into memory than
-            in an update, because nothing is kept for a backward pass.
+            in between evenly spaced prompts, with at most `samples` samples in all. None draws prompts at random.
+        micro_batch: Number of samples per forward pass; None is the run's `engine.micro_batch`. More of them fit into memory
+            than in an update, because nothing is kept for a backward pass.
         steps: Number of steps of the schedule; None is that of the rollout.
         guidance: Scale of classifier-free guidance; None is that of the rollout, so that a run without guidance can be
             evaluated with it (DiffusionNFT).
@@ -43,7 +43,9 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         size, count = (1, 2**20), (1, 2**31)
-        check_fields(self, steps=count, seeds=count, micro_batch=count, guidance=(0, 1e6), height=size, width=size)
+        check_fields(
+            self, "evaluation", steps=count, seeds=count, micro_batch=count, guidance=(0, 1e6), height=size, width=size
+        )
         if weighted := [name for name in self.rewards if "=" in name and ":" not in name]:
             raise UsageError(
                 f"`evaluation.rewards` holds {weighted[0]!r}, and evaluators have no weights, because each is reported "
@@ -58,3 +60,28 @@ class EvaluationConfig:
             samples: number of samples where prompts are drawn at random.
         """
         return samples if self.seeds is None else self.seeds * prompts
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(SuiteConfig):
+    """Evaluations of a run: when, on how many samples, and how they are sampled where that differs from the rollout.
+
+    Args:
+        every: Number of updates between evaluations on held-out prompts; 0 evaluates only before and after.
+        samples: Number of samples per evaluation during the run.
+        final_samples: Number of samples of the evaluations before and after the run; with `seeds` they take every prompt
+            instead.
+        stop_when_gamed: Number of evaluations in a row at which the score of the unseen evaluator has to fall, while the
+            reward rises, for the run to end early, with its weights and the checkpoint of its best evaluation kept; 0 never
+            ends it. The unseen evaluator is the one named heldout, or else the last.
+    """
+
+    every: int = 20
+    samples: int = 200
+    final_samples: int = 1000
+    stop_when_gamed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        count, not_negative = (1, 2**31), (0, 2**31)
+        check_fields(self, samples=count, final_samples=count, every=not_negative, stop_when_gamed=not_negative)

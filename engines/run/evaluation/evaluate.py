@@ -39,7 +39,7 @@ class Task(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class Plan(NamedTuple):
+class EvaluationPlan(NamedTuple):
     """The samples of an evaluation, N in all."""
 
     places: list[int]  # index of each sample's prompt
@@ -72,13 +72,13 @@ class Evaluation(NamedTuple):
     invalid: int = 0  # samples that an evaluator had no number for, which are left out of all else
 
 
-def draw_plan(prompts: int, samples: int) -> Plan:
+def draw_plan(prompts: int, samples: int) -> EvaluationPlan:
     """Return the plan of `samples` samples, whose prompts are drawn at random with replacement."""
     draws = uniform(fold_in(key(SEED), Stream.EVALUATION_PROMPTS), (samples,))
-    return Plan((draws * prompts).long().tolist(), list(range(samples)), [f"{i:05d}" for i in range(samples)])
+    return EvaluationPlan((draws * prompts).long().tolist(), list(range(samples)), [f"{i:05d}" for i in range(samples)])
 
 
-def every(prompts: int, seeds: int, most: int | None = None) -> Plan:
+def every(prompts: int, seeds: int, most: int | None = None) -> EvaluationPlan:
     """Return the plan of `seeds` samples of each prompt.
 
     The noise of a sample depends on its prompt's place and on its seed alone, so more seeds, and prompts that are added at
@@ -91,7 +91,7 @@ def every(prompts: int, seeds: int, most: int | None = None) -> Plan:
     count = prompts if most is None else min(prompts, max(most // seeds, 1))
     taken = [number * prompts // count for number in range(count)]
     pairs = [(place, seed) for seed in range(seeds) for place in taken]
-    return Plan(
+    return EvaluationPlan(
         [place for place, _ in pairs],
         [seed * APART + place for place, seed in pairs],
         [f"{place:05d}-{seed}" for place, seed in pairs],

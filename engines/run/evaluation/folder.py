@@ -16,7 +16,7 @@ from fluvial.engines.data.records import texts
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.evaluation.evaluate import Evaluation
-from fluvial.engines.run.evaluation.table import Row, as_records, write_rows, write_scores
+from fluvial.engines.run.evaluation.table import ScoreRow, as_records, write_rows, write_scores
 from fluvial.engines.run.log.images import sheet_of
 from fluvial.engines.run.log.sounds import write_wave
 from fluvial.models.images import as_image
@@ -56,7 +56,13 @@ class EvaluationFolder:
         return write
 
     def finish(
-        self, found: Sequence[Row], ours: Evaluation, base: Evaluation | None, *, title: str, settings: Mapping[str, Any]
+        self,
+        found: Sequence[ScoreRow],
+        ours: Evaluation,
+        base: Evaluation | None,
+        *,
+        title: str,
+        settings: Mapping[str, Any],
     ) -> None:
         """Write scores, table and sheet.
 

@@ -11,25 +11,23 @@ from fluvial.engines import plugins
 from fluvial.engines.data.prompt_sets import is_set
 from fluvial.engines.data.tables import read_text
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.evaluation.config import SuiteConfig
 
 # GenEval has four samples per prompt (arXiv 2310.11513), and flow_grpo's evaluations of SD3.5 have 40 steps. Guidance and
 # size are those of the run or of the model.
 SUITES = {
-    "geneval": EvaluationConfig(("@geneval",), ("flow_grpo:url=http://127.0.0.1:18085,form=geneval",), seeds=4, steps=40),
-    "ocr": EvaluationConfig(("@ocr",), ("ocr",), seeds=1, steps=40),
-    "compression": EvaluationConfig(("@animals",), ("jpeg",), seeds=2, steps=40),
-    "preference": EvaluationConfig(
-        ("@drawbench-like",), ("pickscore", "hpsv2", "imagereward", "clipscore"), seeds=2, steps=40
-    ),
+    "geneval": SuiteConfig(("@geneval",), ("flow_grpo:url=http://127.0.0.1:18085,form=geneval",), seeds=4, steps=40),
+    "ocr": SuiteConfig(("@ocr",), ("ocr",), seeds=1, steps=40),
+    "compression": SuiteConfig(("@animals",), ("jpeg",), seeds=2, steps=40),
+    "preference": SuiteConfig(("@drawbench-like",), ("pickscore", "hpsv2", "imagereward", "clipscore"), seeds=2, steps=40),
 }
 FORMATS = {".toml": tomllib.loads, ".json": json.loads}
 
 
-def find(name: str) -> EvaluationConfig:
+def find(name: str) -> SuiteConfig:
     """Return the suite of a name: built in, an entry point of `fluvial.suites`, `module:name`, or a .toml or .json file.
 
-    A file has the fields of `EvaluationConfig`: `prompts` and `rewards`, and any others. Its prompts are files beside it and
+    A file has the fields of `SuiteConfig`: `prompts` and `rewards`, and any others. Its prompts are files beside it and
     prompt sets, or a table `[[prompts]]` (an object in JSON) per prompt with a column `prompt` and any others.
 
     Raises:
@@ -39,17 +37,13 @@ def find(name: str) -> EvaluationConfig:
         return _from_file(Path(name))
 
     def check(found: Any) -> str | None:
-        return (
-            None
-            if isinstance(found, EvaluationConfig)
-            else f"is {type_of(found)}, expected an EvaluationConfig or a .toml file"
-        )
+        return None if isinstance(found, SuiteConfig) else f"is {type_of(found)}, expected a SuiteConfig or a .toml file"
 
-    found: EvaluationConfig = plugins.load(name, "suites", check, table=SUITES)
+    found: SuiteConfig = plugins.load(name, "suites", check, table=SUITES)
     return _whole(found, f"`suite` {name!r}")
 
 
-def _from_file(path: Path) -> EvaluationConfig:
+def _from_file(path: Path) -> SuiteConfig:
     """Return the suite in a file."""
     label = f"suite {path}"
     try:
@@ -58,7 +52,7 @@ def _from_file(path: Path) -> EvaluationConfig:
         raise UsageError(f"{label} is not {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(record, dict):
         raise UsageError(f"{label} holds {type_of(record)}, expected an object of fields")
-    known = [each.name for each in fields(EvaluationConfig)]
+    known = [each.name for each in fields(SuiteConfig)]
     if unknown := [name for name in record if name not in known]:
         raise UsageError(f"{label} has the unknown field {unknown[0]!r}, expected {', '.join(known)}")
     prompts = record.get("prompts", [])
@@ -72,12 +66,12 @@ def _from_file(path: Path) -> EvaluationConfig:
             raise UsageError(f"{label}: {name} is {words!r}, expected a list of text")
         record[name] = tuple(words)
     try:
-        return _whole(EvaluationConfig(**record), label)
+        return _whole(SuiteConfig(**record), label)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{label}: {error}") from error
 
 
-def _whole(suite: EvaluationConfig, label: str) -> EvaluationConfig:
+def _whole(suite: SuiteConfig, label: str) -> SuiteConfig:
     """Return a suite that says what is evaluated, and by what."""
     for name in ("prompts", "rewards"):
         if not getattr(suite, name):

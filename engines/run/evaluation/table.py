@@ -20,7 +20,7 @@ MEANS: dict[Part, str] = {"tags": "mean over tags", "prompts": "any sample of a 
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoreRow:
     """An evaluator's results for a part of the samples.
 
     The part is what they have in common: nothing (all), a source or a tag. An evaluator that passes or fails samples also
@@ -43,7 +43,7 @@ class Row:
     high: float | None = None
 
 
-def rows(scores: Scores, base: Scores | None = None) -> list[Row]:
+def rows(scores: Scores, base: Scores | None = None) -> list[ScoreRow]:
     """Return the rows of an evaluation: per evaluator all samples, each source, each tag, and overall pass rates.
 
     Samples that one of the two evaluations left out are not compared, and count in no row.
@@ -101,7 +101,7 @@ def overall(scores: Scores) -> dict[str, float]:
     }
 
 
-def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[Row]:
+def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[ScoreRow]:
     """Yield the rows of one evaluator."""
     name, prompts = scores.evaluators[place], scores.prompts
     sources, tags = [prompt.source for prompt in prompts], [prompt.tag for prompt in prompts]
@@ -133,11 +133,11 @@ def _of_evaluator(scores: Scores, base: Scores | None, place: int) -> Iterator[R
                 "low": compared.interval.low,
                 "high": compared.interval.high,
             }
-        yield Row(name, part, label, len(numbers), **row)
+        yield ScoreRow(name, part, label, len(numbers), **row)
     yield from _pass_rates(scores, base, place, tags)
 
 
-def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[str | None]) -> Iterator[Row]:
+def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[str | None]) -> Iterator[ScoreRow]:
     """Yield the overall rows of an evaluator that passes or fails samples, where prompts have tags."""
     columns = [each.values[:, place] for each in (scores, base) if each is not None]
     if not any(tag is not None for tag in tags) or not all(map(statistics.is_pass_fail, columns)):
@@ -149,10 +149,10 @@ def _pass_rates(scores: Scores, base: Scores | None, place: int, tags: Sequence[
         row: dict[str, float] = {}
         for other in theirs:
             row = {"base_mean": getattr(other, field), "difference": mean - getattr(other, field)}
-        yield Row(scores.evaluators[place], part, MEANS[part], len(scores.prompts), mean, **row)
+        yield ScoreRow(scores.evaluators[place], part, MEANS[part], len(scores.prompts), mean, **row)
 
 
-def format_tables(title: str, found: Sequence[Row]) -> list[rich.table.Table]:
+def format_tables(title: str, found: Sequence[ScoreRow]) -> list[rich.table.Table]:
     """Return rows as tables for the console: the scores, and if there is a base the comparison with it."""
     exact = any(row.exact for row in found)
     scores = _table(title, ("samples", "mean [95 %]", "std", *(["exactly right"] if exact else [])))
@@ -176,7 +176,7 @@ def _table(title: str, columns: Sequence[str]) -> rich.table.Table:
     return sheet
 
 
-def _part(row: Row) -> str:
+def _part(row: ScoreRow) -> str:
     return "all" if row.part == "all" else row.name if row.part in MEANS else f"{row.part} {row.name}"
 
 
@@ -184,27 +184,27 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _mean(row: Row) -> str:
+def _mean(row: ScoreRow) -> str:
     interval = "" if row.mean_low is None else f" [{_number(row.mean_low)}, {_number(row.mean_high)}]"
     return _number(row.mean) + interval
 
 
-def _difference(row: Row) -> str:
+def _difference(row: ScoreRow) -> str:
     if row.difference is None:
         return ""
     return f"{row.difference:+.4f}" + ("" if row.low is None else f" [{row.low:+.4f}, {row.high:+.4f}]")
 
 
-def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
+def as_records(found: Sequence[ScoreRow]) -> list[dict[str, Any]]:
     """Return rows as JSON holds them, without what there is no number of."""
     return [{name: value for name, value in asdict(row).items() if value is not None} for row in found]
 
 
-def write_rows(path: Path, found: Sequence[Row]) -> None:
+def write_rows(path: Path, found: Sequence[ScoreRow]) -> None:
     """Write rows as CSV."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
-        writer.writerow([field.name for field in fields(Row)])
+        writer.writerow([field.name for field in fields(ScoreRow)])
         writer.writerows(["" if value is None else value for value in asdict(row).values()] for row in found)
 
 

@@ -9,10 +9,10 @@ import torch
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.data.records import Prompt, model_inputs
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
 from fluvial.engines.run.jobs.media import check_columns, media_columns
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.scoring.heard import with_audio
 from fluvial.engines.scoring.protocol import Reward

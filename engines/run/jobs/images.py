@@ -18,6 +18,7 @@ from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.jobs.base import Job
+from fluvial.engines.run.method import Preferences
 from fluvial.models.digests import digest_file
 
 
@@ -27,8 +28,9 @@ def with_images(job: Job, config: TrainConfig) -> Job:
     Raises:
         UsageError: the model has no way from images to samples.
     """
-    preferences = config.objective.traits.preferences
-    if not config.data and preferences is None:
+    source = config.method.source
+    preferences = source.folder if isinstance(source, Preferences) else None
+    if not config.data.images and preferences is None:
         return job
     encode = _encoder(job, config)
     shapes: Any = job.sizes or {config.pipeline.size: job.shape}
@@ -37,7 +39,7 @@ def with_images(job: Job, config: TrainConfig) -> Job:
         settings=_settings(job, config),
         encode=encode,
         shapes=shapes if job.encode is None else {None: job.shape},
-        skip=config.data_errors == "skip",
+        skip=config.data.errors == "skip",
     )
     # Held-out prompts that the job brings must not be there; those that were split off are skipped.
     apart = sorted({*texts(job.heldout)} - {*texts(job.prompts)})
@@ -64,12 +66,12 @@ def with_images(job: Job, config: TrainConfig) -> Job:
         given = ((image, prompt.size) for prompt in prompts if (image := prompt.image) is not None)
         return torch.stack([cache.sample(image, size) for image, size in given])
 
-    return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data else job.data)
+    return replace(job, encode=encode, prepare=prepare, images=cache, data=data if config.data.images else job.data)
 
 
 def cache_folder(config: TrainConfig) -> Path:
     """Return the folder of a run's encoded images."""
-    return config.out / "encoded" if config.data_cache is None else config.data_cache
+    return config.out / "encoded" if config.data.cache is None else config.data.cache
 
 
 def _encoder(job: Job, config: TrainConfig) -> Callable[[Tensor], Tensor]:

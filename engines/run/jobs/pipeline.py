@@ -17,8 +17,8 @@ from fluvial.engines.data.records import Prompt, model_inputs, texts
 from fluvial.engines.data.sizes import parse_shapes
 from fluvial.engines.engine.config import DTYPES
 from fluvial.engines.errors import UsageError, no_effect
-from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.jobs.base import Job, has_one_size, only_shape
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.device import default_device, has_values, is_accelerator
 

@@ -3,16 +3,15 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fluvial.engines.engine.files import read_weights
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.files import read_weights
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.jobs.base import Job
 from fluvial.models import LoraConfig
 from fluvial.models.digests import digest_tensors, join_digests
@@ -40,7 +39,7 @@ def configuration(folder: Path) -> TrainConfig:
     file = folder / RECORD
     try:
         run = locate_paths(read_record(json.loads(file.read_text(encoding="utf-8"))), folder)
-        return replace(run, out=folder, resume=False, resume_from=None)
+        return with_values(run, {"out": folder, "resume": False, "checkpoint.resume_from": None})
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UsageError(f"{file} is not the record of a run of this version: {error}") from error
 
@@ -71,12 +70,13 @@ def from_run(config: TrainConfig) -> TrainConfig:
     if not is_run(config.model):
         return config
     weights = Path(config.model) / WEIGHTS
-    if config.weights not in (None, weights):
-        raise UsageError("weights", config.weights, hint=f"model {config.model} is a run with its own; leave one out")
+    if config.pipeline.weights not in (None, weights):
+        hint = f"model {config.model} is a run with its own; leave one out"
+        raise UsageError("pipeline.weights", config.pipeline.weights, hint=hint)
     if not weights.is_dir():
         advice = f"let it end (--resume), or export a checkpoint: fluvial export {config.model} --as merged --out {weights}"
         raise UsageError(f"`model` is {config.model}, a run that has exported no weights: {advice}")
-    return replace(config, model=base_model(config.model), weights=weights)
+    return with_values(config, {"model": base_model(config.model), "pipeline.weights": weights})
 
 
 class OtherWeights:

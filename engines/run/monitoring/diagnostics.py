@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal
 from fluvial.engines.data.records import Prompt, model_inputs
-from fluvial.engines.engine.files import save_tensors
 from fluvial.engines.errors import RunError
+from fluvial.engines.files import save_tensors
 from fluvial.engines.run.job import Job
 from fluvial.engines.sampling.generate import Requests, Sampling, generate
 from fluvial.engines.sampling.noising import add_noise

@@ -14,7 +14,7 @@ from fluvial.models.images import as_image
 LARGEST, LOSSLESS, WIDTH = 512, 128, 256  # pixels per side
 
 
-class Shown(NamedTuple):
+class ExtremeSamples(NamedTuple):
     """Samples that are shown, with their prompts and scores."""
 
     images: list[Image.Image]
@@ -38,7 +38,7 @@ class KeptImages:
                 shown.save(buffer, "jpeg", quality=90)
             self.files[name] = buffer.getvalue()
 
-    def extremes(self, scores: Scores, world: World, *, count: int) -> tuple[Shown, Shown]:
+    def extremes(self, scores: Scores, world: World, *, count: int) -> tuple[ExtremeSamples, ExtremeSamples]:
         """Return the samples of the highest scores by the last evaluator, and of the lowest; every rank must take part.
 
         No sample is in both. Of equal scores the earlier sample comes first.
@@ -53,9 +53,9 @@ class KeptImages:
         own = {i: self.files[scores.names[i]] for i in (*best, *worst) if scores.names[i] in self.files}
         found = {i: file for part in world.gather_items(own) for i, file in part.items()}
 
-        def show(chosen: Sequence[int]) -> Shown:
+        def show(chosen: Sequence[int]) -> ExtremeSamples:
             images = [_enlarge(found[i]) for i in chosen]
-            return Shown(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
+            return ExtremeSamples(images, [scores.prompts[i].text for i in chosen], [values[i] for i in chosen])
 
         return show(best), show(worst)
 

@@ -10,10 +10,10 @@ from fluvial.engines.errors import RunError, out_of_memory
 
 ACTIVATIONS = "activations"
 OF_PHASE = {
-    "rollout": "`micro_batch`, `pipeline.vae_tile` or `pipeline.vae_offload`",
-    "reward": "the rewards' option device=cpu, `micro_batch` or `engine.offload` phases",
-    "update": "`update_micro_batch`, `micro_batch` or `engine.checkpointing` block",
-    "evaluation": "`evaluation.micro_batch`, `micro_batch` or `pipeline.vae_tile`",
+    "rollout": "`engine.micro_batch`, `pipeline.vae_tile` or `pipeline.vae_offload`",
+    "reward": "the rewards' option device=cpu, `engine.micro_batch` or `engine.offload` phases",
+    "update": "`engine.update_micro_batch`, `engine.micro_batch` or `engine.checkpointing` block",
+    "evaluation": "`evaluation.micro_batch`, `engine.micro_batch` or `pipeline.vae_tile`",
 }
 OF_PART = {
     "weights": "`engine.base` int8 or nf4 with `train` lora, `engine.offload` always, or more ranks",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.device import is_accelerator
 
 GIB = 2**30
@@ -237,7 +237,7 @@ def trials(engine: Engine, passes: Passes) -> Iterator[Callable[[int], Trial]]:
         return Trial(seconds, int(most), not differs)
 
     # Adapters that add nothing yet would give the same bits whatever the size.
-    filled = nullcontext() if passes.same is None else engine.without_zeros()
+    filled = nullcontext() if passes.same is None else without_zeros(engine)
     with _no_trace(engine), filled, torch.compiler.set_stance("force_eager" if engine.compiles else "default"):
         with engine.world.agreed():
             _begin(engine, passes)
@@ -317,16 +317,34 @@ def _end(engine: Engine, passes: Passes, size: int, *, failed: bool) -> None:
         pass  # registers the shards again
 
 
+@contextmanager
+def without_zeros(engine: Engine) -> Iterator[None]:
+    """Compute with noise in place of trained parameters that are all 0, as the second factors of new adapters are.
+
+    Their values are drawn by torch's generator, and they are 0 again when the context ends.
+    """
+    engine.sharded.reshard()
+    empty = [shard for shard in engine.sharded.shards(trainable=True).values() if not shard.any()]
+    for shard in empty:
+        shard.normal_(std=0.02)
+    try:
+        yield
+    finally:
+        engine.sharded.reshard()
+        for shard in empty:
+            shard.zero_()
+
+
 def recover(engine: Engine) -> None:
     """Reset the engine after a pass that ended halfway; every rank must take part.
 
     Raises:
         RunError: this version of torch cannot.
     """
-    reset = getattr(engine.module, "reset_iter_state", None)
+    reset = getattr(engine.sharded.copies or engine.module, "reset_iter_state", None)
     if reset is None:
         raise RunError(
-            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set `micro_batch` "
+            f"a pass ended halfway, after which FSDP2 of torch {torch.__version__} cannot go on: set `engine.micro_batch` "
             "to a number and `engine.compile` to False, or use a newer torch"
         )
     reset()

@@ -14,6 +14,7 @@ from fluvial.engines.engine.engine import Engine
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.log.progress import RunProgress
+from fluvial.engines.run.method import RecordedRows
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.micro_batch import Choice, Passes
 from fluvial.engines.run.passes.warm_up import WarmUp, warm_up
@@ -37,7 +38,7 @@ class RunPasses:
         self.largest = max(self.shapes, key=math.prod)
         device = engine.world.device
         with torch.no_grad():
-            cond = config.rollout.guidance.encode(job.model, list(job.prompts[:1]))
+            cond = config.method.sampling.guidance.encode(job.model, list(job.prompts[:1]))
         self.row = optree.tree_map(lambda tensor: tensor.to(device), cond)
 
     def of(self, shape: tuple[int, ...], *, tokens: int | None = None, guided: bool = True) -> Passes:
@@ -86,7 +87,7 @@ class RunPasses:
 
     @property
     def _updates_guided(self) -> bool:
-        return self.config.rollout.guidance.update == "guided"
+        return self.config.method.sampling.guidance.update == "guided"
 
     def variants(self) -> Iterator[Passes]:
         """Yield passes in each form that a run may take: sizes of samples, lengths of prompts, evaluations."""
@@ -95,7 +96,7 @@ class RunPasses:
         if trims_padding(self.job.model):
             yield self.of(self.largest, tokens=MULTIPLE)
         # Guidance doubles the batch of a pass. Evaluations may be the only ones without it.
-        plain = [guidance.scale == 1 for guidance in (self.config.rollout.guidance, self.config.evaluation_guidance)]
+        plain = [guidance.scale == 1 for guidance in (self.config.method.sampling.guidance, self.config.evaluation_guidance)]
         if self.config.makes_samples and plain == [False, True]:
             yield self.of(self.largest, guided=False)
 
@@ -111,7 +112,7 @@ class RunPasses:
         chunk: int | None = None,
     ) -> Tensor:
         """Return the prediction of `size` rows of noise from row `first` on; each `chunk` of them is at a step's level."""
-        gradient, device = self.config.rollout.guidance.gradient, self.engine.world.device
+        gradient, device = self.config.method.sampling.guidance.gradient, self.engine.world.device
         cond = optree.tree_map(lambda tensor: tensor.repeat_interleave(size, 0), trim(self.job.model, self.row, tokens))
         cond = cond.cond if isinstance(cond, Guided) and not guided else cond
         rows = torch.arange(first, first + size)
@@ -138,7 +139,8 @@ def choose_micro_batch(config: TrainConfig, job: Job, engine: Engine, schedule: 
         UsageError: the passes of a single sample do not fit into the memory.
     """
     passes = RunPasses(config, job, engine, schedule)
-    batch = config.rollout.batch if config.makes_samples or job.data is not None else 2 * config.rollout.prompts
+    sampling = config.method.sampling
+    batch = sampling.batch if config.makes_samples or job.data is not None else 2 * sampling.prompts
     samples = -(-batch // engine.world.data_size)
     with micro_batch.trials(engine, passes.of(passes.largest)) as measure:
         budget = _budget(config, passes, samples)
@@ -172,27 +174,25 @@ def explain_fixed_pairs(config: TrainConfig, engine: Engine) -> str | None:
     """
     if engine.compiles:
         return "blocks are compiled"
-    return "a reward's gradient is followed" if config.objective.traits.rewards == "gradients" else None
+    return "a reward's gradient is followed" if config.method.needs.rewards == "gradients" else None
 
 
 def _pairs(config: TrainConfig, *, ranks: int) -> tuple[int, int]:
     """Return the number of samples of a rank, and of the pairs of an update of its own."""
-    traits, batch = config.objective.traits, config.rollout.batch
-    each = config.noising.each
-    if traits.trains_on == "preferences":
-        batch = 2 * config.rollout.prompts
-    if traits.trains_on == "steps":
-        each = config.rollout.trained.count(config.rollout.window.count(config.rollout.steps))
+    method, sampling = config.method, config.method.sampling
+    batch = 2 * sampling.prompts if method.is_paired else sampling.batch
+    rows, recorded = method.rows, sampling.window.count(sampling.steps)
+    each = rows.trained.count(recorded) if isinstance(rows, RecordedRows) else rows.noising.each
     samples = -(-batch // ranks)
-    return samples, samples * each // config.minibatches
+    return samples, samples * each // method.passes.minibatches
 
 
 def _budget(config: TrainConfig, passes: RunPasses, samples: int) -> int:
     """Return the bytes that a pass may take, beside a trajectory, and the copy of it that an update makes."""
     world, steps = passes.engine.world, 0
-    if config.objective.traits.trains_on == "steps":
-        latents = 3 if config.objective.record.velocity else 2
-        steps = config.rollout.window.count(config.rollout.steps) * latents
+    if (recorded := config.method.recorded) is not None:
+        sampling = config.method.sampling
+        steps = sampling.window.count(sampling.steps) * (3 if recorded.velocity else 2)
     row_bytes = sum(tensor.nbytes for tensor in optree.tree_leaves(passes.row))
     stored = samples * (row_bytes + 2 * (1 + steps) * 4 * math.prod(passes.largest))
     free = min(world.gather_items(micro_batch.free_memory(world.device)))
@@ -201,7 +201,7 @@ def _budget(config: TrainConfig, passes: RunPasses, samples: int) -> int:
 
 def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
     """Yield what a person should know of how a run is spread over several ranks."""
-    world, batch, size = engine.world, config.rollout.batch, config.samples_per_pass
+    world, batch, size = engine.world, config.method.sampling.batch, config.samples_per_pass
     if world.size > 1 and engine.sharded.is_whole:
         yield f"each of the {world.size} ranks holds all weights (engine.replicas {config.engine.replicas})"
     ranks = world.data_size
@@ -211,7 +211,7 @@ def notes(config: TrainConfig, engine: Engine) -> Iterator[str]:
     if config.makes_samples and fewer < repeats:
         yield (
             f"{repeats} of the {computed[size]} samples that {ranks} ranks compute per rollout are repeats, because "
-            f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
+            f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {fewer}"
         )
 
 
@@ -225,7 +225,7 @@ def compile_blocks(
     """
     passes = list(RunPasses(config, job, engine, schedule).variants())
     found = warm_up(engine, passes, config.samples_per_pass, progress=progress)
-    pairs = config.update_micro_batch
+    pairs = config.engine.update_micro_batch
     if isinstance(pairs, str) or pairs == config.samples_per_pass or found.failure is not None:
         return found
     more = warm_up(engine, [Passes(each.update) for each in passes], pairs, progress=progress)

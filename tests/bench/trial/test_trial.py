@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import wheels
+from helpers import launch, wheels
 
-from fluvial.bench.trial.pipelines import COLUMNS, Row, _reason, format_table
+from fluvial.bench.trial.pipelines import COLUMNS, PipelineTrial, _reason, format_table
 from fluvial.engines.cli import main as cli
 from fluvial.models.tiny import pipelines as tiny
 
-TRAINS = Row(
+TRAINS = PipelineTrial(
     "APipeline",
     "recorded",
     ("image",),
@@ -33,8 +32,8 @@ TRAINS = Row(
 
 def test_the_table_has_a_row_per_pipeline_and_counts_those_that_train() -> None:
     rows = [
-        Row("CPipeline", flow=False, reason="its scheduler is not a flow's (DDPMScheduler)"),
-        Row("BPipeline", reason="it does this | or that"),
+        PipelineTrial("CPipeline", flow=False, reason="its scheduler is not a flow's (DDPMScheduler)"),
+        PipelineTrial("BPipeline", reason="it does this | or that"),
         TRAINS,
         TRAINS._replace(pipeline="DPipeline", ratio=1.5),
     ]

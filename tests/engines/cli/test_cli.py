@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.run.config import with_values
 
 PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "short.txt": "427\n", "unicode.txt": "１２３４\n"}
 
@@ -25,34 +26,37 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --processes 2 --processes=2", "--processes is given twice"),
     ("sample handwriting --processes 2", "unknown flag --processes"),
     ("train handwriting --updtes 3", "did you mean '--updates'?"),
-    ("train handwriting --rollout.sampler.etaa 3", "did you mean '--rollout.sampler.eta'?"),
+    ("train handwriting --sampling.sampler.etaa 3", "did you mean '--sampling.sampler.eta'?"),
     ("train handwriting --updates many", "--updates"),
     ("train handwriting --updates 0", "updates is 0"),
     ("train handwriting --update-micro-batch 0", "update-micro-batch is 0"),
     ("train handwriting --train half", "'half'"),
-    ("train handwriting --rollout.sampler.eta -0.1", "eta is -0.1"),
-    ("train handwriting --rollout.sampler.eta nan", "eta is nan"),
-    ("train handwriting --rollout.sampler.eta inf", "eta is inf"),
-    ("train handwriting --rollout.sampler.eta 0", "eta is 0, expected a number above 0: every step of flow_sde"),
-    ("train handwriting --rollout.group 1", "group is 1, expected at least 2"),
-    ("train handwriting --rollout.window.size 11", "--rollout.window has 11 stochastic steps in steps 0 to 6"),
-    ("train handwriting --rollout.window.size 0", "--rollout.window.size is 0, expected an integer"),
-    ("train handwriting --rollout.window.low 5 --rollout.window.size 2", "has 2 stochastic steps in steps 5 to 6"),
-    ("train handwriting --rollout.window scatered", "moving, branches; did you mean 'scattered'?"),
-    ("train handwriting --rollout.window scattered", "--rollout.window.size"),
-    ("train handwriting --rollout.window all --rollout.window.size 2", "the kind all has no size, which random, scattered,"),
+    ("train handwriting --sampling.sampler.eta -0.1", "eta is -0.1"),
+    ("train handwriting --sampling.sampler.eta nan", "eta is nan"),
+    ("train handwriting --sampling.sampler.eta inf", "eta is inf"),
+    ("train handwriting --sampling.sampler.eta 0", "eta is 0, expected a number above 0: every step of flow_sde"),
+    ("train handwriting --sampling.group 1", "group is 1, expected at least 2"),
+    ("train handwriting --sampling.window.size 11", "--sampling.window has 11 stochastic steps in steps 0 to 6"),
+    ("train handwriting --sampling.window.size 0", "--sampling.window.size is 0, expected an integer"),
+    ("train handwriting --sampling.window.low 5 --sampling.window.size 2", "has 2 stochastic steps in steps 5 to 6"),
+    ("train handwriting --sampling.window scatered", "moving, branches; did you mean 'scattered'?"),
+    ("train handwriting --sampling.window scattered", "--sampling.window.size"),
     (
-        "train handwriting --rollout.sampler cps --rollout.window.size 1 --rollout.window.high 10",
+        "train handwriting --sampling.window all --sampling.window.size 2",
+        "the kind all has no size, which random, scattered,",
+    ),
+    (
+        "train handwriting --sampling.sampler cps --sampling.window.size 1 --sampling.window.high 10",
         "the last step of cps has no log-probability",
     ),
-    ("train handwriting --rollout.sampler cps --rollout.sampler.eta 1.5", "eta is 1.5, expected at most 1 for cps"),
-    ("train handwriting --rollout.sampler ode --rollout.sampler.eta 1", "the kind ode has no eta, which flow_sde"),
-    ("train handwriting --rollout.sampler euler", "'euler'"),
-    ("train handwriting --objective.clip-low nan", "--objective.clip-low is nan"),
+    ("train handwriting --sampling.sampler cps --sampling.sampler.eta 1.5", "eta is 1.5, expected at most 1 for cps"),
+    ("train handwriting --sampling.sampler ode --sampling.sampler.eta 1", "the kind ode has no eta, which flow_sde"),
+    ("train handwriting --sampling.sampler euler", "'euler'"),
+    ("train handwriting --clip-low nan", "--clip-low is nan"),
     ("train handwriting --kl.coef -1", "coef is -1"),
-    ("train guard --rollout.sampler cps", "--rollout.sampler is 'cps', expected flow_sde or dance_sde"),
-    ("train guard --rollout.form unscaled", "expected density or no_const"),
-    ("train guard --rollout.reduction sum", "expected mean"),
+    ("train guard --sampling.sampler cps", "--sampling.sampler is 'cps', expected flow_sde or dance_sde"),
+    ("train guard --form unscaled", "expected density or no_const"),
+    ("train guard --reduction sum", "unknown flag --reduction: this method has none, and grpo, tempflow have it"),
     ("train handwriting --optimizer.lr -1", "lr is -1"),
     ("train handwriting --lora.rank 0", "lora.rank is 0"),
     ("train handwriting --prompts {tmp}/missing.txt", "missing.txt cannot be read: No such file"),
@@ -70,7 +74,7 @@ WRONG: list[tuple[str, str]] = [
     ("train handwriting --seed 1{zeros}", "expected"),
     ("train handwriting --advantage.eps 0", "eps is 0"),
     (
-        "train handwriting --rollout.sampler cps --rollout.form unscaled --rollout.window.high 10 --kl.coef 1",
+        "train handwriting --sampling.sampler cps --form unscaled --sampling.window.high 10 --kl.coef 1",
         "the last step of cps has no KL",
     ),
     ("pretrain handwriting --seed -1", "seed is -1"),
@@ -99,8 +103,8 @@ WRONG: list[tuple[str, str]] = [
     ("train grpo --reward nice", "--rewards is 'nice', expected one of characters"),
     ("train grpo --rewards characters=x", "whose weight 'x' is not a number other than 0"),
     ("train grpo --rewards characters machine characters=2", "which names 'characters' twice"),
-    ("train dpo --objective.preferences {tmp}/nowhere", "preferences.jsonl cannot be read"),
-    ("train distill --objective.teacher {tmp}/nowhere", "config.json is missing"),
+    ("train dpo --preferences {tmp}/nowhere", "preferences.jsonl cannot be read"),
+    ("train distill --teacher {tmp}/nowhere", "config.json is missing"),
     ("train nft --train full", "--train is 'full', expected lora: nft keeps policies that lag behind"),
     ("train grpo --model handwriting-unet", "expected ddim or ode"),
     ("train ddpo --model handwriting", "expected flow_sde or dance_sde or cps"),
@@ -251,13 +255,13 @@ def test_what_is_typed_to_resume_goes_on_top_of_the_run(
     from fluvial.engines.run.record import as_record
 
     out = tmp_path / "run"
-    begun = replace(recipes.grpo(), out=out, updates=1, minibatches=1, seed=5)
+    begun = with_values(recipes.grpo(), {"out": out, "updates": 1, "passes.minibatches": 1, "seed": 5})
     out.mkdir()
     (out / "config.json").write_text(json.dumps(as_record(begun)))
     seen: list[Any] = []
     monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
     assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err
     (config,) = seen
-    assert replace(config, resume=False, resume_from=None) == replace(begun, updates=3)
-    assert config.resume != (config.resume_from is not None)
+    assert with_values(config, {"resume": False, "checkpoint.resume_from": None}) == replace(begun, updates=3)
+    assert config.resume != (config.checkpoint.resume_from is not None)
     assert cli.run(["train", "grpo", "--resume", "--help"]) == 0  # where there is no run, too

@@ -6,15 +6,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import launch
 import pytest
 import torch
+from helpers import launch
 from safetensors.torch import load_file
 
 from fluvial.engines.cli import main as cli
 from fluvial.models.handwriting import BASE
 
-TINY = [*launch.SMALL, "--updates", "2", "--minibatches", "1"]
+TINY = [*launch.SMALL, "--updates", "2", "--passes.minibatches", "1"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
@@ -42,52 +42,74 @@ def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
 ) -> None:
     """The objective's fields are flags; what is resumed is found again by its name in the record."""
     out = tmp_path / "run"
-    finish(["train", "toy_doors:recipe", "--out", str(out), "--objective.scale", "0.5"], capfd)
+    finish(["train", "helpers.doors:recipe", "--out", str(out), "--scale", "0.5"], capfd)
     record = json.loads((out / "config.json").read_text())
-    assert record["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
-    assert record["rollout"]["sampler"] == {"kind": "toy_doors:walk", "eta": 0.5}
+    assert {name: record["method"][name] for name in ("name", "scale")} == {"name": "helpers.doors:Pull", "scale": 0.5}
+    assert record["method"]["sampling"]["sampler"] == {"kind": "helpers.doors:walk", "eta": 0.5}
     assert moved(out)
     assert len(metrics(out)) == 2
-    finish(["train", "toy_doors:recipe", "--out", str(out), "--resume", "--updates", "3"], capfd)
-    assert json.loads((out / "config.json").read_text())["objective"] == {"name": "toy_doors:Pull", "scale": 0.5}
+    finish(["train", "helpers.doors:recipe", "--out", str(out), "--resume", "--updates", "3"], capfd)
+    recorded = json.loads((out / "config.json").read_text())["method"]
+    assert (recorded["name"], recorded["scale"]) == ("helpers.doors:Pull", 0.5)
     assert len(metrics(out)) == 3
+
+
+def test_a_method_of_ones_own_needs_no_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Named by its class it has the defaults of the model and flags of its own, resumes, and shows its own help."""
+    out = tmp_path / "run"
+    finish(["train", "helpers.doors:Pull", "--out", str(out), *TINY, "--scale", "0.5"], capfd)
+    recorded = json.loads((out / "config.json").read_text())["method"]
+    assert (recorded["name"], recorded["scale"]) == ("helpers.doors:Pull", 0.5)
+    assert moved(out)
+    finish(["train", "helpers.doors:Pull", "--out", str(out), "--resume", "--updates", "2"], capfd)
+    assert cli.run(["train", "helpers.doors:Pull", "--help-all"]) == 0
+    shown = capfd.readouterr().out
+    assert "--scale" in shown
+    assert "--kl.coef" not in shown
 
 
 def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """They are named by flags; the other recipe gives other weights."""
     out = tmp_path / "run"
     own = [
-        "--rollout.sampler",
-        "toy_doors:walk",
-        "--rollout.sampler.eta",
+        "--sampling.sampler",
+        "helpers.doors:walk",
+        "--sampling.sampler.eta",
         "0.5",
         "--rewards",
-        "toy_doors:bold",
+        "helpers.doors:bold",
         "characters=0.5",
     ]
     finish(["train", "handwriting", "--out", str(out), *TINY, *own], capfd)
     assert moved(out)
-    assert {"reward/toy_doors:bold", "reward/characters"} <= set(metrics(out)[0]) or "reward" in metrics(out)[0]
+    assert {"reward/doors:bold", "reward/characters"} <= set(metrics(out)[0]) or "reward" in metrics(out)[0]
 
 
 def test_an_own_model_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It comes with a file of prompts and a reward, since there is no job for it."""
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     out = tmp_path / "run"
-    own = ["--model", "toy_doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
-    finish(["train", "toy_doors:recipe", "--out", str(out), *own], capfd)
+    own = [
+        "--model",
+        "helpers.doors:adapter",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--rewards",
+        "helpers.doors:bold",
+    ]
+    finish(["train", "helpers.doors:recipe", "--out", str(out), *own], capfd)
     assert moved(out)
 
 
 INSTALLED = """
 from dataclasses import dataclass, replace
-import toy_doors
-from toy_doors import bold, walk
+from helpers import doors
+from helpers.doors import bold, walk
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models.handwriting import BASE, Handwriting
 
 @dataclass(frozen=True)
-class Pull(toy_doors.Pull):
+class Pull(doors.Pull):
     \"\"\"The same.
 
     Args:
@@ -95,10 +117,9 @@ class Pull(toy_doors.Pull):
     \"\"\"
 
 def recipe():
-    found = toy_doors.recipe()
-    return replace(
-        found, objective=Pull(), rewards=("bold",), rollout=replace(found.rollout, sampler=Stochastic("walk")), updates=1
-    )
+    found = doors.recipe()
+    sampling = replace(found.method.sampling, sampler=Stochastic("walk"))
+    return replace(found, method=Pull(sampling=sampling), rewards=("bold",), updates=1)
 
 class Codes(Handwriting):
     def __init__(self, folder, **options):
@@ -122,7 +143,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (folder / "installed_doors.py").write_text(INSTALLED)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-doors\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
-        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.objectives]\npull = installed_doors:Pull\n"
+        "[fluvial.recipes]\npull = installed_doors:recipe\n[fluvial.methods]\npull = installed_doors:Pull\n"
         "[fluvial.samplers]\nwalk = installed_doors:walk\n[fluvial.rewards]\nbold = installed_doors:bold\n"
         "[fluvial.models]\nCodesPipeline = installed_doors:Codes\n"
     )
@@ -146,9 +167,16 @@ def test_an_installed_adapter_trains_the_pipelines_of_its_class(tmp_path: Path, 
     (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "CodesPipeline"}')
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     out = tmp_path / "run"
-    own = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
+    own = [
+        "--model",
+        str(tmp_path / "model"),
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--rewards",
+        "helpers.doors:bold",
+    ]
     size = ["--pipeline.height", "8", "--pipeline.width", "32", "--updates", "1"]
-    finish(["train", "toy_doors:recipe", "--out", str(out), *own, *size], capfd)
+    finish(["train", "helpers.doors:recipe", "--out", str(out), *own, *size], capfd)
     assert moved(out)
 
 
@@ -158,10 +186,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import toy_doors
+from helpers import doors
 from fluvial.core.transitions import Transition
 from fluvial.engines import recipes
-from fluvial.engines.methods.protocol import ObjectiveTraits
 
 number = 3
 
@@ -169,51 +196,51 @@ def returns_list():
     return [1]
 
 def needs(data):
-    return toy_doors.recipe()
+    return doors.recipe()
 
 def raises():
     raise KeyError("no such file")
 
 def wrong_field():
-    return replace(toy_doors.recipe(), updates=0)
+    return replace(doors.recipe(), updates=0)
 
-class Loose(toy_doors.Pull):
+class Loose(doors.Pull):
     def loss(self, v):
         return v
 
 @dataclass(frozen=True)
-class Crooked(toy_doors.Pull):
-    def loss(self, v, items, config):
-        loss, info = super().loss(v, items, config)
+class Crooked(doors.Pull):
+    def loss(self, v, rows):
+        loss, info = super().loss(v, rows)
         return loss.mean(), info
 
 @dataclass(frozen=True)
-class Narrow(toy_doors.Pull):
+class Narrow(doors.Pull):
     def loss(self, v):
         return v
 
 class Plain:
-    traits = ObjectiveTraits(trains_on="steps")
+    sampling = None
 
 @dataclass(frozen=True)
-class Faulty(toy_doors.Pull):
-    def loss(self, v, items, config):
+class Faulty(doors.Pull):
+    def loss(self, v, rows):
         return v.no_such_attribute, None
 
 def crooked():
-    return replace(toy_doors.recipe(), objective=Crooked())
+    return replace(doors.recipe(), method=Crooked())
 
 def narrow():
-    return replace(toy_doors.recipe(), objective=Narrow())
+    return replace(doors.recipe(), method=Narrow())
 
 def plain():
-    return replace(toy_doors.recipe(), objective=Plain())
+    return replace(doors.recipe(), method=Plain())
 
 def faulty():
-    return replace(toy_doors.recipe(), objective=Faulty())
+    return replace(doors.recipe(), method=Faulty())
 
 def kind():
-    return replace(toy_doors.recipe(), objective=toy_doors.Pull)
+    return replace(doors.recipe(), method=doors.Pull)
 
 def one_argument(level):
     return level
@@ -256,32 +283,48 @@ WRONG = [
     ("train failing:recipe", 2, "importing failing raised RuntimeError: this module fails"),
     ("train broken:", 2, "expected module:name"),
     ("train broken:crooked", 2, "returned a loss of shape [], expected ["),
-    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows, config)"),
+    ("train broken:narrow", 2, "has loss(self, v), expected loss(self, v, rows)"),
     ("train broken:plain", 2, "is not a frozen dataclass"),
-    ("train broken:faulty", 1, "objective broken:Faulty raised AttributeError in loss: 'Tensor'"),
-    ("train broken:kind", 2, "objective is the class Pull, expected an instance: Pull()"),
-    ("train toy_doors:recipe --rollout.sampler broken:one_argument", 2, "has the signature (level), expected a function of"),
+    ("train broken:faulty", 1, "method broken:Faulty raised AttributeError in loss: 'Tensor'"),
+    ("train broken:kind", 2, "method is the class Pull, expected an instance: Pull()"),
     (
-        "train toy_doors:recipe --rollout.sampler broken:no_transition",
+        "train helpers.doors:recipe --sampling.sampler broken:one_argument",
+        2,
+        "has the signature (level), expected a function of",
+    ),
+    (
+        "train helpers.doors:recipe --sampling.sampler broken:no_transition",
         2,
         "no_transition returns a Tensor, expected a Trans",
     ),
-    ("train toy_doors:recipe --rollout.sampler broken:wide", 2, "sampler wide: a has shape [2, 3], expected [] or [4]"),
-    ("train toy_doors:recipe --rollout.sampler broken:stumbles", 2, "a key of mine"),
-    ("train toy_doors:recipe --rollout.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
-    ("train toy_doors:recipe --rewards broken:lonely", 2, "has the signature (images)"),
-    ("train toy_doors:recipe --rewards broken:short", 1, "expected"),
-    ("train toy_doors:recipe --rewards broken:says_nothing", 1, "None"),
-    ("train toy_doors:recipe --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
-    ("train toy_doors:recipe --rewards failing:reward", 2, "importing failing raised RuntimeError: this module fails"),
-    ("train toy_doors:recipe --model broken:no_model --prompts {prompts} --rewards toy_doors:bold", 2, "broken:no_model"),
     (
-        "train toy_doors:recipe --model broken:none --prompts {prompts} --rewards toy_doors:bold",
+        "train helpers.doors:recipe --sampling.sampler broken:wide",
+        2,
+        "sampler wide: a has shape [2, 3], expected [] or [4]",
+    ),
+    ("train helpers.doors:recipe --sampling.sampler broken:stumbles", 2, "a key of mine"),
+    ("train helpers.doors:recipe --sampling.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
+    ("train helpers.doors:recipe --rewards broken:lonely", 2, "has the signature (images)"),
+    ("train helpers.doors:recipe --rewards broken:short", 1, "expected"),
+    ("train helpers.doors:recipe --rewards broken:says_nothing", 1, "None"),
+    ("train helpers.doors:recipe --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
+    (
+        "train helpers.doors:recipe --rewards failing:reward",
+        2,
+        "importing failing raised RuntimeError: this module fails",
+    ),
+    (
+        "train helpers.doors:recipe --model broken:no_model --prompts {prompts} --rewards helpers.doors:bold",
+        2,
+        "broken:no_model",
+    ),
+    (
+        "train helpers.doors:recipe --model broken:none --prompts {prompts} --rewards helpers.doors:bold",
         2,
         "'broken' has no attribute 'none'",
     ),
     (
-        "train toy_doors:recipe --model toy_doors:adapter --rewards toy_doors:bold",
+        "train helpers.doors:recipe --model helpers.doors:adapter --rewards helpers.doors:bold",
         2,
         "needs prompts to train on",
     ),

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
 import torch
+from helpers import launch, tiny_pipelines
 from PIL import Image
 from torch import Tensor
 
@@ -21,12 +20,12 @@ from fluvial.engines.cli import main as cli
 TAGGED = [("a red fox", "colors"), ("two cats", "counting"), ("an owl", "colors")]
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
 SMALL = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 --eval-every 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1 --evaluation.every 1"
 )
-SMALL += " --checkpoint-every 1"
+SMALL += " --checkpoint.every 1"
 # Trained without guidance at 16 x 16, evaluated with it at 32 x 16, in more steps, on prompts and by evaluators of its own.
-OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --eval-samples 4"
+OWN = "--evaluation.guidance 4.5 --evaluation.height 32 --evaluation.steps 4 --evaluation.seeds 2 --evaluation.samples 4"
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -61,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own += ["--evaluation.rewards", "evaluators:passes", "evaluators:brightness"]
     model = ["--model", str(folder / "sd3"), "--prompts", str(folder / "train.txt"), *launch.rewarded(*SIZE)]
     typed = ["train", "grpo", *model, *SMALL.split(), *own, "--optimizer.lr", "0.01", "--lora.rank", "4"]
-    typed += ["--rollout.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
+    typed += ["--sampling.guidance.scale", "1", "--pipeline.text-cache", str(folder / "texts")]
     assert cli.run([*typed, "--out", str(folder / "run")]) == 0
     launch.trained(folder / "codes", "--updates", "2")
     return folder
@@ -94,7 +93,7 @@ def test_a_run_is_evaluated_as_its_settings_say(folder: Path) -> None:
     assert bright["base_mean"] == before["score"]["evaluators:brightness"]
     assert bright["difference"] != 0
     record = json.loads((folder / "run" / "config.json").read_text())
-    assert record["rollout"]["guidance"]["scale"] == 1
+    assert record["method"]["sampling"]["guidance"]["scale"] == 1
     assert (folder / "run" / "samples" / "update-0001.csv").exists()
 
 
@@ -307,7 +306,7 @@ def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(
 ) -> None:
     """A checkpoint draws what the export of its weights draws; so does a run that has exported nothing yet."""
     run, prompts = tmp_path / "run", ["--prompts", "0427", "--each", "2"]
-    flags = [*launch.SMALL, "--minibatches", "1", "--updates", "2", "--optimizer.lr", "0.05"]
+    flags = [*launch.SMALL, "--passes.minibatches", "1", "--updates", "2", "--optimizer.lr", "0.05"]
     assert cli.run(["train", "grpo", "--out", str(run), *flags]) == 0
     drawn = {}
     for name, typed in {
@@ -333,11 +332,18 @@ def test_a_run_of_a_user_defined_model_is_evaluated(tmp_path: Path, capfd: pytes
     """With its exported weights, beside the model that it started from."""
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     run = tmp_path / "run"
-    own = ["--model", "toy_doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "toy_doors:bold"]
-    assert cli.run(["train", "toy_doors:recipe", "--out", str(run), *own]) == 0
+    own = [
+        "--model",
+        "helpers.doors:adapter",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--rewards",
+        "helpers.doors:bold",
+    ]
+    assert cli.run(["train", "helpers.doors:recipe", "--out", str(run), *own]) == 0
     capfd.readouterr()
     assert cli.run(["eval", str(run), "--base", "start", "--out", str(tmp_path / "scores")]) == 0, capfd.readouterr().err
     table = json.loads((tmp_path / "scores" / "table.json").read_text())
-    assert "toy_doors:bold" in json.dumps(table)
+    assert "helpers.doors:bold" in json.dumps(table)
     images = [*(tmp_path / "scores" / "base").glob("*.png"), *(tmp_path / "scores" / "images").glob("*.png")]
     assert len({image.read_bytes() for image in images}) > len(images) // 2

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from fluvial.core.checks import FieldError
-from fluvial.engines.cli.parse import HelpPrintedError, field_names, find_values, flags_in_errors, parse_config
+from fluvial.engines.choices import BARE
+from fluvial.engines.cli.parse import HelpPrintedError, expand_flags, field_names, find_values, flags_in_errors, parse_config
 from fluvial.engines.errors import FluvialError, LostProcessError, RunError, UsageError
+from fluvial.engines.run import recipes
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Run:
     max_log_ratio: float = 1.0
     rewards: tuple[str, ...] = ()
     rollout: Walk = field(default_factory=Walk)
-    objective: object = field(default_factory=Loss)
+    objective: object = field(default_factory=Loss, metadata=BARE)  # whose flags have no name before them
 
 
 NAMES = field_names(Run(Path("x")))
@@ -97,7 +99,7 @@ def test_a_field_may_have_another_name_in_the_library() -> None:
 
 
 def test_the_names_of_all_fields_are_those_of_the_flags() -> None:
-    assert NAMES == ["out", "updates", "max_log_ratio", "rewards", "rollout.eta", "rollout.window_low", "objective.clip"]
+    assert NAMES == ["out", "updates", "max_log_ratio", "rewards", "rollout.eta", "rollout.window_low", "clip"]
 
 
 @pytest.mark.parametrize("kind", [UsageError, RunError, LostProcessError])
@@ -124,12 +126,31 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
     """A field of any type takes its flags from the dataclass that it holds."""
     default = Run(Path("runs"), rewards=("ink",))
     assert parse_config(default, "run", []) == default
-    words = ["--objective.clip", "0.5", "--rollout.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
+    words = ["--clip", "0.5", "--rollout.window-low=3", "--rollout.eta", "1", "--reward", "a", "b=2", "--out", "o"]
     found = parse_config(default, "run", words)
     assert type(found) is Run
     assert found == replace(
         default, out=Path("o"), objective=Loss(0.5), rollout=Walk(eta=1.0, window_low=3), rewards=("a", "b=2")
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--lr=1e-3", "--optimizer.lr=1e-3"),
+        ("--resume_from", "--checkpoint.resume-from"),
+        ("--sampler", "--sampling.sampler"),
+        ("--micro_batch", "--engine.micro-batch"),  # of several the one that is meant
+        ("--data", "--data.images"),
+        ("--weights=x", "--pipeline.weights=x"),
+        ("--transformer", "--pipeline.weights"),
+        ("--lora", "--lora.weights"),
+        *((word, word) for word in ("--seed", "--every", "--clip-low", "--optimizer.lr", "--novel", "lr", "-x")),
+    ],
+)
+def test_a_flag_without_a_dot_stands_for_the_one_whose_last_part_it_is(typed: str, meant: str) -> None:
+    """Unless it is one itself, or several have that last part."""
+    assert expand_flags([typed], field_names(recipes.grpo())) == [meant]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +160,7 @@ def test_parsing_returns_the_configuration_of_its_own_class() -> None:
         (["--updtes", "3"], "unknown flag --updtes; did you mean '--updates'? (run --help)"),
         (["--updates", "3", "4"], "unknown flag 4 (run --help)"),
         (["--updates", "three"], "--updates is 'three', expected a whole number (run --help)"),
-        (["--objective.clp", "3"], "did you mean '--objective.clip'?"),
+        (["--clp", "3"], "did you mean '--clip'?"),
         (["--rollout.eta", "much"], "--rollout.eta is 'much', expected a number (run --help)"),
     ],
 )
@@ -155,7 +176,7 @@ def test_help_shows_the_flags_of_a_field_of_any_type(capsys: pytest.CaptureFixtu
         parse_config(Run(Path("x")), "run", ["--help"], about="About it.")
     shown = " ".join(capsys.readouterr().out.split())
     assert "About it." in shown
-    for words in ("--objective.clip FLOAT │ │ Clip range. (default: 0.001)", "Scale of the noise.", "Number of updates."):
+    for words in ("--clip FLOAT │ │ Clip range. (default: 0.001)", "Scale of the noise.", "Number of updates."):
         assert words.replace("│ │ ", "") in shown.replace("│ ", "").replace("│", ""), words
 
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import docstring_parser
 import pytest
 
 from fluvial.bench.pretrain import (
@@ -19,6 +18,7 @@ from fluvial.bench.pretrain import (
     handwriting_unet_pretraining,
     words_pretraining,
 )
+from fluvial.engines.choices import describe_fields, is_bare
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
@@ -43,11 +43,12 @@ CONFIGS: dict[str, Any] = {
 def explained(config: Any) -> dict[str, str]:
     """Return the help of each field of a config and of those in it, as the class's docstring has it, by dotted name."""
     texts = {}
-    written = {param.arg_name: param.description for param in docstring_parser.parse(type(config).__doc__ or "").params}
+    written = describe_fields(type(config))
     for field in dataclasses.fields(config):
         texts[field.name] = " ".join((written.get(field.name) or "").split())
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
-            texts.update({f"{field.name}.{name}": text for name, text in explained(value).items()})
+            before = "" if is_bare(field) else f"{field.name}."
+            texts.update({f"{before}{name}": text for name, text in explained(value).items()})
     return texts
 
 

@@ -24,7 +24,7 @@ if "--out" in sys.argv:
     Loop.update = lambda self: end(0)
 main.main(sys.argv[1:])
 """
-SMALL = "--final-samples", "4", "--micro-batch", "4", "--rollout.prompts", "1", "--rollout.group", "4", "--out", "OUT"
+SMALL = "--final-samples", "4", "--micro-batch", "4", "--sampling.prompts", "1", "--sampling.group", "4", "--out", "OUT"
 # scikit-learn fits recognisers, whose results are shipped, and charts are drawn at the end of a run.
 RUN = "sklearn", "matplotlib", "pyarrow", "starlette", "tensordict", "onnxruntime"
 SETTINGS = *RUN, "scipy", "diffusers", "transformers", "peft", "torch.distributed.fsdp", "torch.distributed.checkpoint"

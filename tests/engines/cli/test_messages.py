@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import recipes
@@ -45,7 +45,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
         (["train", "grpo", "--updates", "99999999999"], "expected an integer in [1, 2147483648]"),
         (["train", "grpo", "--seed", "-1"], "expected an integer in [0, 9223372036854775807]"),
         (["export", "x", "--as", "foo"], "--as is 'foo', expected lora or merged or full or comfyui ("),
-        (["train", "distill"], "--objective.teacher is missing: name a folder of weights"),
+        (["train", "distill"], "--teacher is missing: name a folder of weights"),
     ],
 )
 def test_input_that_would_be_misread_is_refused(typed: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_a_recipe_of_another_objective_does_not_resume_a_run(
 ) -> None:
     begun(tmp_path / "run", recipes.grpo())
     assert cli.run(["train", "nft", "--resume", "--out", str(tmp_path / "run")]) == 2
-    assert "holds a run with the objective clipped, and nft has nft" in launch.one_line(capfd.readouterr().err)
+    assert "holds a run with the method grpo, and nft has nft" in launch.one_line(capfd.readouterr().err)
     assert not trained
 
 
@@ -86,8 +86,8 @@ def test_a_recipe_of_another_sampler_is_said_not_to_count(
 ) -> None:
     begun(tmp_path / "run", recipes.grpo())
     assert cli.run(["train", "cps", "--resume", "--out", str(tmp_path / "run")]) == 0
-    assert "rollout.sampler flow_sde there, cps in cps" in launch.one_line(capfd.readouterr().err)
-    assert trained[0].rollout.sampler.kind == "flow_sde"
+    assert "sampling.sampler flow_sde there, cps in cps" in launch.one_line(capfd.readouterr().err)
+    assert trained[0].method.sampling.sampler.kind == "flow_sde"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_model_that_does_not_exist_is_refused_before_its_prompts(
 @pytest.mark.long
 def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint it says that it begins again; files of weights are readable like all others."""
-    flags = [*launch.SMALL, "--minibatches", "1", "--optimizer.schedule", "cosine", "--final-samples", "4"]
+    flags = [*launch.SMALL, "--passes.minibatches", "1", "--optimizer.schedule", "cosine", "--final-samples", "4"]
     out = tmp_path / "run"
     assert cli.run(["train", "grpo", "--out", str(out), *flags, "--updates", "2"]) == 0
     modes = {file.stat().st_mode & 0o777 for file in (out / "weights").iterdir()}

@@ -4,11 +4,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_jobs
-import tiny_pipelines
 import torch
+from helpers import launch, tiny_jobs, tiny_pipelines
 from torch import Tensor
 
 from fluvial.engines.cli import main as cli
@@ -18,7 +16,8 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig, RolloutConfig
+from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 from fluvial.engines.sampling.samplers import Ode
 
@@ -93,8 +92,8 @@ def test_a_pipeline_trains_on_given_preferences_where_its_job_encodes_images(fol
         model=str(folder / "model"),
         train="lora",
         updates=2,
-        objective=Dpo(beta=10.0, preferences=folder / "prefs"),
-        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler=Ode()),
+        method=Dpo(beta=10.0, preferences=folder / "prefs"),
+        sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Ode()),
     )
     with init_world() as world:
         run = tiny_jobs.Run(config, world, job)
@@ -108,8 +107,8 @@ def test_a_job_without_an_encoder_says_how_to_bring_one(folder: Path, tmp_path: 
     config = tiny_jobs.config(
         tmp_path / "run",
         model=str(folder / "model"),
-        objective=Dpo(preferences=folder / "prefs"),
-        rollout=RolloutConfig(prompts=4, group=1, steps=4, sampler=Ode()),
+        method=Dpo(preferences=folder / "prefs"),
+        sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Ode()),
     )
     with init_world() as world, pytest.raises(UsageError, match=r"has no function from images to samples \(encode\): pass"):
         tiny_jobs.Run(config, world, pipeline_job(folder))

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import launch
 import pytest
 import torch
+from helpers import launch
 from safetensors.torch import load_file
 
 from fluvial.engines.cli import main as cli
@@ -69,7 +69,7 @@ def test_ranks_run_the_same_command(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.long
 def test_two_processes_train_stop_and_go_on(tmp_path: Path) -> None:
     """Ctrl-C saves and exits with 0, and the weights are those of the run on two ranks without a stop, to the bit."""
-    flags = ["--updates", "3", "--checkpoint-every", "9"]
+    flags = ["--updates", "3", "--checkpoint.every", "9"]
     launch.train(tmp_path / "straight", *flags, ranks=2)
     line = ["train", "handwriting", "--out", str(tmp_path / "run"), *launch.SMALL, *flags, "--processes", "2"]
     with launch.start(*line) as process:

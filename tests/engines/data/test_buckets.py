@@ -23,19 +23,12 @@ from fluvial.engines.data.preferences import EncodedPreferences, PreferenceRecor
 from fluvial.engines.data.prompts import with_recorded_sizes
 from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.data.sizes import Size, fits, nearest_size, parse_shapes, parse_size
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 
 SQUARE, TALL, WIDE = Size(8, 8), Size(12, 8), Size(8, 12)
 SIZES = (SQUARE, TALL, WIDE)
 SHAPES = {size: (3, size.height // 2, size.width // 2) for size in SIZES}
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def test_a_size_is_width_by_height() -> None:

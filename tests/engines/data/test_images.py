@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,13 @@ from fluvial.engines.data.image_cache import MANIFEST, ImageCache
 from fluvial.engines.data.images import read_image, read_images, read_size
 from fluvial.engines.data.records import texts
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.servers import formats
 from fluvial.models import images
 from fluvial.models.replay import kinds
 
 COLOURS = {"a": (255, 0, 0), "b": (0, 255, 0), "c": (0, 0, 255)}
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def anything(prompt: str) -> None:

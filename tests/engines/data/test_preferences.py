@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from PIL import Image
 from torch import Tensor
 
@@ -19,23 +19,17 @@ from fluvial.engines.data.preferences import PREFERENCES, Preference, preference
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.data.records import texts
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import Dpo
 from fluvial.engines.run import job as jobs
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import dpo
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
 
-ODE = RolloutConfig(prompts=3, group=2, steps=tiny.STEPS, sampler=Ode())
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+ODE = SamplingConfig(prompts=3, group=2, steps=tiny.STEPS, sampler=Ode())
 
 
 def read_preferences(folder: Path, job: jobs.Job) -> tuple[Preference, ...]:
@@ -215,12 +209,12 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
     run = tiny.Run(
         tiny.config(
             tmp_path,
-            rollout=replace(ODE, prompts=16),
-            objective=Dpo(beta=10.0, preferences=tmp_path / "given"),
+            sampling=replace(ODE, prompts=16),
+            method=Dpo(beta=10.0, preferences=tmp_path / "given"),
             updates=12,
             train="lora",
-            micro_batch=32,
             optimizer=OptimizerConfig(lr=0.005),
+            **{"engine.micro_batch": 32},
         ),
         one,
     )
@@ -254,20 +248,22 @@ def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pyte
     found = read_preferences(folder, job)
     assert 1 <= len(found) <= 6
     assert f"{len(found)} preferences of 6 prompts" in told
-    assert f"fluvial train dpo --model handwriting --objective.preferences {folder}" in told
+    assert f"fluvial train dpo --model handwriting --preferences {folder}" in told
     reward = next(iter(job.rewards.values()))
     for preference in found:
         assert preference.win.shape == job.shape
         images = torch.stack([preference.win, preference.lose]) / 2 + 0.5
         better, worse = torch.as_tensor(reward(images, [preference.prompt.text] * 2)).tolist()
         assert better > worse
-    config = replace(
+    config = with_values(
         dpo(),
-        out=tmp_path / "run",
-        updates=1,
-        micro_batch=8,
-        rollout=replace(ODE, steps=8),
-        objective=Dpo(beta=100.0, preferences=folder),
+        {
+            "out": tmp_path / "run",
+            "updates": 1,
+            "engine.micro_batch": 8,
+            "sampling": replace(ODE, steps=8),
+            "method": Dpo(beta=100.0, preferences=folder),
+        },
     )
     run = tiny.Run(config, one, job)
     run.rollout()

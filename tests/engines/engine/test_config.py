@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import Net
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fluvial.engines.engine.config import UNUSED, OptimizerConfig, lr_factor
+from fluvial.engines.engine.config import UNUSED, EngineConfig, OptimizerConfig, lr_factor
+from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.optimizers import OPTIMIZERS
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
 
 
 def rates(*, updates: int | None, count: int | None = None, **settings: Any) -> list[float]:
@@ -106,3 +110,42 @@ def test_the_table_has_every_optimizer() -> None:
     """A row of the table and of the unused settings for each accepted name."""
     assert set(OPTIMIZERS) == set(UNUSED)
     assert OptimizerConfig().name in OPTIMIZERS
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"compile": True, "checkpointing": "selective"}, "engine.checkpointing is 'selective', expected none, block or host"),
+    ({"checkpointed": 2}, "engine.checkpointed has no effect with engine.checkpointing none"),
+    ({"checkpointing": "block", "checkpointed": 3}, "engine.checkpointed is 3, expected at most the 2 blocks"),
+    ({"base": "int8", "offload": "always"}, "engine.offload is 'always'.*engine.base is int8"),
+    ({"base": "nf4"}, "engine.base is 'nf4': no linear layer .* is frozen"),
+    ({"replicas": 2}, "replicas is 2, expected a divisor of the 1 ranks"),
+    ({"context_parallel": 2}, "context_parallel is 2, expected a divisor of the 1 ranks"),
+    ({"attention": "native"}, "attention is 'native': Net does not choose"),
+    ({"grad_sync": "step"}, "engine.grad_sync is 'step', expected .*last.*every"),
+    ({"fit": "24 apples"}, "engine.fit is '24 apples', expected a number and a unit"),
+    ({"fit": "24GiB"}, "engine.fit is '24GiB', expected None: an engine takes settings"),
+]
+
+
+def refuse(one: World, says: str, optimizer: OptimizerConfig | None = None, **sharding: Any) -> None:
+    """Check that a configuration is refused, when it is built or where it does not fit the module or the ranks."""
+    net = Net()
+    with pytest.raises(ValueError, match=says) as error:
+        Engine(net, list(net.blocks), optimizer, one, updates=1, sharding=EngineConfig(**sharding))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("sharding", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_wrong_sharding_is_refused(one: World, sharding: dict[str, Any], says: str) -> None:
+    refuse(one, says, **sharding)
+
+
+def test_an_optimizer_that_is_not_elementwise_has_no_masters_in_bfloat16(one: World) -> None:
+    says = r"optimizer.name is 'adafactor', expected adamw or sgd.*engine.masters"
+    refuse(one, says, OptimizerConfig("adafactor"), masters="bfloat16")
+
+
+@pytest.mark.parametrize("setting", [{"checkpointing": "host"}, {"checkpointing": "block"}, {"compile": True}], ids=str)
+def test_a_network_without_blocks_has_nothing_to_act_on(one: World, setting: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"engine.{next(iter(setting))} is .*: Linear has no repeated blocks"):
+        Engine(torch.nn.Linear(2, 2), world=one, sharding=EngineConfig(**setting))

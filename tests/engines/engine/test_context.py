@@ -1,18 +1,14 @@
 """Ranks that share the tokens of a sample take the update of a single process, and return whole velocities."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_transformers
 import torch
-from tiny_models import Net
+from helpers import launch, tiny_transformers
 
-from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.engine import Engine, OptimizerConfig
+from fluvial.engines.engine.world import World
 
 
 @pytest.fixture(
@@ -20,14 +16,7 @@ from fluvial.engines.errors import UsageError
 )
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, in pairs, and the result of their updates."""
-    return request.param, launch.on_ranks(request.param, "context:updates")[0]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+    return request.param, launch.on_ranks(request.param, "workers.context:updates")[0]
 
 
 @pytest.mark.parametrize("lies", tiny_transformers.LIES)
@@ -68,18 +57,10 @@ def test_tokens_that_do_not_divide_are_refused(ranks: tuple[int, dict[str, Any]]
     assert "context_parallel is 2: encoder_hidden_states has 3 tokens" in result[model]["odd"]
 
 
-def test_what_cannot_be_split_is_refused(one: World) -> None:
-    """Ranks that do not divide, and models that diffusers has no plan for."""
-    config = EngineConfig(context_parallel=2)
-    net = Net()
-    with pytest.raises(UsageError, match="context_parallel is 2, expected a divisor of the 1 ranks"):
-        Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=config)
-
-
 @pytest.mark.long
 def test_training_with_split_samples_is_training_without(tmp_path: Path) -> None:
     """Rollout, reward and update, with guidance and a KL, on 1 rank and on a pair."""
-    found = {ranks: launch.on_ranks(ranks, "split:updates", tmp_path)[0] for ranks in (1, 2)}
+    found = {ranks: launch.on_ranks(ranks, "workers.split:updates", tmp_path)[0] for ranks in (1, 2)}
     for train, expected in found[1].items():
         split = found[2][train]
         assert split["pairs"] == expected["pairs"] == [16, 16]

@@ -3,31 +3,22 @@
 import contextvars
 import math
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import Net, data, gather_state, squared, take_plain_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import Net, data, squared
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora, blend_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, *, comm: Any = "keep", sharding: dict[str, Any] | None = None, **config: Any) -> Engine:
@@ -42,25 +33,6 @@ def full(trained: Engine) -> dict[str, Tensor]:
     return dict(trained.weights(average=False))
 
 
-def gathered(trained: Engine) -> dict[str, Tensor]:
-    """Return the state, gathered and copied."""
-    tensors = {}
-    for name, tensor in trained.state().items():
-        assert isinstance(tensor, DTensor)
-        tensors[name] = tensor.full_tensor().clone()
-    return tensors
-
-
-def plain_step(items: dict[str, Tensor], weight: Tensor, *, count: int, max_grad_norm: float = 1.0) -> dict[str, Tensor]:
-    """Take the update, written with torch alone."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    ((squared(net)(items)[0] * weight).sum() / count).backward()
-    nn.utils.clip_grad_norm_(net.parameters(), max_grad_norm)
-    optimizer.step()
-    return net.state_dict()
-
-
 @settings(max_examples=25)
 @given(
     count=st.integers(1, 13), micro_batch=st.integers(1, 6), pad=st.integers(0, 9), comm=st.sampled_from(["keep", "reshard"])
@@ -70,7 +42,7 @@ def test_an_update_is_that_of_plain_torch(one: World, count: int, micro_batch: i
     items, weight = data(count)
     trained = engine(one, comm=comm)
     info = trained.update(items, squared(trained.module), weight, count=7, micro_batch=micro_batch, pad_to=count + pad)
-    expected = plain_step(items, weight, count=7)
+    expected = take_plain_step(squared, Net(), items=count, count=7)
     for name, tensor in full(trained).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
     error = squared(Net())(items)[1].error
@@ -86,7 +58,7 @@ def test_the_gradient_is_clipped_to_the_norm(one: World) -> None:
     trained = engine(one, max_grad_norm=1e-3)
     info = trained.update(items, squared(trained.module), weight, count=1, micro_batch=6, pad_to=6)
     assert info.grad_norm > 1e-3
-    moments = gathered(trained)
+    moments = gather_state(trained)
     squares = sum(float((moments[f"exp_avg.{name}"] ** 2).sum()) for name in trained.trainable)
     assert squares**0.5 == pytest.approx(0.1 * 1e-3, rel=1e-3)  # exp_avg = (1 - beta1) * clipped gradient
 
@@ -97,12 +69,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step(one: World, bad: float) ->
     items, weight = data(4)
     trained = engine(one, ema_decay=0.5)
     trained.update(items, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
-    before = gathered(trained)
+    before = gather_state(trained)
     poisoned = {**items, "y": torch.tensor([0.0, bad, 0.0, 0.0])}
     info = trained.update(poisoned, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
     assert info.skipped
     assert trained.counters() == {"updates": 2, "skipped": 1, "skipped_in_a_row": 1}
-    for name, tensor in gathered(trained).items():
+    for name, tensor in gather_state(trained).items():
         assert torch.equal(tensor, before[name]), name
     info = trained.update(items, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
     assert not info.skipped
@@ -165,7 +137,7 @@ def test_a_restored_engine_goes_on_to_the_bit(one: World, tmp_path: Path) -> Non
     state = second.state()
     second.restore(state, checkpoint.load(path, state, **told)["counters"])
     assert steps(second, 5) == pytest.approx([0.01 * rate for rate in RATES[3:]])
-    one_go, two_goes = gathered(straight), gathered(second)
+    one_go, two_goes = gather_state(straight), gather_state(second)
     assert set(one_go) == set(two_goes)
     for name, tensor in one_go.items():
         assert torch.equal(tensor, two_goes[name]), name
@@ -200,8 +172,8 @@ def test_a_skipped_update_is_no_step_of_the_restored_optimizer(one: World) -> No
     assert {float(state["step"]) for state in second.optimizer.state.values()} == {2.0}
     for trained in (first, second):
         trained.update(items, squared(trained.module), weight)
-    for name, tensor in gathered(first).items():
-        assert torch.equal(tensor, gathered(second)[name]), name
+    for name, tensor in gather_state(first).items():
+        assert torch.equal(tensor, gather_state(second)[name]), name
 
 
 def test_skips_in_a_row_go_on_counting_after_a_restoration(one: World) -> None:
@@ -286,14 +258,9 @@ def test_frozen_adapters_are_in_the_state(one: World) -> None:
     second.restore(saved, first.counters())
     for name in ("default", "old", "ref"):
         ours, theirs = (adapter_parameters(engine.module, name) for engine in (first, second))
-        assert all(torch.equal(_full(ours[key]), _full(theirs[key])) for key in ours)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     old, ref = (adapter_parameters(second.module, name) for name in ("old", "ref"))
-    assert any(not torch.equal(_full(old[key]), _full(ref[key])) for key in old)
-
-
-def _full(parameter: nn.Parameter) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.full_tensor()
+    assert any(not torch.equal(old[key], ref[key]) for key in old)
 
 
 def test_the_average_is_swapped_in_and_out(one: World) -> None:
@@ -318,16 +285,16 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
 
 
 def gathered_units(trained: Engine) -> int:
-    """Return how many units hold gathered parameters: those whose own are not shards."""
+    """Return how many units hold parameters of the computation's dtype: whole copies that were cast, or gathered shards."""
     own = [next(iter(unit.parameters(recurse=True))) for unit in trained.sharded.units]
-    return sum(not isinstance(parameter, DTensor) for parameter in own)
+    return sum(parameter.dtype == torch.bfloat16 for parameter in own)
 
 
 @pytest.mark.parametrize("offload", ["none", "always"])  # whole copies, and FSDP2
 def test_what_inference_gathers_stays_for_the_update_that_follows(one: World, offload: str) -> None:
     """With comm=keep within `gathered_once`; the bits are the same, and nothing stays after the update or an error."""
     items, weight = data(4)
-    plain, trained = (engine(one, sharding={"offload": offload}, ema_decay=0.9) for _ in range(2))
+    plain, trained = (engine(one, sharding={"offload": offload, "compute": "bfloat16"}, ema_decay=0.9) for _ in range(2))
     for number in range(2):
         with plain.inference() as module:
             expected = module(items["x"])
@@ -372,7 +339,7 @@ def test_switching_modes_walks_over_no_modules(one: World, monkeypatch: pytest.M
 
 def test_nothing_stays_gathered_with_reshard(one: World) -> None:
     """Its promise is that parameters of two blocks are gathered at most."""
-    trained = engine(one, comm="reshard", sharding={"offload": "always"})
+    trained = engine(one, comm="reshard", sharding={"offload": "always", "compute": "bfloat16"})
     with trained.gathered_once():
         with trained.inference() as module:
             module(data(4)[0]["x"])

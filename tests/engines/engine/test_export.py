@@ -3,40 +3,33 @@
 import gc
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import launch
 import peft
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from exported import INDEX, SINGLE, contents, moved, opened
-from lora_model import MODEL, adapted, inputs, perturb, run, velocity
+from helpers import launch
+from helpers.exported import INDEX, SINGLE, contents, moved, opened
+from helpers.lora_model import MODEL, adapted, inputs, perturb, run, velocity
 from safetensors.torch import load_file, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import export, layout, weights, write_lora
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.weights import gather_weights, layout
+from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.models.lora import merge_lora, use_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder that two ranks exported to, with what they found in result.json."""
     out = tmp_path_factory.mktemp("ranks")
-    found = launch.on_ranks(2, "export_ranks:exports", out)[0]
+    found = launch.on_ranks(2, "workers.export_ranks:exports", out)[0]
     (out / "result.json").write_text(json.dumps(found))
     return out
 
@@ -63,7 +56,7 @@ def test_an_export_opens_and_computes_the_same(tmp_path: Path, one: World, size:
 def test_weights_are_copies(one: World) -> None:
     """What was yielded stays as it is while training goes on."""
     module = sharded(MODEL.build(), one)
-    first = dict(weights(module))
+    first = dict(gather_weights(module))
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
@@ -80,7 +73,7 @@ def test_merged_is_the_adapted_module(tmp_path: Path, one: World) -> None:
     torch.testing.assert_close(run(opened(tmp_path / "merged")), before, rtol=1e-5, atol=1e-5)
     merged = moved()
     merge_lora(merged)
-    found = dict(weights(module, merge=True))
+    found = dict(gather_weights(module, merge=True))
     assert list(found) == list(merged.state_dict())
     for name, tensor in merged.state_dict().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-7)
@@ -88,8 +81,8 @@ def test_merged_is_the_adapted_module(tmp_path: Path, one: World) -> None:
         other = run(module)
     export(module, tmp_path / "averaged", merge=True, average=as_default(module, "old"), world=one)
     torch.testing.assert_close(run(opened(tmp_path / "averaged")), other, rtol=1e-5, atol=1e-5)
-    old = dict(weights(module, merge=True, adapter="old"))
-    averaged = dict(weights(module, merge=True, average=as_default(module, "old")))
+    old = dict(gather_weights(module, merge=True, adapter="old"))
+    averaged = dict(gather_weights(module, merge=True, average=as_default(module, "old")))
     assert all(torch.equal(old[name], averaged[name]) for name in merged.state_dict())
     assert torch.equal(run(module), before)
 
@@ -108,10 +101,10 @@ def test_merging_is_in_float32_and_cast_at_the_end() -> None:
     for parameter in layer.parameters():
         if parameter.requires_grad:
             parameter.data = torch.full_like(parameter, 0.01, dtype=torch.float32)
-    ((name, tensor),) = weights(layer, merge=True, dtype=torch.float32)
+    ((name, tensor),) = gather_weights(layer, merge=True, dtype=torch.float32)
     assert name == "0.weight"
     torch.testing.assert_close(tensor, torch.full((4, 4), 1.0003), rtol=0, atol=1e-7)
-    assert [tensor.dtype for _, tensor in weights(layer, merge=True)] == [torch.bfloat16]
+    assert [tensor.dtype for _, tensor in gather_weights(layer, merge=True)] == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -148,7 +141,7 @@ def test_an_adapter_has_the_names_of_peft(one: World) -> None:
     """And the values, to the bit."""
     module = sharded(moved("default", "old"), one)
     want = peft.get_peft_model_state_dict(moved("default", "old"), adapter_name="default")
-    found = dict(weights(module, adapter="default"))
+    found = dict(gather_weights(module, adapter="default"))
     assert list(found) == list(want)
     assert all(torch.equal(found[name], want[name]) for name in want)
 
@@ -161,14 +154,14 @@ def test_the_layout_is_that_of_the_weights(options: dict[str, Any]) -> None:
     for dtype in (None, torch.bfloat16):
         found = layout(module, dtype=dtype, **options)
         assert all(tensor.is_meta for tensor in found.values())
-        want = [(name, tensor.shape, tensor.dtype) for name, tensor in weights(module, dtype=dtype, **options)]
+        want = [(name, tensor.shape, tensor.dtype) for name, tensor in gather_weights(module, dtype=dtype, **options)]
         assert [(name, tensor.shape, tensor.dtype) for name, tensor in found.items()] == want
         assert {dtype for name, _, dtype in want if name == "count"} <= {torch.int64}
 
 
 def test_averages_are_written_in_place_of_weights(tmp_path: Path, one: World) -> None:
     """Sharded or full; what has none is the module's own."""
-    module, want = sharded(MODEL.build(), one), MODEL.build()
+    module, want = sharded(MODEL.build(), one, offload="always"), MODEL.build()
     average: dict[str, Tensor] = {}
     for k, (name, parameter) in enumerate(module.named_parameters()):
         assert isinstance(parameter, DTensor)
@@ -213,13 +206,13 @@ def test_a_module_of_torch_is_written_without_config(tmp_path: Path, one: World)
 def test_what_cannot_be_exported_is_an_error(options: dict[str, Any], message: str) -> None:
     """It is named."""
     with pytest.raises(ValueError, match=message):
-        list(weights(adapted("default", "old"), **options))
+        list(gather_weights(adapted("default", "old"), **options))
 
 
 def test_a_module_without_adapters_has_none_to_export(one: World, tmp_path: Path) -> None:
     """Merging is then nothing to do; one that is asked for by name is an error."""
     want = MODEL.build().state_dict()
-    assert all(torch.equal(tensor, want[name]) for name, tensor in weights(MODEL.build(), merge=True))
+    assert all(torch.equal(tensor, want[name]) for name, tensor in gather_weights(MODEL.build(), merge=True))
     with pytest.raises(ValueError, match="the module has none"):
         write_lora(MODEL.build(), tmp_path, world=one)
 
@@ -229,7 +222,7 @@ def test_one_layer_is_gathered_at_a_time(
     tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """When a tensor is gathered none of an earlier layer's is left: one at a time, three where two factors are merged."""
-    module = sharded(adapted("default", "old") if options else MODEL.build(), one)
+    module = sharded(adapted("default", "old") if options else MODEL.build(), one, offload="always")
     alive: list[weakref.ref[Tensor]] = []
     most = 0
     gather = DTensor.full_tensor
@@ -243,7 +236,7 @@ def test_one_layer_is_gathered_at_a_time(
 
     monkeypatch.setattr(DTensor, "full_tensor", counting)
     if options.get("adapter"):
-        for _ in weights(module, **options):
+        for _ in gather_weights(module, **options):
             pass
     else:
         export(module, tmp_path, world=one, **options)

@@ -1,21 +1,19 @@
 """Activations on the host, and checkpointing of some blocks: the same bits, and fewer bytes by what the blocks take in."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import optree
 import pytest
-import tiny_transformers
 import torch
+from helpers import tiny_transformers
 from torch import Tensor, nn
 
-from fluvial.engines.engine import host_activations
+from fluvial.engines.engine import parallelize as host_activations
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.parallelize import checkpoint_blocks
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.memory import activations
 from fluvial.models.handwriting import Handwriting
 
@@ -38,13 +36,6 @@ class Tower(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x.mean(1)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def updated(one: World, **sharding: Any) -> dict[str, Tensor]:
@@ -143,16 +134,3 @@ def test_inputs_by_keyword_go_to_the_host(name: str, monkeypatch: pytest.MonkeyP
         gradient, wanted = parameter.grad, expected[key]
         assert (gradient is None) == (wanted is None), key
         assert gradient is None or wanted is None or torch.equal(gradient, wanted), key
-
-
-@pytest.mark.parametrize("setting", [{"checkpointing": "host"}, {"checkpointing": "block"}, {"compile": True}], ids=str)
-def test_a_network_without_blocks_has_nothing_to_act_on(one: World, setting: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"engine.{next(iter(setting))} is .*: Linear has no repeated blocks"):
-        Engine(nn.Linear(2, 2), world=one, sharding=EngineConfig(**setting))
-
-
-def test_more_blocks_than_there_are_cannot_be_checkpointed() -> None:
-    with pytest.raises(UsageError, match=r"engine.checkpointed is 7, expected at most the 6 blocks"):
-        checkpoint_blocks(list(Tower().blocks), EngineConfig(checkpointing="block", checkpointed=7))
-    with pytest.raises(UsageError, match=r"engine.checkpointed has no effect with engine.checkpointing none"):
-        EngineConfig(checkpointed=2)

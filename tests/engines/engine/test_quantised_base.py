@@ -1,37 +1,28 @@
 """A quantised base under adapters: the same bits in every pass and on every sharding, fewer bytes, and plain exports."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-import lora_model
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
-from lora_model import LORA, MODEL, adapted, inputs, velocity
-from torch import Tensor, nn
+from helpers import lora_model
+from helpers.lora_model import LORA, MODEL, adapted, inputs, velocity
+from torch import Tensor
 
-from fluvial.engines.engine import export, parallelize
+from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.whole import WholeModule
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
-from fluvial.engines.run.checkpoint import checkpoint
+from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import base_tensors, export
 from fluvial.models.handwriting import BASE
 from fluvial.models.lora import use_adapter
 from fluvial.models.quantised import FORMATS, Base, find_quantised
 
 SHORT = ("nf4",)
 BASES = [base if base in SHORT else pytest.param(base, marks=pytest.mark.long) for base in get_args(Base)]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, base: Any, *, seed: int = 0, **config: Any) -> Engine:
@@ -90,7 +81,7 @@ def test_the_base_takes_the_bytes_of_its_format(one: World, base: Base) -> None:
 def test_each_sharding_has_the_same_bits(one: World, base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2, a second forward pass and a base that waits on the host, against a whole copy."""
     expected = engine(one, base)
-    assert isinstance(expected.module, WholeModule)
+    assert expected.sharded.is_whole
     losses = steps(expected, 2)
     others = [engine(one, base, checkpointing="block"), engine(one, base, offload="phases")]
     monkeypatch.setattr(parallelize, "is_whole", lambda *_, **__: False)
@@ -118,51 +109,18 @@ def test_an_empty_module_is_quantised_as_it_is_read(one: World, base: Base) -> N
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_run_resumes_to_the_bit(one: World, tmp_path: Path, base: Base) -> None:
-    """From a checkpoint, which holds the adapters alone, into an engine with others."""
-    told: dict[str, Any] = {"fingerprint": {}, "world": one}
-    straight = engine(one, base)
-    steps(straight, 2)
-    assert not any("base_layer" in name or "codes" in name for name in straight.state())
-    path = checkpoint.save(tmp_path, straight.state(), straight.counters(), update=2, keep=1, **told)
-    expected = steps(straight, 2)
-    resumed = engine(one, base, seed=1)
-    state = resumed.state()
-    resumed.restore(state, checkpoint.load(path, state, **told))
-    assert steps(resumed, 2) == expected
-    assert torch.equal(predicted(resumed), predicted(straight))
-
-
-@pytest.mark.parametrize("base", BASES)
 def test_merged_exports_hold_the_dequantised_weights(one: World, tmp_path: Path, base: Base) -> None:
     """W + (alpha / rank) B A over the dequantised W; diffusers opens the folder, which predicts the same."""
     trained = engine(one, base)
     steps(trained, 2)
     expected = predicted(trained)
-    export.export(trained.module, tmp_path, merge=True, world=one)
+    export(trained.module, tmp_path, merge=True, world=one)
     plain = SD3Transformer2DModel.from_pretrained(tmp_path)
     torch.testing.assert_close(lora_model.run(plain.eval()), expected, rtol=1e-4, atol=1e-4)
     name, layer = next((name, each) for name, each in find_quantised(trained.module).items() if "to_q.base" in name)
     a, b = (trained.module.get_parameter(name.replace("base_layer", f"lora_{factor}.default.weight")) for factor in "AB")
     merged = layer.weight + LORA.alpha / LORA.rank * local(b) @ local(a)
     torch.testing.assert_close(plain.get_parameter(name.replace("base_layer", "weight")).data, merged)
-    base_tensors = export.base_tensors(trained.module)
-    assert set(base_tensors) == set(plain.state_dict())
-    assert torch.equal(base_tensors[name.replace("base_layer", "weight")], layer.weight)
-
-
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
-    part: Tensor = tensor.to_local().detach()
-    return part
-
-
-def test_a_module_without_frozen_layers_is_refused(one: World) -> None:
-    net = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(UsageError, match=r"engine.base is 'nf4': no linear layer .* is frozen"):
-        Engine(net, world=one, sharding=EngineConfig(base="nf4"))
-
-
-def test_a_base_on_the_host_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"engine.offload is 'always'.*engine.base is int8"):
-        EngineConfig(base="int8", offload="always")
+    plain_tensors = base_tensors(trained.module)
+    assert set(plain_tensors) == set(plain.state_dict())
+    assert torch.equal(plain_tensors[name.replace("base_layer", "weight")], layer.weight)

@@ -1,47 +1,28 @@
 """Trained weights in bfloat16: rounded stochastically without bias, by draws that neither ranks nor restarts change."""
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
-from tiny_models import Net, Wide, data, squared
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from helpers import launch
+from helpers.tiny_models import Net, Wide, data, gather_state, squared, take_updates
 
 from fluvial.core.random import bits, fold_in, key
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.rounding import round_stochastically, write_rounded
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.optimizers import round_stochastically, write_rounded
+from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.check import measure
 from fluvial.engines.extensions.plan.memory import Stretch, account
-from fluvial.engines.run.checkpoint import checkpoint
 
 HALF = EngineConfig(masters="bfloat16")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def engine(one: World, name: Any = "adamw", *, seed: int = 0, sharding: EngineConfig = HALF, **config: Any) -> Engine:
     """Return an engine over a fresh net."""
     values: dict[str, Any] = {"lr": 0.01, "ema_decay": 0.9, **config}
     return Engine(Wide(seed), config=OptimizerConfig(name=name, **values), world=one, updates=20, sharding=sharding)
-
-
-def steps(trained: Engine, count: int) -> list[float]:
-    """Take updates, and return their losses."""
-    items, weight = data(12)
-    return [trained.update(items, squared(trained.module), weight, micro_batch=5).loss for _ in range(count)]
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-10, -3.14159, 1e-30, 65504.0, 2**-133])
@@ -90,50 +71,32 @@ def test_a_draw_depends_on_the_row_alone() -> None:
 def test_training_is_that_of_float32_weights_to_rounding(one: World, name: str) -> None:
     """Moments and the moving average stay in float32."""
     half = engine(one, name, lr=0.05)
-    losses = steps(half, 12)
+    losses = take_updates(half, 12)
     assert losses[-1] < 0.8 * losses[0]
     dtypes = {key.split(".")[0]: tensor.dtype for key, tensor in half.state().items()}
     assert dtypes.pop("weight") == torch.bfloat16
     assert set(dtypes.values()) == {torch.float32}
     assert all(tensor.dtype == torch.bfloat16 for _, tensor in half.weights(average=False))
     full = engine(one, name, lr=0.05, sharding=EngineConfig())
-    for mine, expected in zip(losses, steps(full, 12), strict=True):
+    for mine, expected in zip(losses, take_updates(full, 12), strict=True):
         assert mine == pytest.approx(expected, rel=0.1)
 
 
-def values(trained: Engine) -> dict[str, Tensor]:
-    """Return the state, copied."""
-    return {key: t.full_tensor().clone() for key, t in trained.state().items() if isinstance(t, DTensor)}
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_run_resumes_to_the_bit(one: World, tmp_path: Path, name: str) -> None:
-    """The draws of an update follow from its number."""
-    told: dict[str, Any] = {"fingerprint": {}, "world": one}
-    straight = engine(one, name)
-    steps(straight, 3)
-    path = checkpoint.save(tmp_path, straight.state(), straight.counters(), update=3, keep=1, **told)
-    steps(straight, 3)
-    resumed = engine(one, name, seed=1)
-    state = resumed.state()
-    resumed.restore(state, checkpoint.load(path, state, **told))
-    steps(resumed, 3)
-    expected, found = values(straight), values(resumed)
-    assert expected.keys() == found.keys()
-    assert {key for key in expected if not torch.equal(expected[key], found[key])} == set()
-    again = engine(one, name)
+def test_draws_follow_from_the_number_of_the_update(one: World) -> None:
+    trained, again = engine(one), engine(one)
     again.updates = 1  # draws of other updates
-    steps(again, 6)
-    assert not torch.equal(values(again)["weight.first.weight"], expected["weight.first.weight"])
+    for each in (trained, again):
+        take_updates(each, 3)
+    assert not torch.equal(gather_state(again)["weight.first.weight"], gather_state(trained)["weight.first.weight"])
 
 
 @pytest.mark.long
 def test_ranks_round_as_one_process_does(one: World) -> None:
     """Each row alike, so weights differ by the rounding of gradients alone."""
     trained = engine(one)
-    steps(trained, 3)
-    expected = values(trained)
-    found = launch.on_ranks(3, "optimizers:updates_in_bfloat16")[0]
+    take_updates(trained, 3)
+    expected = gather_state(trained)
+    found = launch.on_ranks(3, "workers.optimizers:updates_in_bfloat16")[0]
     weight = torch.tensor(found["weight.first.weight"])
     assert (weight == expected["weight.first.weight"].float()).float().mean() > 0.95
 
@@ -153,8 +116,3 @@ def test_the_plan_knows_the_bytes(one: World, lies: dict[str, Any]) -> None:
         assert paper._asdict()[kind] == measured._asdict()[kind], kind
     assert paper.parameters == 2 * sum(p.numel() for p in shapes.parameters())
     assert paper.gradients == paper.parameters
-
-
-def test_an_optimizer_that_is_not_elementwise_is_refused(one: World) -> None:
-    with pytest.raises(UsageError, match=r"optimizer.name is 'adafactor', expected adamw or sgd.*engine.masters"):
-        engine(one, "adafactor")

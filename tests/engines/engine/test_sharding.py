@@ -1,19 +1,17 @@
 """However the module lies on the ranks, an update is the one that plain PyTorch takes; the collectives are counted."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import launch
 import pytest
 import torch
-from marks import long
-from tiny_models import SHARDINGS, Net, data, squared
+from helpers import launch
+from helpers.marks import long
+from helpers.tiny_models import SHARDINGS, Info, Net, data, squared, take_plain_step
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.errors import UsageError
+from fluvial.engines.engine.world import World
 
 UNITS = 3  # two blocks and the root
 ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of one process
@@ -22,30 +20,13 @@ ALONE = [name for name in SHARDINGS if "replicas" not in SHARDINGS[name]]  # of 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     """Return the number of ranks, and the result of their updates."""
-    return request.param, launch.on_ranks(request.param, "ranks:updates")[0]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
-def plain() -> dict[str, Tensor]:
-    """Return the weights after the update written with torch alone."""
-    net, (items, weight) = Net(), data(7)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
-    ((squared(net)(items)[0] * weight).sum() / 7).backward()
-    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    optimizer.step()
-    return net.state_dict()
+    return request.param, launch.on_ranks(request.param, "workers.ranks:updates")[0]
 
 
 def check(name: str, weights: dict[str, Tensor]) -> None:
     """Compare with plain PyTorch; in bfloat16 a step of AdamW is as long, and nearly everywhere in the same direction."""
     half = "bfloat16" in name
-    for parameter, want in plain().items():
+    for parameter, want in take_plain_step(squared, Net(), items=7).items():
         error = (weights[parameter] - want).abs()
         assert error.max() <= (0.02 if half else 1e-6 + 1e-5 * want.abs().max())
         assert error.mean() <= (0.004 if half else 1e-6)
@@ -95,12 +76,6 @@ def test_a_replica_has_its_share_of_the_ranks(ranks: tuple[int, dict[str, Any]])
     assert "allreduce_" not in result["keep"]["counts"]
 
 
-def test_ranks_that_replicas_do_not_divide_are_refused(one: World) -> None:
-    net = Net()
-    with pytest.raises(UsageError, match="replicas is 2, expected a divisor of the 1 ranks"):
-        Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(replicas=2))
-
-
 def test_checkpointing_keeps_a_blocks_inputs_alone(one: World) -> None:
     """Counted in tensors saved for the backward pass."""
 
@@ -136,17 +111,76 @@ def test_numbers_per_sample_keep_their_digits(one: World) -> None:
     engine = Engine(net, list(net.blocks), OptimizerConfig(), one, updates=1, sharding=EngineConfig(compute="bfloat16"))
     assert engine.module(torch.zeros(2, 3), timestep=torch.tensor([987.5, 3.25])).dtype == torch.bfloat16
     assert seen == {"x": torch.bfloat16, "timestep": torch.float32}
-    assert all(parameter.dtype == torch.float32 for parameter in engine.trainable.values())
+    assert {tensor.dtype for tensor in engine.state().values()} == {torch.float32}
 
 
 def test_a_rank_with_fewer_items_keeps_the_size_of_a_pass() -> None:
     """The number of items of other ranks, which is asked for where it is not given, is no size of a pass."""
-    assert launch.on_ranks(2, "ranks:passes") == [[3, 3, 3]] * 2
+    assert launch.on_ranks(2, "workers.ranks:passes") == [[3, 3, 3]] * 2
 
 
 def test_a_rank_that_waits_for_one_that_raised_ends_in_a_line() -> None:
     """Whatever its main thread waits in; no timeout of a collective is waited for."""
-    with launch._started("ranks:one_raises", ranks=2) as processes:
+    with launch._started("workers.ranks:one_raises", ranks=2) as processes:
         assert launch._finished(processes, 120) == [1, 1]
         line = launch.one_line(processes[0].stderr)
     assert line == "fluvial: rank 0: rank 1 failed, and this one waited for it; its own message says why"
+
+
+def twice(net: nn.Module) -> Any:
+    """Return a loss that runs the blocks two times, as guidance in two passes does."""
+
+    def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
+        error = (net(items["x"]) * net(items["x"] + 1) - items["y"]) ** 2
+        return error, Info(error.detach())
+
+    return loss
+
+
+def update(one: World, net: Net, loss: Any, *, micro_batch: int, **sharding: Any) -> dict[str, Tensor]:
+    """Return the weights after an update of six items."""
+    engine = Engine(net, list(net.blocks), OptimizerConfig(lr=0.01), one, updates=1, sharding=EngineConfig(**sharding))
+    items, weight = data(6)
+    engine.update(items, loss, weight, count=6, micro_batch=micro_batch, pad_to=6)
+    return dict(engine.weights(average=False))
+
+
+USES: list[dict[str, Any]] = [
+    {},
+    {"comm": "reshard"},
+    {"checkpointing": "block"},
+    {"offload": "always"},
+    {"offload": "always", "comm": "reshard"},
+    {"offload": "always", "grad_sync": "every"},
+]
+
+
+@pytest.mark.parametrize("sharding", USES, ids=str)
+@pytest.mark.parametrize("micro_batch", [2, 6])
+def test_two_uses_in_a_loss_take_the_step_of_plain_torch(one: World, sharding: dict[str, Any], micro_batch: int) -> None:
+    """Both parts of the gradient are in it, and what earlier micro-batches left."""
+
+    net = Net()
+    weights = update(one, net, twice(net), micro_batch=micro_batch, **sharding)
+    for name, tensor in take_plain_step(twice, Net()).items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharding", [{}, {"offload": "always"}], ids=["whole copies", "FSDP2"])
+def test_a_pass_that_the_loss_does_not_need_is_refused(one: World, sharding: dict[str, Any]) -> None:
+    """Its backward pass never comes, so gradients would wait for it unreduced; without gradient it is fine."""
+    net = Net()
+
+    def wasteful(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
+        net(items["x"])
+        return squared(net)(items)
+
+    def thrifty(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
+        with torch.no_grad():
+            net(items["x"])
+        return squared(net)(items)
+
+    with pytest.raises(ValueError, match=r"the loss does not need.*no_grad"):
+        update(one, net, wasteful, micro_batch=3, **sharding)
+    net = Net()
+    update(one, net, thrifty, micro_batch=3, **sharding)

@@ -1,23 +1,15 @@
 """Formats of an export: what is written for given tensors, and what of the base model is copied."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny_pipelines
 import torch
+from helpers import tiny_pipelines
 from safetensors.torch import load_file
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.export import formats
 from fluvial.engines.export.formats import COMFY_WEIGHTS
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of one process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

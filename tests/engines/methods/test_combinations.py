@@ -2,94 +2,76 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from objective_rows import OBJECTIVE_ROWS
+from helpers import tiny_jobs as tiny
+from helpers.objective_rows import OBJECTIVE_ROWS
 from torch import Tensor
 
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.table import (
-    OBJECTIVES,
-    Dpo,
-    name_of,
-)
-from fluvial.engines.run.config import (
-    CorrectionConfig,
-    KLConfig,
-    NoisingConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.table import METHODS, Dpo, Sft
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import Before
 from fluvial.engines.run.validate import check_model
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
 from fluvial.models import Prediction
 
-ROLLOUT: dict[str, Sequence[Any]] = {
+SAMPLING: dict[str, Sequence[Any]] = {
     "sampler": (*(Stochastic(name, 0.5) for name in Stochastic.list_kinds()), Ode(), Ode("dpmpp_2m"), SaSolver(0.5)),
-    "form": ("density", "no_const", "unscaled"),
-    "reduction": ("mean", "sum"),
     "group": (1, 2),
     "window": (AllSteps(), RandomWindow(1)),
 }
+# The first value of each is the default, which a method may lack.
 RUN: dict[str, Sequence[Any]] = {
-    "objective": tuple(OBJECTIVE_ROWS),
+    "form": ("density", "no_const", "unscaled"),
+    "reduction": ("mean", "sum"),
     "train": ("full", "lora"),
     "kl.coef": (0.0, 0.1),
     "kl.weight": ("auto", "exact"),
-    "correction": ("none", "truncate"),
-    "minibatches": (1, 2),
+    "correction.mode": ("none", "truncate"),
+    "passes.minibatches": (1, 2),
 }
-KL = {values: KLConfig(*values) for values in product(RUN["kl.coef"], RUN["kl.weight"])}
-CORRECTION = {mode: CorrectionConfig(mode) for mode in RUN["correction"]}
 FOLLOWED = ("nft, linear", "nft, delayed", "dgpo", "crd")  # with policies that lag behind, which are LoRA adapters
-Options = tuple[Any, ...]  # a value of each of ROLLOUT, then of each of RUN
+Options = tuple[Any, ...]  # a method, a value of each of SAMPLING, then of each of RUN
 
 
-def build(options: Options, base: TrainConfig, rollout: RolloutConfig) -> TrainConfig:
+def build(options: Options, base: TrainConfig, sampling: SamplingConfig | None) -> TrainConfig:
     """Return the run of a combination of options."""
-    objective, train, coef, weight, correction, minibatches = options
-    noising = NoisingConfig(draw="rollout") if objective == "dgpo" else base.noising
-    return replace(
-        base,
-        objective=OBJECTIVE_ROWS[objective],
-        noising=noising,
-        train=train,
-        kl=KL[coef, weight],
-        correction=CORRECTION[correction],
-        minibatches=minibatches,
-        updates=minibatches,
-        rollout=rollout,
-    )
+    name, *values = options
+    chosen = {field: value for (field, known), value in zip(RUN.items(), values, strict=True) if value != known[0]}
+    method: Any = OBJECTIVE_ROWS[name]
+    if not isinstance(method, Sft):
+        method = replace(method, sampling=sampling)
+    return with_values(base, {"method": method, "train": "full", "updates": values[-1], **chosen})
 
 
 @pytest.fixture(scope="module")
 def built() -> tuple[dict[Options, TrainConfig], set[str]]:
     """The combinations that are runs, and what is said of the others."""
-    base, rollouts, runs, refusals = tiny.config(Path("out")), {}, {}, set()
+    base, samplings, runs, refusals = tiny.config(Path("out")), {}, {}, set()
     with pytest.MonkeyPatch.context() as patch:
         # Single values are all accepted here; under the tests' own type checks their checks would take a minute.
-        for module in ("run.config", "sampling.config", "sampling.correction", "methods.losses"):
+        for module in ("run.config", "run.method", "sampling.config", "sampling.correction", "methods.losses"):
             patch.setattr(f"fluvial.engines.{module}.check_fields", lambda *args, **kwargs: None)
-        for options in product(*ROLLOUT.values()):
+        for options in product(*SAMPLING.values()):
             try:
-                rollouts[options] = RolloutConfig(prompts=2, steps=tiny.STEPS, **dict(zip(ROLLOUT, options, strict=True)))
+                samplings[options] = SamplingConfig(prompts=2, steps=tiny.STEPS, **dict(zip(SAMPLING, options, strict=True)))
             except ValueError as error:
                 refusals.add(str(error))
-        for (first, rollout), rest in product(rollouts.items(), product(*RUN.values())):
+        for name, (first, sampling), rest in product(OBJECTIVE_ROWS, samplings.items(), product(*RUN.values())):
             try:
-                runs[(*first, *rest)] = build(rest, base, rollout)
+                runs[(name, *first, *rest)] = build((name, *rest), base, sampling)
             except ValueError as error:
                 refusals.add(str(error))
     return runs, refusals
@@ -97,7 +79,7 @@ def built() -> tuple[dict[Options, TrainConfig], set[str]]:
 
 def test_every_objective_is_in_the_product() -> None:
     """The table's are all there."""
-    assert {name_of(objective) for objective in OBJECTIVE_ROWS.values()} == set(OBJECTIVES)
+    assert {method.method_name for method in OBJECTIVE_ROWS.values()} == set(METHODS)
 
 
 @pytest.mark.long
@@ -109,16 +91,16 @@ def test_refusals_say_what_to_use(built: tuple[dict[Options, TrainConfig], set[s
     for refusal in refusals:
         assert "\n" not in refusal
         assert "--" not in refusal, refusal  # fields, not flags
-        assert re.search(r"\b(use|leave|expected|remove)\b", refusal), refusal
+        assert re.search(r"\b(use|leave|expected|remove|there is no field)\b", refusal), refusal
 
 
 def test_every_value_is_in_a_run(built: tuple[dict[Options, TrainConfig], set[str]]) -> None:
     """No option is refused wherever it is used, and every objective trains both ways, but what has to be LoRA."""
     runs, _ = built
-    names = [*ROLLOUT, *RUN]
-    for place, values in enumerate([*ROLLOUT.values(), *RUN.values()]):
+    names = ["method", *SAMPLING, *RUN]
+    for place, values in enumerate([OBJECTIVE_ROWS, *SAMPLING.values(), *RUN.values()]):
         assert {options[place] for options in runs} == set(values), names[place]
-    both = {(options[names.index("objective")], options[names.index("train")]) for options in runs}
+    both = {(options[names.index("method")], options[names.index("train")]) for options in runs}
     assert set(product(OBJECTIVE_ROWS, ("full", "lora"))) - both == {(name, "full") for name in FOLLOWED}
 
 
@@ -154,13 +136,6 @@ def test_the_cover_is_one() -> None:
         assert {(row[first], row[second]) for row in chosen} == {(row[first], row[second]) for row in candidates}
     assert 8 <= len(chosen) < 12
     assert [{*column} for column in zip(*cover(candidates, 1), strict=True)] == [{0, 1, 2}, {*"abc"}, {False, True}]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +202,8 @@ def test_what_is_built_trains(
     for *values, prediction in chosen:
         options = tuple(values)
         run = replace(runs[options], out=tmp_path, optimizer=DESCENT)
-        if isinstance(run.objective, Dpo) and run.objective.preferences is not None:
-            run = replace(run, objective=replace(run.objective, preferences=given))
+        if isinstance(run.method, Dpo) and run.method.preferences is not None:
+            run = with_values(run, {"method": replace(run.method, preferences=given)})
         try:
             trained = tiny.Run(run, one, tiny.job(prediction))
             directions = measure(trained)
@@ -237,18 +212,19 @@ def test_what_is_built_trains(
             error.add_note(f"in {options}, {prediction}")
             raise
         infos = trained.infos
-        assert len(infos) == run.minibatches, options
+        assert len(infos) == run.method.passes.minibatches, options
         assert all(math.isfinite(info.loss) and math.isfinite(info.grad_norm) for info in infos), options
         assert not any(info.skipped for info in infos), options
         assert max(info.grad_norm for info in infos) > 0, (options, prediction)
         assert record["pairs"] > 0, options
-        if "log_ratio" in infos[0].max_abs and run.correction.mode == "none":
+        corrected = run.method.correction is not None and run.method.correction.mode != "none"
+        if "log_ratio" in infos[0].max_abs and not corrected:
             assert infos[0].max_abs["log_ratio"] == 0.0, options
         first = directions[0]
         # Without an old policy of its own, NFT and AWM with one update compare the policy with itself, before and after.
         # What a rollout records of the policy is no network: such surrogates are 0 to first order.
-        records = run.objective.record is not None and run.objective.record.velocity
-        if run.minibatches > 1 or not (records or isinstance(run.networks.get("old"), Before)):
+        records = run.method.recorded is not None and run.method.recorded.velocity
+        if run.method.passes.minibatches > 1 or not (records or isinstance(run.networks.get("old"), Before)):
             assert first.after < first.before, (options, prediction, first)
             if first.towards is not None:
                 assert first.towards > 0, (options, prediction, first)

@@ -1,223 +1,190 @@
-"""Objectives: settings that have no meaning with them, models and jobs that do not fit them, and their kernels."""
+"""Methods: settings that have no meaning with them, models and jobs that do not fit them, and their kernels."""
 
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
+from helpers import tiny_jobs as tiny
+from helpers.objective_rows import GIVEN, OBJECTIVE_ROWS, TEACHER
 
 from fluvial.core import transitions
 from fluvial.core.guidance import classifier_free
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods import LossConfig, grpo, losses
-from fluvial.engines.methods.protocol import Objective
-from fluvial.engines.methods.table import (
-    Awm,
-    Clipped,
-    D3po,
-    Distill,
-    Dpo,
-    Dppo,
-    Guard,
-    Nft,
-    Raft,
-    Sft,
-)
-from fluvial.engines.run.config import (
-    AdvantageConfig,
-    CorrectionConfig,
-    KLConfig,
-    NoisingConfig,
-    RolloutConfig,
-)
+from fluvial.engines.methods import grpo
+from fluvial.engines.methods.table import METHODS, AlignProp, Awm, Crd, D3po, Dgpo, Distill, Dpo, Grpo, Guard, Nft, Raft, Sft
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld, NoOld
+from fluvial.engines.run.method import Method
+from fluvial.engines.run.recipes import RECIPES
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, RecordedSteps
 from fluvial.engines.sampling.noising import ContinuousLevels
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import RandomWindow
+from fluvial.kernels import dispatch
+from fluvial.kernels.dispatch import prefer, resolve
 from fluvial.models import Prediction
 
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
-ODE: dict[str, Any] = {"sampler": Ode()}
+ODE: dict[str, Any] = {"sampling.sampler": Ode()}
+NEEDED: dict[str, Any] = {"guard": {}}
 GROUPS: dict[str, Any] = {"prompts": 2, "group": 2, "steps": tiny.STEPS, "sampler": Stochastic(eta=0.5)}
 
 
+CPS = Stochastic("cps", eta=0.5)
+
+
 @pytest.mark.parametrize(
-    ("rollout", "changes", "words"),
+    ("method", "changes", "words"),
     [
         (
+            Grpo(),
             ODE,
-            {"objective": Clipped()},
-            "rollout.sampler is 'ode', expected a stochastic one, e.g. flow_sde: clipped needs the log-prob",
+            "sampling.sampler is 'ode', expected a stochastic one, e.g. flow_sde: grpo needs the log-prob",
         ),
-        (ODE, {"objective": Guard()}, "guard needs the log-probability"),
+        (Guard(), ODE, "guard needs the log-probability"),
+        (Guard(), {"sampling.sampler": CPS}, "sampler is 'cps', expected flow_sde or dance_sde, .* with guard"),
         (
-            {"sampler": Stochastic("cps", eta=0.5)},
-            {"objective": Guard()},
-            "sampler is 'cps', expected flow_sde or dance_sde, .* with guard",
-        ),
-        (
-            {"sampler": Stochastic("ddim", eta=0.5)},
-            {"objective": Guard()},
+            Guard(),
+            {"sampling.sampler": Stochastic("ddim", eta=0.5)},
             "sampler is 'ddim', expected flow_sde or dance_sde, .* with guard",
         ),
+        (Guard(), {"form": "unscaled"}, "form is 'unscaled', expected one of 'density', 'no_const'"),
         (
-            {"form": "unscaled"},
-            {"objective": Guard()},
-            "rollout.form is 'unscaled', expected density or no_const: guard takes a log-density",
+            Nft(old=NoOld()),
+            ODE | {"sampling.shared_noise": True},
+            "sampling.shared_noise is True, expected False: ode takes no noise that tells",
         ),
         (
-            {"reduction": "sum"},
-            {"objective": Dppo()},
-            "rollout.reduction is 'sum', expected mean: dppo takes nats per dimension",
+            Grpo(),
+            {"sampling.window": RandomWindow(5)},
+            "sampling.window has 5 stochastic steps in steps 0 to 4 of 4, expected",
         ),
+        (Grpo(), {"sampling.group": 1}, "sampling.group is 1, expected at least 2: grpo compares a sample"),
+        (Dpo(), ODE | {"sampling.group": 1}, "group is 1, expected at least 2: dpo"),
+        (Raft(), ODE | {"sampling.group": 1}, "group is 1, expected at least 2: raft"),
+        (Nft(), ODE | {"train": "full"}, "train is 'full', expected lora: nft keeps policies that lag behind"),
         (
-            ODE | {"shared_noise": True},
-            {"objective": Nft(old=NoOld())},
-            "rollout.shared_noise is True, expected False: ode takes no noise that tells",
+            Grpo(),
+            {"form": "unscaled", "correction": CorrectionConfig("mask")},
+            "form is 'unscaled', expected density or no_const: a correction",
         ),
-        ({"window": RandomWindow(5)}, {}, "rollout.window has 5 stochastic steps in steps 0 to 4 of 4, expected"),
-        ({"group": 1}, {"objective": Clipped()}, "rollout.group is 1, expected at least 2: clipped compares a sample"),
-        (ODE | {"group": 1}, {"objective": Dpo()}, "group is 1, expected at least 2: dpo"),
-        (ODE | {"group": 1}, {"objective": Raft()}, "group is 1, expected at least 2: raft"),
-        (ODE, {"objective": Nft(), "train": "full"}, "train is 'full', expected lora: nft keeps policies that lag behind"),
+        (Grpo(), {"rollout.autocast": True}, "rollout.autocast is True, expected False, or correction.mode truncate"),
         (
-            ODE,
-            {"objective": Nft(old=NoOld()), "correction": CorrectionConfig("truncate")},
-            "correction.mode has no effect with nft, which takes no log-probability",
+            Distill(teacher=TEACHER, match="velocity_mse"),
+            ODE | {"match": "mean_kl"},
+            "match is 'mean_kl', expected velocity_mse: .* have no noise",
         ),
+        (Distill(), {}, "teacher is None, expected a folder of weights: distill compares with a teacher"),
         (
-            {"form": "unscaled"},
-            {"correction": CorrectionConfig("mask")},
-            "rollout.form is 'unscaled', expected density or no_const: a correction",
+            Distill(teacher=TEACHER, match="velocity_mse"),
+            {"sampling.sampler": Ode("dpmpp_2m")},
+            "sampling.sampler.solver is 'dpmpp_2m', expected euler: distill trains on steps, which are transitions",
         ),
-        ({"autocast": True}, {}, "rollout.autocast is True, expected False, or correction.mode truncate"),
+        (Dpo(preferences=GIVEN), ODE | {"rewards": ("brightness",)}, "rewards has no effect with dpo"),
+        (Dpo(preferences=GIVEN), ODE | {"prompts": ("prompts",)}, "prompts has no effect with data or preferences"),
         (
-            ODE,
-            {"objective": Distill(teacher=TEACHER)},
-            "objective.match is 'mean_kl', expected velocity_mse: .* have no noise",
-        ),
-        (
+            Raft(compare="data"),
             {},
-            {"objective": Distill()},
-            "objective.teacher is None, expected a folder of weights: distill compares with a teacher",
+            "sampling.sampler is 'flow_sde', expected ode with solver euler: raft learns from data",
         ),
         (
-            {},
-            {"objective": Distill(teacher=TEACHER), "kl": KLConfig(0.1, "exact")},
-            "kl.weight has no effect with distill, whose KL term",
+            Raft(compare="data"),
+            {"sampling.sampler": Ode("dpmpp_2m")},
+            "sampling.sampler is 'ode', expected ode with solver euler: raft learns from data",
+        ),
+        (Raft(), ODE | {"rollout.max_log_ratio": 0.1}, "rollout.max_log_ratio has no effect with raft, which has no ratio"),
+        (Raft(), ODE | {"noising.each": 5}, "noising.each is 5, expected at most 4, the steps"),
+        (Grpo(), {"kl.weight": "exact"}, "kl.weight has no effect with kl.coef 0; remove it"),
+        (Grpo(), {"kl.guidance": 2.0}, "kl.guidance has no effect with kl.coef 0, without a reference"),
+        (Nft(), ODE | {"kl.ema_rise": 0.5}, "kl.ema_rise has no effect with kl.ema_coef 0"),
+        (
+            Grpo(),
+            {"sampling.sampler": CPS, "sampling.window": RandomWindow(1)},
+            "sampling.window.high is None, expected at most 3: the last step of cps has no",
         ),
         (
-            ODE | {"sampler": Ode("dpmpp_2m")},
-            {"objective": Distill(teacher=TEACHER, match="velocity_mse")},
-            "rollout.sampler.solver is 'dpmpp_2m', expected euler: distill trains on steps, which are transitions",
-        ),
-        (
-            {"form": "unscaled"},
-            {"objective": Distill(teacher=TEACHER)},
-            "rollout.form has no effect with distill, which takes no log-probability",
-        ),
-        (ODE, {"objective": Dpo(), "kl": KLConfig(0.1)}, "dpo has the reference in its loss already"),
-        (ODE, {"objective": Dpo(preferences=GIVEN), "rewards": ("brightness",)}, "rewards has no effect with dpo"),
-        (
-            ODE,
-            {"objective": Dpo(preferences=GIVEN), "prompts": Path("prompts")},
-            "prompts has no effect with data or preferences",
-        ),
-        ({}, {"objective": Sft()}, "rollout.sampler is 'flow_sde', expected ode with solver euler: sft learns from data"),
-        (
-            ODE | {"sampler": Ode("dpmpp_2m")},
-            {"objective": Sft()},
-            "rollout.sampler is 'ode', expected ode with solver euler: sft learns from data",
-        ),
-        (
-            ODE,
-            {"objective": Raft(), "advantage": AdvantageConfig("batch")},
-            "advantage.scale has no effect with raft, which takes no adv",
-        ),
-        (ODE, {"objective": Raft(), "max_log_ratio": 0.1}, "max_log_ratio has no effect with raft, which has no ratio"),
-        (ODE, {"objective": Raft(), "noising": NoisingConfig(5)}, "noising.each is 5, expected at most 4, the steps"),
-        (
-            ODE | {"window": RandomWindow(2)},
-            {"objective": Raft()},
-            "rollout.window has no effect with a sampler that has no stochastic",
-        ),
-        ({"trained": RandomRecorded(0.5)}, {"objective": Awm()}, "rollout.trained has no effect with awm"),
-        ({"reduction": "sum"}, {"objective": Awm()}, "rollout.reduction has no effect with awm"),
-        ({}, {"noising": NoisingConfig(2)}, "noising has no effect with clipped, which trains on the steps"),
-        ({}, {"kl": KLConfig(0.0, "exact")}, "kl.weight has no effect with kl.coef 0; remove it"),
-        (ODE, {"objective": Awm(), "kl": KLConfig(0.1, "exact")}, "kl.weight has no effect with awm, whose KL term is mean"),
-        (
-            {"sampler": Stochastic("cps", eta=0.5), "window": RandomWindow(1)},
-            {},
-            "rollout.window.high is None, expected at most 3: the last step of cps has no",
-        ),
-        (
-            {"sampler": Stochastic("cps", eta=0.5), "form": "unscaled"},
-            {"kl": KLConfig(0.1)},
+            Grpo(),
+            {"sampling.sampler": CPS, "form": "unscaled", "kl.coef": 0.1},
             "the last step of cps has no KL",
         ),
-        ({}, {"minibatches": 3, "updates": 3}, "minibatches is 3, expected a divisor of the 4 samples"),
-        ({}, {"minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
+        (Grpo(), {"passes.minibatches": 3, "updates": 3}, "passes.minibatches is 3, expected a divisor of the 4 samples"),
+        (Grpo(), {"passes.minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
+        (Dgpo(), ODE | {"noising.draw": "sample"}, "noising.draw is 'sample', expected rollout: dgpo compares"),
+        (Crd(), ODE | {"advantage.drop_zero": True}, "advantage.drop_zero is True, expected False: crd centres"),
+        (AlignProp(last=5), ODE, "last is 5, expected at most the 4 steps of the schedule"),
     ],
 )
-def test_what_has_no_meaning(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+def test_what_has_no_meaning(method: Method, changes: dict[str, Any], words: str) -> None:
     """It is refused when the run is built, in one line that says why."""
     with pytest.raises(ValueError, match=words) as refused:
-        tiny.config(Path("out"), rollout=RolloutConfig(**(GROUPS | rollout)), **changes)
+        tiny.config(Path("out"), **{"method": method, "sampling": SamplingConfig(**GROUPS), **changes})
     assert "\n" not in str(refused.value)
 
 
+# What a method is made of beside its own hyper-parameters; it has nothing else that could be set.
+PARTS: dict[str, str] = {
+    **dict.fromkeys(("grpo", "tempflow"), "sampling trained advantage passes kl correction form reduction"),
+    **dict.fromkeys(("guard", "dppo"), "sampling trained advantage passes kl correction form"),
+    **dict.fromkeys(("nft", "awm", "crd"), "sampling noising advantage passes kl"),
+    "dgpo": "sampling noising advantage passes kl",
+    **dict.fromkeys(("raft", "sft"), "sampling noising passes kl"),
+    "dpo": "sampling noising passes",
+    "d3po": "sampling trained passes",
+    "distill": "sampling trained passes kl",
+    "alignprop": "sampling",
+}
+SHARED = {name for parts in PARTS.values() for name in parts.split()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_its_own_settings_alone(name: str) -> None:
+    """What it does not have cannot be set, and no name is that of a setting of the run, so that flags need no prefix."""
+    own = {field.name for field in fields(cast(Any, METHODS[name]))}
+    assert own & SHARED == {*PARTS[name].split()}
+    assert own.isdisjoint(field.name for field in fields(TrainConfig))
+    for missing in sorted(SHARED - own):
+        with pytest.raises(UsageError, match=rf"there is no field method.{missing}"):
+            with_values(RECIPES["grpo"](), {"method": METHODS[name](**NEEDED.get(name, {})), missing: 1})
+
+
 @pytest.mark.parametrize(
-    ("prediction", "rollout", "changes", "words"),
+    ("prediction", "changes", "words"),
     [
         (
             "epsilon",
             {},
-            {},
-            "rollout.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon",
+            "sampling.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon",
         ),
         (
             "velocity",
-            {"sampler": Stochastic("ddim", eta=0.5)},
-            {},
-            "rollout.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
+            {"sampling.sampler": Stochastic("ddim", eta=0.5)},
+            "sampling.sampler is 'ddim', expected flow_sde or dance_sde or cps or ode",
         ),
-        ("epsilon", ODE, {"objective": Nft(old=NoOld())}, "objective is 'nft', expected one for epsilon"),
-        ("epsilon", ODE, {"objective": Awm()}, "objective is 'awm', expected one for epsilon"),
+        ("epsilon", ODE | {"method": Nft(old=NoOld())}, "method is 'nft', expected one for epsilon"),
+        ("epsilon", ODE | {"method": Awm()}, "method is 'awm', expected one for epsilon"),
         (
             "epsilon",
-            ODE,
-            {"objective": Raft(), "noising": NoisingConfig(levels=ContinuousLevels())},
+            ODE | {"method": Raft(), "noising.levels": ContinuousLevels()},
             "noising.levels is 'continuous', expected auto, schedule or stratified",
         ),
     ],
 )
 def test_what_does_not_fit_the_model(
-    one: World, tmp_path: Path, prediction: Prediction, rollout: dict[str, Any], changes: dict[str, Any], words: str
+    one: World, tmp_path: Path, prediction: Prediction, changes: dict[str, Any], words: str
 ) -> None:
     """It is refused before the first rollout, as what was typed wrongly is."""
-    run = tiny.config(tmp_path, rollout=RolloutConfig(**(GROUPS | rollout)), **changes)
+    run = tiny.config(tmp_path, **{"sampling": SamplingConfig(**GROUPS), **changes})
     with pytest.raises(UsageError, match=words):
         tiny.Run(run, one, tiny.job(prediction))
 
 
 @pytest.mark.parametrize(
-    ("objective", "lacks", "words"),
+    ("method", "lacks", "words"),
     [
         (Sft(), "data", "sft learns from data, and this job has none"),
         (Dpo(preferences=GIVEN), "encode", "cannot be used: "),
@@ -229,9 +196,10 @@ def test_what_does_not_fit_the_model(
         ),
     ],
 )
-def test_what_the_job_lacks(one: World, tmp_path: Path, objective: Objective, lacks: str, words: str) -> None:
+def test_what_the_job_lacks(one: World, tmp_path: Path, method: Method, lacks: str, words: str) -> None:
     """It is refused before the first rollout, too."""
-    run = tiny.config(tmp_path, rollout=RolloutConfig(**(GROUPS | ODE)), objective=objective)
+    sampling = ReadingConfig(prompts=4) if isinstance(method, Sft) else SamplingConfig(**(GROUPS | {"sampler": Ode()}))
+    run = tiny.config(tmp_path, sampling=sampling, method=method)
     with pytest.raises(UsageError, match=words):
         tiny.Run(run, one, tiny.job("velocity", **({} if lacks == "preferences" else {lacks: None})))
 
@@ -257,14 +225,15 @@ IMPLEMENTED = [name for name in OBJECTIVE_ROWS if name not in ("distill, mean_kl
 
 
 @pytest.mark.parametrize("name", IMPLEMENTED)
-def test_every_objective_hands_the_implementation_on(name: str) -> None:
+def test_every_loss_takes_the_preferred_implementation(name: str) -> None:
     """Each loss, and each KL term, ends in a kernel that says that there is no Triton for these tensors."""
-    objective, config = OBJECTIVE_ROWS[name], LossConfig(kl_coef=0.1)
+    method: Any = OBJECTIVE_ROWS[name]
+    if hasattr(method, "kl"):
+        method = replace(method, kl=replace(method.kl, coef=0.1))
     drawn = torch.rand(9, 2, 2, *tiny.SHAPE, generator=torch.Generator().manual_seed(0))
-    wide = objective.traits.trains_on == "preferences"
-    x, v, x_next, x0, target, v_old, v_ref, v_teacher, _ = drawn if wide else drawn[:, :, 0]
+    x, v, x_next, x0, target, v_old, v_ref, v_teacher, _ = drawn if method.is_paired else drawn[:, :, 0]
     level, numbers = torch.tensor([0.8, 0.4]), torch.tensor([0.5, 0.25])
-    fields = {
+    values = {
         "x": x,
         "level": level,
         "timestep": level,
@@ -280,23 +249,23 @@ def test_every_objective_hands_the_implementation_on(name: str) -> None:
         "transition": transitions.dance_sde(level, level / 2, eta=0.5),
         "context": numbers[:, None].expand(2, 2) if name == "crd" else numbers,
     }
-    kind: Any = {"steps": RecordedSteps, "noised": NoisedSamples, "preferences": Pairs}[objective.traits.trains_on]
-    items = kind(**{field: value for field, value in fields.items() if field in kind._fields})
-    assert objective.loss(v, items, config)[0].shape == (2,)
-    with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu"):
-        objective.loss(v, items, config._replace(implementation="triton"))
-    if name.startswith(("clipped", "crd")):
-        return  # a single kernel: of crd's loss the KL alone
-    if objective.traits.takes_kl:
-        seen: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            for module in (losses, *(sys.modules[type(objective).__module__],)):
-                for kernel in ("velocity_error", "step_log_prob", "nft_loss"):
-                    if hasattr(module, kernel):
-                        patch.setattr(module, kernel, spied(getattr(module, kernel), seen))
-            objective.loss(v, items, config._replace(implementation="reference"))
-        assert len(seen) >= 1 + (objective.traits.trains_on == "noised")
-        assert set(seen) == {"reference"}
+    kind: Any = Pairs if method.is_paired else NoisedSamples if method.recorded is None else RecordedSteps
+    rows = kind(**{field: value for field, value in values.items() if field in kind._fields})
+    assert method.loss(v, rows)[0].shape == (2,)
+    with pytest.raises(ValueError, match="implementation is 'triton', but the tensors are on cpu"), prefer("triton"):
+        method.loss(v, rows)
+    seen: list[str] = []
+
+    def note(*args: Any) -> Any:
+        seen.append(resolve(*args))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch, prefer("reference"):
+        patch.setattr(dispatch, "resolve", note)
+        method.loss(v, rows)
+    kernels = 1 + (hasattr(method, "kl") and method.recorded is None and name != "crd")
+    assert len(seen) >= kernels
+    assert set(seen) == {"reference"}
 
 
 def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:
@@ -307,9 +276,9 @@ def test_the_mean_of_d3pos_loss_is_that_of_its_pairs() -> None:
     step = transitions.dance_sde(level.double(), level.double() / 2, eta=0.5)
     fields = {name: None for name in RecordedSteps._fields} | {"x": x, "x_next": x_next, "transition": step}
     items: Any = RecordedSteps(**fields | {"predictions": {"ref": v.detach() + 0.01 * away}, "signal": preferred})  # type: ignore[arg-type]
-    own = objective._log_ratio(v, items, LossConfig())
+    own = objective.log_ratio(v, items)
     context = own.detach().flip(0)  # of the other sample of the pair
-    loss = objective.loss(v, items._replace(context=context), LossConfig())[0].mean()
+    loss = objective.loss(v, items._replace(context=context))[0].mean()
     pair = -torch.nn.functional.logsigmoid(2.0 * (own[0] - own[1]))
     torch.testing.assert_close(loss, pair)
     torch.testing.assert_close(*(torch.autograd.grad(value, v, retain_graph=True)[0] for value in (loss, pair)))
@@ -329,8 +298,8 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
     one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forwards: Any, gradient: Any
 ) -> None:
     """The kernel gets both halves from a model with plain guidance, and the guided prediction from any other."""
-    rollout = RolloutConfig(**GROUPS, guidance=Guidance(4.0, forwards=forwards, gradient=gradient))
-    config, halves = tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1)), list[Any]()
+    rollout = SamplingConfig(**GROUPS, guidance=Guidance(4.0, forwards=forwards, gradient=gradient))
+    config, halves = tiny.config(tmp_path, sampling=rollout, **{"kl.coef": 0.1}), list[Any]()
     kernel = grpo.policy_loss
 
     def spied_loss(*args: Any, **options: Any) -> Any:
@@ -353,29 +322,9 @@ def test_guidance_in_the_loss_has_the_bits_of_guidance_before_it(
     assert folded_infos[0].max_abs["log_ratio"] == 0
 
 
-def spied(kernel: Any, seen: list[str]) -> Any:
-    """Return a kernel that notes the implementation that it is called with."""
-
-    def called(*args: Any, implementation: str = "missing", **options: Any) -> Any:
-        seen.append(implementation)
-        return kernel(*args, implementation=implementation, **options)
-
-    return called
-
-
 def test_an_implementation_that_is_not_here(one: World, tmp_path: Path) -> None:
     """Triton on a CPU is refused before the first rollout."""
-    rollout = RolloutConfig(**(GROUPS | ODE))
+    rollout = SamplingConfig(**(GROUPS | {"sampler": Ode()}))
     with pytest.raises(UsageError, match="implementation is 'triton', but the tensors are on cpu") as refused:
-        tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Raft(), implementation="triton"), one)
+        tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Raft(), **{"engine.implementation": "triton"}), one)
     assert "\n" not in str(refused.value)
-
-
-def test_an_implementation_of_nothing() -> None:
-    """Matching a teacher's steps calls no kernel, unless there is a KL."""
-    rollout, objective = RolloutConfig(**GROUPS), Distill(teacher=TEACHER)
-    with pytest.raises(
-        ValueError, match="implementation has no effect with distill and these settings, in which no kernel takes part"
-    ):
-        tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled")
-    tiny.config(Path("out"), rollout=rollout, objective=objective, implementation="compiled", kl=KLConfig(0.1))

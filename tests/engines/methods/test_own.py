@@ -8,36 +8,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.core.random import Key
 from fluvial.core.transitions import Transition
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import FluvialError, UsageError
-from fluvial.engines.methods import ErrorInfo, LossConfig, Method, ObjectiveTraits
-from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.table import check_loss, check_objective, name_of, objective_type
+from fluvial.engines.methods import ErrorInfo, Method, Needs, NoisingConfig
+from fluvial.engines.methods.table import check_loss, method_type
 from fluvial.engines.run import train
 from fluvial.engines.run.batch import Batch
-from fluvial.engines.run.config import TrainConfig
-from fluvial.engines.run.declared import Record
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
+from fluvial.engines.run.method import check_method
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.run import Run
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import NoisedSamples, RecordedSteps
 from fluvial.engines.sampling.samplers import Ode, SamplerRule, Stochastic
 from fluvial.kernels import velocity_error
 
-ODE = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
+ODE = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
 
 SOURCE = '''
 from dataclasses import dataclass
 import torch
 from fluvial.core.transitions import Transition
-from fluvial.engines.methods import ErrorInfo, Method, ObjectiveTraits
+from fluvial.engines.methods import ErrorInfo, Method, NoisingConfig, PassesConfig, SamplingConfig
 from fluvial.kernels import velocity_error
 
 @dataclass(frozen=True)
@@ -45,19 +46,25 @@ class Weighted(Method):
     """Fit samples by their advantage's sigmoid.
 
     Args:
+        sampling: How samples are made.
+        noising: Noise levels.
+        passes: How often a batch is learnt from.
         temperature: Advantage that counts as large.
     """
 
+    sampling: SamplingConfig = SamplingConfig()
+    noising: NoisingConfig = NoisingConfig()
+    passes: PassesConfig = PassesConfig()
     temperature: float = 1.0
-    traits = ObjectiveTraits(trains_on="noised")
 
     def learn(self, run, batch, key):
         grades = run.grade(batch)
-        items = run.noise_samples(batch, key, torch.sigmoid(grades.advantage / self.temperature), keep=grades.keep)
-        for part in run.minibatches(items, key):
+        good = torch.sigmoid(grades.advantage / self.temperature)
+        items = run.noise_samples(batch, self.noising, key, good, keep=grades.keep)
+        for part in run.minibatches(items, key, self.passes):
             yield run.update(part, self.loss)
 
-    def loss(self, v, rows, config):
+    def loss(self, v, rows):
         error = velocity_error(v, rows.target)
         return rows.signal * error, ErrorInfo(error.detach(), torch.zeros_like(error))
 
@@ -76,13 +83,6 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("own_objects", None)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
 class RewardInfo(NamedTuple):
     """Diagnostics of `Reinforce`."""
 
@@ -93,18 +93,18 @@ class RewardInfo(NamedTuple):
 class Reinforce(Method):
     """The plain policy gradient on recorded steps, with a log-probability written out here."""
 
+    needs = Needs(ratio=True)
+    sampling: SamplingConfig = SamplingConfig()
     scale: float = 1.0
-    traits = ObjectiveTraits(trains_on="steps", has_ratio=True)
-    record = Record()
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Weigh every step by the advantage of its sample, scaled."""
         grades = run.grade(batch)
         steps = run.record_steps(batch, key, self.scale * grades.advantage, keep=grades.keep, skip_zero=True)
-        for part in run.minibatches(steps, key):
+        for part in run.minibatches(steps, key, self.passes):
             yield run.update(part, self.loss)
 
-    def loss(self, v: Tensor, items: RecordedSteps, config: LossConfig) -> tuple[Tensor, RewardInfo]:
+    def loss(self, v: Tensor, items: RecordedSteps) -> tuple[Tensor, RewardInfo]:
         """-A log p; the ratio's constant takes no part in the gradient."""
         a, b, std = (part[:, None, None, None] for part in items.transition)
         log_prob = (-((items.x_next - a * items.x - b * v) ** 2) / (2 * std**2)).mean((1, 2, 3))
@@ -122,23 +122,24 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
     """Named by their module they are in config.json, from which the run goes on."""
     config = TrainConfig(
         tmp_path / "run",
-        objective=objective_type("own_objects:Weighted")(temperature=0.5),  # type: ignore[call-arg]
-        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
         train="lora",
         updates=1,
-        eval_samples=2,
-        final_samples=2,
-        micro_batch=4,
-        update_micro_batch="rollout",
+        method=method_type("own_objects:Weighted")(  # type: ignore[call-arg]
+            temperature=0.5,
+            sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic("own_objects:drift", eta=0.3)),
+        ),
+        evaluation=EvaluationConfig(samples=2, final_samples=2),
+        engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
     )
     summary = train(config)
     assert summary["updates"] == 1
     record = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert record["objective"] == {"name": "own_objects:Weighted", "temperature": 0.5}
-    assert record["rollout"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
+    assert record["method"]["name"] == "own_objects:Weighted"
+    assert record["method"]["temperature"] == 0.5
+    assert record["method"]["sampling"]["sampler"] == {"kind": "own_objects:drift", "eta": 0.3}
     del sys.modules["own_objects"]  # another process loads it again
     again = read_record(record)
-    assert type(again.objective) is objective_type("own_objects:Weighted")
+    assert type(again.method) is method_type("own_objects:Weighted")
     summary = train(replace(again, updates=2, resume=True))
     assert summary["updates"] == 2
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -147,10 +148,10 @@ def test_they_train_the_built_in_job(tmp_path: Path, own: None) -> None:
 
 def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
     """Passed in Python, without a name: the noise is the sampler's, and the gradient that of the loss."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(drift, eta=0.3))
-    run = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce()), one)
+    rollout = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(drift, eta=0.3))
+    run = tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Reinforce()), one)
     run.rollout()
-    doubled = tiny.Run(tiny.config(tmp_path, rollout=rollout, objective=Reinforce(scale=2.0)), one)
+    doubled = tiny.Run(tiny.config(tmp_path, sampling=rollout, method=Reinforce(scale=2.0)), one)
     doubled.rollout()
     assert run.infos[0].grad_norm > 0
     assert doubled.infos[0].grad_norm == pytest.approx(2 * run.infos[0].grad_norm, rel=1e-4)
@@ -162,16 +163,16 @@ def test_objects_of_this_file_train(one: World, tmp_path: Path) -> None:
 def test_their_records() -> None:
     """An object without a name outside of this file is recorded, too; only reading it back says that it is not found."""
     config = tiny.config(
-        Path("out"), rollout=RolloutConfig(prompts=2, group=4, sampler=Stochastic(drift)), objective=Reinforce(2.0)
+        Path("out"), sampling=SamplingConfig(prompts=2, group=4, sampler=Stochastic(drift)), method=Reinforce(scale=2.0)
     )
     record = json.loads(json.dumps(as_record(config)))
-    assert record["objective"]["name"] == name_of(config.objective) == f"{__name__}:Reinforce"
-    assert record["rollout"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
+    assert record["method"]["name"] == config.method.method_name == f"{__name__}:Reinforce"
+    assert record["method"]["sampling"]["sampler"] == {"kind": f"{__name__}:drift", "eta": 0.8}
 
     def local(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
         return drift(level, level_next, eta=eta)
 
-    record = as_record(replace(config, rollout=replace(config.rollout, sampler=Stochastic(local, eta=0.5))))
+    record = as_record(with_values(config, {"sampling.sampler": Stochastic(local, eta=0.5)}))
     with pytest.raises(UsageError, match=r"<locals>.local' is defined inside of a function"):
         read_record(record)
 
@@ -180,7 +181,7 @@ def test_a_rule_says_more_of_a_sampler() -> None:
     """What is refused of a built-in sampler is refused of one's own with the same rule."""
     rule = SamplerRule(lambda eta, levels: lambda a, b: drift(a, b, eta=eta), max_eta=0.5, prediction="epsilon")
     assert Stochastic(rule, eta=0.5).rule is rule
-    with pytest.raises(ValueError, match=r"rollout.sampler.eta is 0.8, expected at most 0.5"):
+    with pytest.raises(ValueError, match=r"sampling.sampler.eta is 0.8, expected at most 0.5"):
         Stochastic(rule, eta=0.8)
 
 
@@ -193,22 +194,13 @@ class Thawed:
 
 
 @dataclass(frozen=True)
-class NoTraits(Method):
-    """Without traits."""
-
-
-@dataclass(frozen=True)
 class NoMethod:
-    """Traits alone."""
-
-    traits = ObjectiveTraits(trains_on="noised")
+    """Of another class."""
 
 
 @dataclass(frozen=True)
 class NoLearn(Method):
     """Without a way to learn."""
-
-    traits = ObjectiveTraits(trains_on="noised")
 
 
 @dataclass(frozen=True)
@@ -220,12 +212,12 @@ class FewArguments(NoLearn):
 
 
 @dataclass(frozen=True)
-class Traits(NoLearn):
+class WrongRows(NoLearn):
     """A property of a wrong type."""
 
     @property
-    def traits(self) -> Any:  # type: ignore[override]
-        """No traits."""
+    def rows(self) -> Any:
+        """No rows."""
         return "steps"
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Any:
@@ -233,43 +225,47 @@ class Traits(NoLearn):
 
 
 @pytest.mark.parametrize(
-    ("objective", "words"),
+    ("method", "words"),
     [
         (object(), "object is not a frozen dataclass: decorate it"),
         (Thawed(), "Thawed is not a frozen dataclass: decorate it with @dataclass"),
-        (NoTraits(), "NoTraits has no traits: add `traits = ObjectiveTraits"),
         (NoMethod(), "NoMethod is not a method: let it inherit from fluvial.engines.methods.Method"),
         (NoLearn(), r"NoLearn has no method learn\(self, run, batch, key\)"),
         (FewArguments(), r"FewArguments has learn\(self, run: .*, expected learn\(self, run, batch, key\): too many"),
-        (Traits(), "Traits has traits of type str, expected ObjectiveTraits"),
-        (Reinforce, r"objective is the class Reinforce, expected an instance: Reinforce\(\)"),
+        (Reinforce, r"method is the class Reinforce, expected an instance: Reinforce\(\)"),
         ("clipped", "str is not a frozen dataclass"),
     ],
 )
-def test_what_is_no_objective(objective: Any, words: str) -> None:
+def test_what_is_no_method(method: Any, words: str) -> None:
     """It is refused when the run is built."""
     with pytest.raises(ValueError, match=words) as refused:
-        TrainConfig(Path("out"), objective=objective)
+        TrainConfig(Path("out"), method)
     assert "\n" not in str(refused.value)
     with pytest.raises(UsageError):
-        check_objective(objective)
+        check_method(method)
+
+
+def test_what_a_method_declares_is_checked() -> None:
+    """When it is made, in one line."""
+    with pytest.raises(UsageError, match=r"WrongRows has rows of type str, expected RecordedRows or NoisedRows$"):
+        WrongRows()
 
 
 @pytest.mark.parametrize(
     ("sampler", "words"),
     [
-        ("sde", r"rollout.sampler is 'sde', expected one of flow_sde, .* or module:name"),
+        ("sde", r"sampling.sampler is 'sde', expected one of flow_sde, .* or module:name"),
         ("flow_sd", "did you mean 'flow_sde'"),
         ("own_objects:drft", "own_objects has no 'drft'; did you mean 'drift'"),
         ("own_objects:Weighted", r"is a class, expected a function of \(level, level_next, \*, eta\), or a SamplerRule"),
-        (3, "rollout.sampler is of type int, expected a function"),
-        (lambda level: level, "rollout.sampler has the signature .*, expected a function"),
+        (3, "sampling.sampler is of type int, expected a function"),
+        (lambda level: level, "sampling.sampler has the signature .*, expected a function"),
     ],
 )
 def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
     """It is refused when the rollout's configuration is built."""
     with pytest.raises(ValueError, match=words) as refused:
-        RolloutConfig(sampler=Stochastic(sampler))
+        SamplingConfig(sampler=Stochastic(sampler))
     assert "\n" not in str(refused.value)
 
 
@@ -283,9 +279,9 @@ def test_what_is_no_sampler(own: None, sampler: Any, words: str) -> None:
 )
 def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words: str) -> None:
     """It is tried on the model's schedule before the first rollout."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
+    rollout = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(sampler, eta=0.3))
     with pytest.raises(UsageError, match=words) as refused:
-        tiny.Run(tiny.config(tmp_path, rollout=rollout), one)
+        tiny.Run(tiny.config(tmp_path, sampling=rollout), one)
     assert "\n" not in str(refused.value)
 
 
@@ -293,8 +289,9 @@ def test_what_a_sampler_returns(one: World, tmp_path: Path, sampler: Any, words:
 class Returns(Method):
     """A method that does what it is told to."""
 
+    sampling: SamplingConfig = SamplingConfig()
+    noising: NoisingConfig = NoisingConfig()
     what: str = "mean"
-    traits = ObjectiveTraits(trains_on="noised")
 
     def learn(self, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         """Learn from one number, or one per sample, as the field says; with a failure, or without an update."""
@@ -302,12 +299,12 @@ class Returns(Method):
         if self.what == "raises":
             raise KeyError("no such\nthing")
         chosen = {"nan": signal / 0 * 0, "signal": signal.sum()}.get(self.what, signal)
-        for part in run.minibatches(run.noise_samples(batch, key, chosen), key):
+        for part in run.minibatches(run.noise_samples(batch, self.noising, key, chosen), key, self.passes):
             info = run.update(part, self.loss)
             if self.what != "silent":
                 yield info
 
-    def loss(self, v: Tensor, items: NoisedSamples, config: LossConfig) -> Any:
+    def loss(self, v: Tensor, items: NoisedSamples) -> Any:
         """Return a mean, numbers with a dimension too many, wrong diagnostics, or none."""
         error = velocity_error(v, items.target)
         info = ErrorInfo(error.detach(), torch.zeros_like(error))
@@ -338,7 +335,7 @@ class Returns(Method):
 )
 def test_what_an_objective_returns(one: World, tmp_path: Path, what: str, words: str) -> None:
     """It is checked on the first batch: a wrong shape would broadcast."""
-    run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Returns(what)), one)
+    run = tiny.Run(tiny.config(tmp_path, sampling=ODE, method=Returns(what=what)), one)
     with pytest.raises(FluvialError, match=words) as refused:
         run.rollout()
     assert "\n" not in str(refused.value)
@@ -355,18 +352,11 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kl": KLConfig(0.1)}, "kl.coef has no effect with .*:Returns, whose loss adds no KL"),
-        ({"implementation": "triton"}, "implementation has no effect with .*:Returns and these settings"),
-        ({"max_log_ratio": 0.5}, "max_log_ratio has no effect with .*:Returns, which has no ratio"),
+        ({"kl.coef": 0.1}, "there is no field method.kl"),
+        ({"rollout.max_log_ratio": 0.5}, "rollout.max_log_ratio has no effect with .*:Returns, which has no ratio"),
     ],
 )
 def test_settings_that_do_nothing(changes: dict[str, Any], words: str) -> None:
-    """Its traits say that it takes none of them."""
+    """It has no such field, or declares that it needs none."""
     with pytest.raises(ValueError, match=words):
-        tiny.config(Path("out"), rollout=ODE, objective=Returns(), **changes)
-
-
-def test_traits_are_checked() -> None:
-    """A misspelt trait has the nearest match in its message."""
-    with pytest.raises(ValueError, match=r"traits.trains_on is 'step', expected .*did you mean 'steps'"):
-        ObjectiveTraits(trains_on="step")  # type: ignore[arg-type]
+        tiny.config(Path("out"), sampling=ODE, method=Returns(), **changes)

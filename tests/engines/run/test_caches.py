@@ -1,38 +1,32 @@
 """Caches of encoded images and captions: of another model or other settings, on a full disk, and damaged."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines
 import torch
+from helpers import tiny_pipelines
 from PIL import Image
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.methods.imitation import Sft
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.sft import Sft
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
 from fluvial.engines.run.jobs.evaluated import list_texts
 from fluvial.engines.run.jobs.images import _settings
+from fluvial.engines.run.jobs.settings import DataConfig, PipelineConfig
 from fluvial.engines.run.jobs.weights import digest
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.models.lora import Dora
 from fluvial.models.lora_files import LoraFile
 from fluvial.models.pipelines import base
 from fluvial.models.pipelines.base import Pipeline
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +65,7 @@ def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_pat
         lambda images: 2 * images,
     ]
     asked = job(folder, tmp_path)
-    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path)) for encode in functions]
+    settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path, method=Grpo())) for encode in functions]
     assert len({each["encoder"] for each in settings}) == 3
 
 
@@ -83,11 +77,9 @@ def job(folder: Path, cache: Path, name: str = "sd3", **asked: Any) -> Job:
         TrainConfig(
             cache / "run",
             model=str(folder / name),
-            objective=Sft(),
-            data=(str(folder / "foxes"),),
-            data_cache=cache,
             pipeline=pipeline,
-            rollout=RolloutConfig(prompts=2, group=1, sampler=Ode()),
+            method=Sft(sampling=SamplingConfig(prompts=2, group=1, sampler=Ode())),
+            data=DataConfig(images=(str(folder / "foxes"),), cache=cache),
         )
     )
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import TrainConfig
 
@@ -33,7 +34,7 @@ FIELDS = {
 
 def test_the_table_knows_the_fields_that_once_were_silent() -> None:
     """A misspelt schedule, training method or checkpointing once trained something else."""
-    silent = {"OptimizerConfig.schedule", "TrainConfig.train", "EngineConfig.checkpointing"}
+    silent = {"OptimizerConfig.schedule", "TrainConfig.train", "MachineConfig.checkpointing"}
     assert silent < set(FIELDS)
 
 
@@ -51,4 +52,4 @@ def test_another_value_is_refused_with_the_accepted_ones(name: str) -> None:
 def test_a_method_of_training_that_does_not_exist() -> None:
     """`train="qlora"` says what there is."""
     with pytest.raises(ValueError, match=r"train is 'qlora', expected .*full.*lora"):
-        TrainConfig(out=Path("run"), train="qlora")  # type: ignore[arg-type]
+        TrainConfig(out=Path("run"), train="qlora", method=Grpo())  # type: ignore[arg-type]

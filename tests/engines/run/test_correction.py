@@ -1,33 +1,23 @@
 """Correction of a rollout that computed in another precision than the update."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import STEPS, Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import STEPS, Spied
 
 from fluvial.core import correction, gaussian, transitions
 from fluvial.core.advantages import group_advantages
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.grpo import correct
-from fluvial.engines.methods.losses import LossConfig
-from fluvial.engines.methods.table import Clipped, Guard
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.losses import StepKLConfig, correct
+from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run.batch import Batch, Items
-from fluvial.engines.run.config import CorrectionConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: Any = "step") -> tuple[Spied, dict[str, Any]]:
@@ -35,9 +25,10 @@ def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: An
     run = Spied(
         tiny.config(
             tmp_path,
-            rollout=replace(STEPS, autocast=True),
+            sampling=STEPS,
             correction=CorrectionConfig(mode, level, threshold),
             optimizer=OptimizerConfig(max_grad_norm=1e9),
+            **{"rollout.autocast": True},
         ),
         one,
     )
@@ -78,8 +69,8 @@ def test_the_weights_scale_the_gradient(one: World, tmp_path: Path) -> None:
 
 def test_guard_with_a_correction(one: World, tmp_path: Path) -> None:
     """Its old velocity is then the update's own too, so that the first ratio is 1."""
-    rollout = replace(STEPS, autocast=True)
-    run = Spied(tiny.config(tmp_path, rollout=rollout, objective=Guard(), correction=CorrectionConfig("truncate")), one)
+    changes = {"correction": CorrectionConfig("truncate"), "rollout.autocast": True}
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, method=Guard(), **changes), one)
     run.rollout()
     recorded = run.trajectories[0].velocity
     assert recorded is not None
@@ -100,18 +91,17 @@ def test_the_kl_has_no_weight() -> None:
     )
     found = dict[str, Any]()
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(correction=CorrectionConfig("mask", threshold=1.5)),
-        loss_settings=LossConfig(kl_coef=0.5, kl_weight="exact"),
         measure=lambda steps, function: function(v, steps.rows),
         gather=lambda steps, values: values[:, None],
         log=found.update,
     )
     steps = Items(rows, (), torch.ones(6, 1), 6, cast(Batch, None), 6, 6)
-    corrected = correct(run, steps).rows
+    method = Grpo(kl=StepKLConfig(0.5, weight="exact"))
+    corrected = correct(run, steps, CorrectionConfig("mask", threshold=1.5), method.log_prob).rows
     assert torch.equal(corrected.log_prob_old, known)
     assert corrected.signal.tolist() == [1, 0, 1, 0, 1, 0]
     assert float(found["correction"].limited) == 0.5
-    loss, info = Clipped().loss(v, corrected, run.loss_settings)
+    loss, info = method.loss(v, corrected)
     kl = gaussian.kl(transition, v, v_ref)
     torch.testing.assert_close(info.kl_ref, kl)
     torch.testing.assert_close(loss, 0.5 * kl - corrected.signal)

@@ -1,33 +1,25 @@
 """Diagnostics: how far the samples of a group lie apart, and how far a model has gone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.monitoring import diagnostics
 from fluvial.engines.run.monitoring.diagnostics import Probe
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.diversity import diversity, thumbnails
 from fluvial.engines.sampling.generate import on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import Schedule
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def images(count: int, *shape: int) -> Tensor:
@@ -80,14 +72,14 @@ def test_thumbnails(shape: tuple[int, ...], side: tuple[int, int]) -> None:
 
 def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
     """Of the images that the reward saw, group by group; a rollout that takes no noise and begins alike would have 0."""
-    rollout, seen = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), []
+    rollout, seen = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), []
 
     def scored(drawn: Tensor, prompts: Any) -> Tensor:
         if drawn.unique().numel() > 1:  # not the blank images that a reward is tried on
             seen.append(drawn)
         return tiny.brightness(drawn, prompts)
 
-    run = tiny.Run(tiny.config(tmp_path, rollout=rollout), one, tiny.job(rewards={"scored": scored}))
+    run = tiny.Run(tiny.config(tmp_path, sampling=rollout), one, tiny.job(rewards={"scored": scored}))
     record = run.rollout()
     assert record["diversity"] == pytest.approx(diversity(torch.cat(seen).flatten(1), 4))
     assert record["diversity"] > 0.01

@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
-from marks import long
+from helpers import launch, tiny_pipelines
+from helpers.marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,11 +21,14 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.export import formats
 from fluvial.engines.export.card import Card, write_card
 from fluvial.engines.export.formats import COMFY_WEIGHTS
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import PipelineConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.exports import check_exports, export_run
+from fluvial.engines.run.jobs.settings import ExportConfig
 from fluvial.engines.run.jobs.weights import converter
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import LoraConfig
 from fluvial.models.handwriting import Handwriting
@@ -47,20 +49,19 @@ def run_of(folder: Path, name: str, **changes: Any) -> dict[str, Tensor]:
     (folder / "heldout.txt").write_text("an owl\n")
     asked: dict[str, Any] = {"heldout": (str(folder / "heldout.txt"),), "text_tokens": tiny_pipelines.TEXT}
     values: dict[str, Any] = {
-        "out": folder / f"{name}-run",
         "model": str(folder / name),
         "prompts": (str(folder / "prompts.txt"),),
         "updates": 2,
         "pipeline": PipelineConfig(height, width, frames=frames, **asked),
         "train": "lora",
         "lora": LORA,
-        "micro_batch": 2,
+        "engine.micro_batch": 2,
         "rewards": ("jpeg",),
-        "keep_checkpoints": 5,
-        "rollout": RolloutConfig(prompts=2, group=2, steps=3),
+        "checkpoint.keep": 5,
+        "sampling": SamplingConfig(prompts=2, group=2, steps=3),
         "optimizer": OptimizerConfig(lr=0.1, ema_decay=0.5),
     }
-    with Trainer(TrainConfig(**{**values, **changes})) as trainer:
+    with Trainer(with_values(TrainConfig(folder / f"{name}-run", Grpo()), {**values, **changes})) as trainer:
         for _ in trainer:
             trainer.save()
         found = {}
@@ -170,7 +171,7 @@ def test_the_card_says_what_was_measured(
     assert "base_model" not in front  # a folder is no id on the Hub
     assert "license" not in front
     assert "| `optimizer.lr` | `0.1` |" in card
-    assert "rollout.sampler" not in card
+    assert "sampling.sampler" not in card
     assert "| score, `jpeg` | 0.25 | 0.5 |" in card  # not that of update 3
     assert "exactly right" not in card
     assert "(reward.png)" in card
@@ -263,8 +264,8 @@ def test_base_weights_that_changed_since(ran: tuple[Path, dict[str, Tensor]], tm
 def test_two_experts_and_unets(tmp_path: Path, name: str) -> None:
     """A folder for each network; merged and from the original layout they compute the same."""
     sampler: Any = "ddim" if name == "sdxl" else "flow_sde"
-    rollout = RolloutConfig(prompts=1, group=2, steps=2, sampler=Stochastic(sampler))
-    expected = run_of(tmp_path, name, updates=1, rollout=rollout)["policy"]
+    rollout = SamplingConfig(prompts=1, group=2, steps=2, sampler=Stochastic(sampler))
+    expected = run_of(tmp_path, name, updates=1, sampling=rollout)["policy"]
     run = tmp_path / f"{name}-run" / "checkpoints" / "000001"
     model = tiny_pipelines.opened(name, tmp_path / name)
     full, lora = (exported(run, tmp_path / kind, "--as", kind) for kind in ("full", "lora"))
@@ -315,14 +316,14 @@ def test_only_some_architectures_have_an_original_layout() -> None:
 def test_exports_during_training_are_checked_before_it(tmp_path: Path) -> None:
     """A format that the run cannot have is an error before the first update, and not after hours."""
     for changes, says in (
-        ({"export_as": "comfyui"}, "export_as is 'comfyui': .* has no layout that ComfyUI reads"),
-        ({"export_as": "lora"}, "export_as is 'lora': the run trained all weights"),
+        ({"export.format": "comfyui"}, "export.format is 'comfyui': .* has no layout that ComfyUI reads"),
+        ({"export.format": "lora"}, "export.format is 'lora': the run trained all weights"),
     ):
-        asked: dict[str, Any] = changes
+        run = with_values(TrainConfig(tmp_path, method=Grpo()), changes)
         with pytest.raises(ValueError, match=says):
-            check_exports(TrainConfig(tmp_path, export_every=1, **asked), Handwriting())
-        check_exports(TrainConfig(tmp_path, **asked), Handwriting())  # none are asked for
-    check_exports(TrainConfig(tmp_path, export_every=1), Handwriting())
+            check_exports(with_values(run, {"export.every": 1}), Handwriting())
+        check_exports(run, Handwriting())  # none are asked for
+    check_exports(TrainConfig(tmp_path, method=Grpo(), export=ExportConfig(every=1)), Handwriting())
 
 
 def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
@@ -330,7 +331,7 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\ntags: [video]\n---\n# Base\nlicense: none\n")
     lora = {"weights": "x/adapter", "form": {"kind": "lora"}}
-    settings = {"train": "lora", "weights": None, "lora": lora, "optimizer": {"lr": 0.1, "eps": 1e-8}}
+    settings = {"train": "lora", "pipeline": {"weights": None}, "lora": lora, "optimizer": {"lr": 0.1, "eps": 1e-8}}
     card = Card(
         kind="lora",
         model="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
@@ -339,7 +340,7 @@ def test_the_card_of_a_model_of_the_hub(tmp_path: Path) -> None:
         parts=("transformer", "transformer_2"),
         video=True,
         folder=tmp_path / "base",
-        objective="mine:Loss",
+        method="mine:Loss",
         settings=settings,
         defaults={"optimizer": {"lr": 0.2, "eps": 1e-8}},
         update=40,

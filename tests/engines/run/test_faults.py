@@ -14,11 +14,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from marks import long
+from helpers import launch
+from helpers.marks import long
 from rich.console import Console
 from torch.distributed import distributed_c10d
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,14 +27,18 @@ from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.world import World, init_world, leave
 from fluvial.engines.errors import LostProcessError, RunError, UsageError
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train, training
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.checkpoint.storage import PROBE, Draft, RemoteStore
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.process import run_folder
 from fluvial.engines.run.process.stop import stop_request
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 FLAGS = ["--updates", "7", "--optimizer.ema-decay", "0.9"]
@@ -98,7 +102,7 @@ def launched(out: Path, *args: str, restarts: int = 0, interpreters: bool = Fals
     if interpreters:
         process = launch.Torchrun(*typed, restarts=restarts)
     else:
-        process = launch.Process("elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
+        process = launch.Process("workers.elastic_ranks:run", pids, restarts, *typed, environment=launch.environment())
     with process:
         run = Launched(process, out, pids)
         try:
@@ -164,7 +168,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     A limit on the size of one process's files is its full disk.
     """
     out = tmp_path / "run"
-    with launched(out, *launch.SMALL, *FLAGS, "--checkpoint-every", "100") as run:
+    with launched(out, *launch.SMALL, *FLAGS, "--checkpoint.every", "100") as run:
         run.reaches(2)
         run.process.send_signal(signal.SIGTERM)
         assert run.ends() == []
@@ -175,7 +179,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
     assert 2 <= stopped < 6
     assert f"SIGTERM: stopped after update {stopped}, all saved" in said
 
-    with launched(out, "--resume", "--checkpoint-every", "2") as run:
+    with launched(out, "--resume", "--checkpoint.every", "2") as run:
         run.reaches(stopped + 1)
         resource.prlimit(run.worker(1), resource.RLIMIT_FSIZE, (100_000, 100_000))
         (line,) = run.ends()
@@ -194,7 +198,7 @@ def test_a_stop_and_a_full_disk(tmp_path: Path, straight: Path) -> None:
 def test_a_rank_that_hangs(tmp_path: Path, interpreters: bool) -> None:
     """The other gives up in time; the one that hung, once it goes on, finds the other gone and ends at once, stop or not."""
     out, seconds = tmp_path / "run", 10 if interpreters else 4
-    flags = ["--updates", "500", "--collective-timeout", str(seconds)]
+    flags = ["--updates", "500", "--engine.timeout", str(seconds)]
     with launched(out, *launch.SMALL, *flags, interpreters=interpreters) as run:
         run.reaches(3)
         hangs = run.worker(1)
@@ -300,19 +304,16 @@ def test_a_repeated_sigterm_is_one_request() -> None:
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return the configuration of a run of four updates of eight samples, with two checkpoints."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
+    rollout = SamplingConfig(prompts=2, group=4, steps=4, window=RandomWindow(2))
     run = TrainConfig(
         out=out,
         updates=4,
-        micro_batch=4,
-        update_micro_batch="rollout",
-        eval_every=0,
-        final_samples=8,
-        eval_samples=8,
-        checkpoint_every=2,
-        rollout=rollout,
+        method=Grpo(sampling=rollout),
+        engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
+        evaluation=EvaluationConfig(every=0, final_samples=8, samples=8),
+        checkpoint=CheckpointConfig(every=2),
     )
-    return replace(run, **changes)
+    return with_values(run, changes)
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +356,7 @@ def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, monkeypatch:
 def test_what_a_restart_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing, the beginning of a run that is there, or what a person named, while there is no checkpoint."""
     out = tmp_path / "run"
-    asked = config(out, resume_from=tmp_path / "other" / "000020")
+    asked = config(out, **{"checkpoint.resume_from": tmp_path / "other" / "000020"})
     attempt(monkeypatch, 0)
     with init_world() as world:
         assert continued(config(out), world) == config(out)
@@ -394,7 +395,7 @@ def test_storage_that_cannot_be_written_is_refused_before_anything_is_built(
     (tmp_path / "file").write_text("")
     for place, says in (("s3://bucket/run", "cannot be used: Install s3fs"), (f"{tmp_path}/file/run", "cannot be written")):
         with pytest.raises(UsageError, match=says):
-            train(config(tmp_path / "run", checkpoints=place))
+            train(config(tmp_path / "run", **{"checkpoint.folder": place}))
         assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -404,7 +405,7 @@ def test_a_storage_that_fails_later_loses_nothing(
 ) -> None:
     """Weights and state go to the run folder, which a line says, and a resumption takes the newest of both."""
     out, url = tmp_path / "run", f"memory://{tmp_path.name}/checkpoints"
-    asked = config(out, checkpoints=url, checkpoint_async=background, updates=2)
+    asked = config(out, updates=2, **{"checkpoint.folder": url, "checkpoint.background": background})
     create, failing, console = RemoteStore.create, True, Console(file=StringIO(), width=500)
 
     def create_or_fail(store: RemoteStore, draft: Draft, file: str) -> Any:
@@ -444,7 +445,7 @@ def test_a_run_that_is_out_of_memory_saves_its_newest_update_and_says_what_to_ch
             raise error
         return original(*args, **options)
 
-    asked = config(out, checkpoint_every=100)
+    asked = config(out, **{"checkpoint.every": 100})
     with monkeypatch.context() as patch:
         patch.setattr(where, name, fail)
         with pytest.raises(RunError) as raised:

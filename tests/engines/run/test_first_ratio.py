@@ -5,19 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import handwriting_jobs
 import pytest
-import tiny_token_job
 import torch
-from addresses import misplaced, placed
+from helpers import handwriting_jobs, tiny_token_job
+from helpers.addresses import misplaced, placed
+from helpers.tiny_token_job import Toy, ToyCond
 from rich.console import Console
-from tiny_token_job import Toy, ToyCond
 from torch import Tensor, nn
 
-from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.engine import OptimizerConfig
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
@@ -55,11 +57,11 @@ def test_the_first_ratio_is_one_however_inputs_lie(tmp_path: Path, threads: int)
     config = TrainConfig(
         out=tmp_path / "run",
         updates=1,
-        micro_batch=1,
-        final_samples=2,
         train="full",
-        rollout=RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5)),
         optimizer=OptimizerConfig(lr=1e-3),
+        method=Grpo(sampling=SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5))),
+        engine=MachineConfig(micro_batch=1),
+        evaluation=EvaluationConfig(final_samples=2),
     )
     summary = train(config, job, console=Console(quiet=True))
     assert summary["first_pass_max_abs_log_ratio"] == 0.0
@@ -78,7 +80,7 @@ def test_the_first_ratio_is_one_with_a_merged_product_of_lora(tmp_path: Path) ->
 @pytest.mark.parametrize("base", ["nf4", *(pytest.param(base, marks=pytest.mark.long) for base in ("int8", "int4", "fp8"))])
 def test_the_first_ratio_is_one_with_a_quantised_base(tmp_path: Path, base: Any) -> None:
     """With checkpointing in the update, and in the second update too."""
-    engine = EngineConfig(base=base, checkpointing="block")
-    config = handwriting_jobs.config(tmp_path, train="lora", engine=engine, optimizer=OptimizerConfig(lr=1e-2))
+    engine = {"engine.base": base, "engine.checkpointing": "block"}
+    config = handwriting_jobs.config(tmp_path, train="lora", optimizer=OptimizerConfig(lr=1e-2), **engine)
     first, second = handwriting_jobs.updates(config, count=2)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.errors import UsageError
@@ -62,13 +62,13 @@ def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
 
     settings: Any = {
         "updates": 6,
-        "eval_every": 1,
-        "eval_samples": 2,
-        "final_samples": 2,
-        "checkpoint_every": 1,
-        "keep_checkpoints": 1,
+        "evaluation.every": 1,
+        "evaluation.samples": 2,
+        "evaluation.final_samples": 2,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 1,
         "tracker": "none",
-        "stop_when_gamed": 2,
+        "evaluation.stop_when_gamed": 2,
     }
     job, out = tiny.job(rewards={"rising": rising}, evaluators={"heldout": falling}), tmp_path / "run"
     summary = train(tiny.config(out, **settings), job)
@@ -87,9 +87,9 @@ def test_a_run_that_is_gamed_ends_early(tmp_path: Path) -> None:
     ("changes", "evaluators", "says"),
     [
         (
-            {"eval_every": 0},
+            {"evaluation.every": 0},
             {"heldout": tiny.contrast},
-            "stop_when_gamed has no effect without rewards to learn from",
+            "evaluation.stop_when_gamed has no effect without rewards to learn from",
         ),
         ({}, {}, "the evaluator 'brightness' is a reward of the run; name one that training does not see"),
         ({}, {"a": tiny.contrast, "heldout": tiny.brightness}, "the evaluator 'heldout' is a reward of the run"),
@@ -100,4 +100,4 @@ def test_what_cannot_be_watched_is_refused(
 ) -> None:
     """In one line."""
     with pytest.raises((UsageError, ValueError), match=says):
-        Trainer(tiny.config(tmp_path, stop_when_gamed=2, **changes), tiny.job(evaluators=evaluators))
+        Trainer(tiny.config(tmp_path, **changes, **{"evaluation.stop_when_gamed": 2}), tiny.job(evaluators=evaluators))

@@ -1,32 +1,26 @@
 """RAFT on given images: groups of one caption or of any, scored, of which the best are fitted."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import ODE, Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import ODE, Spied
 from torch import Tensor
 
 from fluvial.core.random import Key, key
 from fluvial.engines.data.order import Captions
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.imitation import Raft
+from fluvial.engines.methods.raft import Raft
 from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import Job
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
+from fluvial.engines.run.method import NoisedRows
 
 
 def given(*counts: int) -> list[Prompt]:
@@ -44,7 +38,11 @@ def run(folder: Path, one: World, compare: Any, prompts: list[Prompt], **changes
     job: Job = replace(tiny.job(), prompts=tuple(prompts), data=grey)
     rollout = replace(ODE, prompts=2, group=4)
     config: TrainConfig = tiny.config(
-        folder, objective=Raft(best=0.5, compare=compare), rollout=rollout, micro_batch=4, prompt_order="epochs", **changes
+        folder,
+        method=Raft(best=0.5, compare=compare),
+        sampling=rollout,
+        **changes,
+        **{"engine.micro_batch": 4, "data.order": "epochs"},
     )
     return Spied(config, one, job)
 
@@ -64,7 +62,7 @@ def test_the_best_of_each_group_are_fitted(tmp_path: Path, one: World, compare: 
     best = {image for group in (images[:4], images[4:]) for image in sorted(group, key=int)[2:]}
     update = spied.updates[0]
     assert {images[int(i)] for i in update.items.sample[update.weight != 0]} == best
-    assert record["pairs"] == 4 * spied.trainer.config.noising.each
+    assert record["pairs"] == 4 * cast(NoisedRows, spied.trainer.config.method.rows).noising.each
     assert len(set(images)) == 8  # an epoch has each image once
 
 
@@ -78,15 +76,15 @@ def test_images_of_a_caption_are_drawn_alike() -> None:
     assert set(Counter(place for places in drawn for place in places)) == {0, 1, 2}
     assert len({tuple(places) for places in drawn}) == 6
     assert Captions(as_prompts(["a", "b"])).draw(1, key(0), 2) == [1, 1]
-    with pytest.raises(UsageError, match=r"objective\.compare is caption, and no caption of data has two images"):
+    with pytest.raises(UsageError, match=r"compare is caption, and no caption of data has two images"):
         Captions(given(1, 1))
 
 
 def test_settings_without_a_meaning(tmp_path: Path, one: World) -> None:
     """Data for RAFT of rollouts, groups of one, and data without a caption of two images."""
-    with pytest.raises(ValueError, match=r"^objective\.compare is 'rollout', expected caption or data, with data"):
-        tiny.config(tmp_path, objective=Raft(), rollout=ODE, data=("photos",))
-    with pytest.raises(ValueError, match=r"rollout\.group is 1, expected at least 2"):
-        tiny.config(tmp_path, objective=Raft(compare="data"), rollout=replace(ODE, group=1))
+    with pytest.raises(ValueError, match=r"^data.images has no effect with raft, which learns from rollouts"):
+        tiny.config(tmp_path, method=Raft(), sampling=ODE, **{"data.images": ("photos",)})
+    with pytest.raises(ValueError, match=r"sampling\.group is 1, expected at least 2"):
+        tiny.config(tmp_path, method=Raft(compare="data"), sampling=replace(ODE, group=1))
     with pytest.raises(UsageError, match="no caption of data has two images"):
         run(tmp_path, one, "caption", given(1, 1))

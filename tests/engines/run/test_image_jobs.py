@@ -5,12 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
-import tiny_replayed
 import torch
-from marks import long
+from helpers import launch, tiny_pipelines, tiny_replayed
+from helpers.marks import long
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,7 +18,7 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.models.pipelines.base import Pipeline
 
 FOXES = [f"{number} red foxes" for number in range(6)]
-ROLLOUT = "--rollout.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2"
+ROLLOUT = "--sampling.prompts 2 --micro-batch 2 --updates 2 --final-samples 2 --evaluation.every 0 --checkpoint.every 2"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def size(name: str) -> list[str]:
     """Return the flags that ask a pipeline for its images."""
     if name != "aura-flow":
-        return ["--pipeline.height", "16", "--pipeline.width", "16", "--rollout.steps", "3"]
+        return ["--pipeline.height", "16", "--pipeline.width", "16", "--sampling.steps", "3"]
     call = dict(tiny_replayed.ROWS[name].options)
     height, width, scale = (str(call.pop(option)) for option in ("height", "width", "guidance_scale"))
     more = [f"{option}={json.dumps(value)}" for option, value in call.items()]
@@ -51,9 +49,9 @@ def size(name: str) -> list[str]:
         height,
         "--pipeline.width",
         width,
-        "--rollout.guidance.scale",
+        "--sampling.guidance.scale",
         scale,
-        "--rollout.steps",
+        "--sampling.steps",
         "3",
     ]
     return [*sized, "--noising.levels", "schedule", "--noising.each", "2", "--pipeline.call", *more]
@@ -81,7 +79,7 @@ def test_supervised_on_captions(
         return encode(self, images, key)
 
     monkeypatch.setattr(Pipeline, "encode_with_vae", counted)
-    given = ["--data", str(folder / "foxes"), "--data-cache", str(tmp_path / "cache")]
+    given = ["--data", str(folder / "foxes"), "--data.cache", str(tmp_path / "cache")]
     assert run(folder, name, "sft", tmp_path / "one", *given) == 0, capfd.readouterr().err
     assert sum(encoded) == 5  # every tenth caption is held out
     updates = [record for record in launch.records(tmp_path / "one") if "grad_norm" in record]
@@ -101,7 +99,7 @@ def test_supervised_on_captions(
 @pytest.mark.parametrize("name", ["sd3", "aura-flow"])
 def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The loss starts at log 2, with a weight of the rejected sample too."""
-    given = ["--objective.preferences", str(folder / "prefs"), "--objective.lose-weight", "0.5", "--noising.each", "2"]
+    given = ["--preferences", str(folder / "prefs"), "--lose-weight", "0.5", "--noising.each", "2"]
     assert run(folder, name, "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -120,22 +118,22 @@ def test_an_image_that_cannot_be_read_is_skipped_where_asked(
     given = ["--data", str(tmp_path / "some.jsonl")]
     assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 2
     assert "broken.png cannot be read as an image" in launch.one_line(capfd.readouterr().err)
-    assert run(folder, "sd3", "sft", tmp_path / "other", *given, "--data-errors", "skip") == 0, capfd.readouterr().err
+    assert run(folder, "sd3", "sft", tmp_path / "other", *given, "--data.errors", "skip") == 0, capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("recipe", "more", "says"),
     [
-        ("grpo", ["--data", "foxes"], "--data has no effect with clipped, which learns from rollouts"),
+        ("grpo", ["--data", "foxes"], "--data.images has no effect with grpo, which learns from rollouts"),
         (
             "sft",
             ["--data", "foxes", "--prompts", "x.txt"],
             "--prompts has no effect with data or preferences, which have their own",
         ),
-        ("sft", ["--data-errors", "skip"], "--data-errors has no effect with sft here, which learns from no images"),
-        ("sft", [], "for sft, set --data to a folder of images with captions"),
+        ("sft", ["--data.errors", "skip"], "--data.errors has no effect with sft here, which learns from no images"),
+        ("sft", [], "for sft, set --data.images to a folder of images with captions"),
         ("sft", ["--data", "nowhere"], "data nowhere cannot be read: No such file or directory"),
-        ("sft", ["--data", "foxes", "--data-cache", "foxes/0.png"], "--data-cache foxes/0.png cannot be used: "),
+        ("sft", ["--data", "foxes", "--data.cache", "foxes/0.png"], "--data.cache foxes/0.png cannot be used: "),
     ],
 )
 def test_what_has_no_meaning_is_one_line(
@@ -177,7 +175,7 @@ def test_preferences_drawn_with_a_pipeline_train_it(
         )
         sign = -1 if FOXES.index(line["prompt"]) % 2 else 1
         assert sign * win >= sign * lose
-    given = ["--objective.preferences", str(pairs), "--noising.each", "2"]
+    given = ["--preferences", str(pairs), "--noising.each", "2"]
     assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     assert cli.run(["preferences", str(folder / "sd3"), *made]) == 2
     assert "needs prompts to train on: set --prompts" in launch.one_line(capfd.readouterr().err)

@@ -1,35 +1,27 @@
 """Runs whose rewards sometimes fail: what is left out is as if it had never been drawn."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from objective_rows import OBJECTIVE_ROWS
-from spied_runs import FAST, ODE, STEPS
+from helpers import tiny_jobs as tiny
+from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.spied_runs import FAST, ODE, STEPS
 from torch import Tensor
 
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
-from fluvial.engines.run.config import AdvantageConfig, KLConfig, NoisingConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.declared import find_followers
+from fluvial.engines.scoring.advantages import AdvantageConfig
 
-LEARNING = [
-    name for name, row in OBJECTIVE_ROWS.items() if row.traits.rewards != "nothing" and row.traits.preferences is None
-]
+LEARNING = [name for name, row in OBJECTIVE_ROWS.items() if row.needs.rewards is not None and row.is_scored]
 BAD = "3"  # the prompt whose samples have no valid score
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -46,13 +38,10 @@ def failing(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def config_of(name: str, out: Path, prompts: int) -> TrainConfig:
     """Return the settings of a rollout of groups of four for an objective."""
-    objective = OBJECTIVE_ROWS[name]
-    on_steps = objective.traits.trains_on == "steps"
-    changes: dict[str, Any] = {"rollout": replace(STEPS if on_steps else ODE, prompts=prompts)}
-    if name == "dgpo":
-        changes["noising"] = NoisingConfig(draw="rollout")
-    lora = "lora" if find_followers(objective.networks(KLConfig())) else "full"
-    return tiny.config(out, objective=objective, train=lora, optimizer=FAST, micro_batch=4, **changes)
+    method = OBJECTIVE_ROWS[name]
+    sampling = replace(ODE if method.recorded is None else STEPS, prompts=prompts)
+    lora = "lora" if find_followers(method.networks()) else "full"
+    return tiny.config(out, method=method, train=lora, optimizer=FAST, sampling=sampling, **{"engine.micro_batch": 4})
 
 
 def updated(
@@ -82,7 +71,7 @@ def test_an_invalid_group_is_as_if_it_had_not_been_drawn(one: World, tmp_path: P
 
 def test_a_history_of_rewards_takes_in_valid_ones_alone(one: World, tmp_path: Path) -> None:
     """Those of an invalid group are left out whole."""
-    config = replace(config_of("clipped", tmp_path, 4), advantage=AdvantageConfig(history=8, history_min=2))
+    config = with_values(config_of("clipped", tmp_path, 4), {"advantage": AdvantageConfig(history=8, history_min=2)})
     run = tiny.Run(config, one, tiny.job(rewards={"it": failing}))
     run.trainer.sampler.prompts = lambda root, updates: list(as_prompts(["0", "1", "2", BAD]))  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="are left out"):
@@ -147,4 +136,4 @@ def test_a_reward_of_groups_is_no_evaluator(one: World, tmp_path: Path) -> None:
 def test_the_share_is_below_one(tmp_path: Path, value: float) -> None:
     """A rollout without any valid group teaches nothing."""
     with pytest.raises((ValueError, UsageError), match="max_invalid"):
-        tiny.config(tmp_path, max_invalid=value)
+        tiny.config(tmp_path, **{"rollout.max_invalid": value})

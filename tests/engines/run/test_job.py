@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor, nn
 
 from fluvial.engines.data.records import as_prompts
@@ -93,7 +93,7 @@ def one(images: Tensor) -> Tensor:
     [
         ({"rewards": {"it": one}}, r"rewards 'it' has the signature .*, expected a function of \(images, prompts\)"),
         ({"rewards": {"it": "bright"}}, "rewards 'it' is of type str, expected a function"),
-        ({"rewards": {}}, "clipped learns from rewards, and this job has none"),
+        ({"rewards": {}}, "grpo learns from rewards, and this job has none"),
         ({"evaluators": {"it": one}}, "evaluator 'it' has the signature"),
         ({"prompts": ("0", "7x")}, r"job: prompts\[1\]: prompt '7x' is no digit"),
         ({"prompts": ()}, "job: prompts is empty, expected at least one prompt"),

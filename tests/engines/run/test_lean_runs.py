@@ -5,31 +5,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import handwriting_jobs
 import pytest
 import torch
-from marks import long
+from helpers import handwriting_jobs
+from helpers.marks import long
 from safetensors.torch import load_file
 
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.eval_models import open_networks, settings_of_run
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.files import LORA
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import FluvialError, UsageError
+from fluvial.engines.files import LORA
 from fluvial.engines.run import train
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.exports import export_run
-from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
 from fluvial.models.lora import Dora, Lokr, LoraConfig
 from fluvial.models.quantised import find_quantised
 
 WAYS: dict[str, dict[str, Any]] = {
-    "nf4": {"train": "lora", "engine": EngineConfig(base="nf4", checkpointing="host")},
-    **{base: {"train": "lora", "engine": EngineConfig(base=base)} for base in ("int8", "int4", "fp8", "bfloat16")},
-    "dora": {"train": "lora", "lora": LoraConfig(rank=4, form=Dora()), "engine": EngineConfig(base="int8")},
-    "lokr": {"train": "lora", "lora": LoraConfig(rank=4, form=Lokr()), "engine": EngineConfig(compute="bfloat16")},
-    "masters": {"train": "full", "engine": EngineConfig(masters="bfloat16")},
-    "step": {"train": "full", "engine": EngineConfig(grad_sync="step", masters="bfloat16"), "update_micro_batch": 64},
+    "nf4": {"train": "lora", "engine.base": "nf4", "engine.checkpointing": "host"},
+    **{base: {"train": "lora", "engine.base": base} for base in ("int8", "int4", "fp8", "bfloat16")},
+    "dora": {"train": "lora", "lora": LoraConfig(rank=4, form=Dora()), "engine.base": "int8"},
+    "lokr": {"train": "lora", "lora": LoraConfig(rank=4, form=Lokr()), "engine.compute": "bfloat16"},
+    "masters": {"train": "full", "engine.masters": "bfloat16"},
 }
 
 
@@ -56,7 +56,7 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, way: str) -> None:
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     if way == "nf4":
-        other = replace(halves, resume=True, updates=3, engine=EngineConfig(base="int8"))
+        other = with_values(halves, {"resume": True, "updates": 3, "engine.base": "int8"})
         with pytest.raises(FluvialError, match="base_weights"):
             train(other, handwriting_jobs.job())
 
@@ -64,8 +64,8 @@ def test_a_run_resumes_to_the_bit(tmp_path: Path, way: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"train": "full", "engine": EngineConfig(base="nf4")}, "engine.base has no effect with train full"),
-        ({"train": "lora", "engine": EngineConfig(masters="bfloat16")}, "engine.masters has no effect with train lora"),
+        ({"train": "full", "engine.base": "nf4"}, "engine.base has no effect with train full"),
+        ({"train": "lora", "engine.masters": "bfloat16"}, "engine.masters has no effect with train lora"),
     ],
 )
 def test_settings_of_other_weights_than_are_trained_are_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -76,18 +76,18 @@ def test_settings_of_other_weights_than_are_trained_are_refused(tmp_path: Path, 
 def test_servers_have_no_quantised_base(tmp_path: Path) -> None:
     """Their weights are those of the folder, so ratios would be wrong from the start."""
     config = handwriting_jobs.config(tmp_path, train="lora")
-    served = replace(config.rollout, source="http://127.0.0.1:1")
+    served = RolloutConfig(source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"engine.base is 'int8', expected auto: servers make rollouts with weights"):
-        replace(config, rollout=served, engine=EngineConfig(base="int8"))
+        with_values(config, {"rollout": served, "engine.base": "int8"})
 
 
 @pytest.mark.parametrize("form", [Dora(), Lokr()], ids=str)
 def test_servers_take_merged_weights_of_forms_that_are_not_lora(tmp_path: Path, form: Any) -> None:
     config = handwriting_jobs.config(tmp_path, train="lora", lora=LoraConfig(form=form))
-    served = replace(config.rollout, source="http://127.0.0.1:1")
+    served = RolloutConfig(source="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=rf"servers take no adapters of lora.form {form.kind}, and merged weights do"):
-        replace(config, rollout=served)
-    replace(config, rollout=replace(served, servers=ServersConfig(weights="disk")))
+        with_values(config, {"rollout": served})
+    with_values(config, {"rollout": replace(served, servers=ServersConfig(weights="disk"))})
 
 
 @pytest.mark.parametrize("form", [Dora(), long(Lokr())], ids=str)
@@ -96,7 +96,7 @@ def test_an_adapter_of_a_run_is_continued_from_and_exported_again(tmp_path: Path
     config = handwriting_jobs.config(tmp_path / "first", train="lora", lora=LoraConfig(rank=4, form=form))
     train(config, handwriting_jobs.job())
     again = LoraConfig(weights=config.out / "lora")
-    second = handwriting_jobs.config(tmp_path / "second", train="lora", lora=again, init="whole")
+    second = handwriting_jobs.config(tmp_path / "second", train="lora", lora=again, **{"engine.init": "whole"})
     train(second, handwriting_jobs.job())
     first, then = (load_file(run.out / "lora" / LORA) for run in (config, second))
     assert first.keys() == then.keys()
@@ -111,7 +111,7 @@ def test_an_adapter_of_a_run_is_continued_from_and_exported_again(tmp_path: Path
 @pytest.mark.long
 def test_an_export_is_evaluated_as_it_is(tmp_path: Path) -> None:
     """Its weights are dequantised, and not rounded again; what the run started from is quantised as in the run."""
-    config = handwriting_jobs.config(tmp_path / "run", train="lora", engine=EngineConfig(base="int4"))
+    config = handwriting_jobs.config(tmp_path / "run", train="lora", **{"engine.base": "int4"})
     train(config, handwriting_jobs.job())
     asked = settings_of_run(str(config.out), EvalConfig(base="start"))
     with init_world() as world, ExitStack() as stack:

@@ -1,16 +1,16 @@
 """Learning from a rollout: which items an update is made of, in one update or several, on one rank or two."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import FAST, ODE, STEPS, Spied
+from helpers import launch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, ODE, STEPS, Spied
 from torch import Tensor
 
 from fluvial.core import gaussian
@@ -18,31 +18,22 @@ from fluvial.core.advantages import group_advantages, multi_reward_advantages
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.methods.table import AlignProp, Awm, Clipped, Dpo, Guard, Nft, Raft
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods import StepKLConfig
+from fluvial.engines.methods.table import AlignProp, Awm, Dpo, Grpo, Guard, Nft, Raft
 from fluvial.engines.run.batch import make_batch
-from fluvial.engines.run.config import (
-    AdvantageConfig,
-    KLConfig,
-)
 from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.gather import Scoring
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.bits
 def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
     """In every update: the ratio is 1 in the first, and in the second what the moved policy says of the stored steps."""
-    run = Spied(tiny.config(tmp_path, rollout=STEPS, epochs=2, updates=2, optimizer=FAST), one)
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, updates=2, optimizer=FAST, **{"passes.epochs": 2}), one)
     moved: list[Tensor] = []
     optimize = run.trainer.engine.update
 
@@ -66,11 +57,11 @@ def test_the_old_log_prob_is_the_rollouts(one: World, tmp_path: Path) -> None:
 def test_minibatches_partition_the_samples(one: World, tmp_path: Path, objective: str) -> None:
     """Every pair of a sample is in the same minibatch, and in one an epoch; each epoch has another order."""
     kinds: dict[str, dict[str, Any]] = {
-        "clipped": {"rollout": replace(STEPS, prompts=4, group=2)},
-        "awm": {"rollout": replace(ODE, prompts=4, group=2), "objective": Awm()},
-        "dpo": {"rollout": replace(ODE, prompts=8, group=2), "objective": Dpo()},
+        "clipped": {"sampling": replace(STEPS, prompts=4, group=2)},
+        "awm": {"sampling": replace(ODE, prompts=4, group=2), "method": Awm()},
+        "dpo": {"sampling": replace(ODE, prompts=8, group=2), "method": Dpo()},
     }
-    run = Spied(tiny.config(tmp_path, epochs=2, minibatches=2, updates=4, **kinds[objective]), one)
+    run = Spied(tiny.config(tmp_path, updates=4, **kinds[objective], **{"passes.epochs": 2, "passes.minibatches": 2}), one)
     run.rollout()
     assert len(run.updates) == 4
     parts = []
@@ -93,8 +84,8 @@ def test_the_loss_is_a_mean_over_the_minibatch(one: World, tmp_path: Path) -> No
     gradients: dict[int, list[Tensor]] = {}
     for minibatches in (1, 2):
         still = OptimizerConfig(lr=1e-12, weight_decay=0.0, betas=(0.5, 0.999), max_grad_norm=1e9)
-        changes = {"minibatches": minibatches, "updates": minibatches, "optimizer": still}
-        run = tiny.Run(tiny.config(tmp_path, rollout=STEPS, **changes), one)
+        changes = {"passes.minibatches": minibatches, "updates": minibatches, "optimizer": still}
+        run = tiny.Run(tiny.config(tmp_path, sampling=STEPS, **changes), one)
         optimize, moments = run.trainer.engine.update, [torch.zeros(())]
 
         def noted(*args: Any, run: Any = run, moments: Any = moments, optimize: Any = optimize, **options: Any) -> Any:
@@ -114,10 +105,10 @@ def test_the_loss_is_a_mean_over_the_minibatch(one: World, tmp_path: Path) -> No
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("passes", [{"epochs": 2}, {"minibatches": 2}], ids=["epochs", "minibatches"])
+@pytest.mark.parametrize("passes", [{"passes.epochs": 2}, {"passes.minibatches": 2}], ids=["epochs", "minibatches"])
 def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, int]) -> None:
     """It is the policy's before the rollout's first update, in all of them; with one update there is none to keep."""
-    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm(), updates=2, optimizer=FAST, **passes), one)
+    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm(), updates=2, optimizer=FAST, **passes), one)
     start = run.weights()
     run.rollout()
     assert all(torch.equal(tensor, run.updates[0].policy[name]) for name, tensor in start.items())
@@ -130,7 +121,7 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, i
     assert run.infos[0].max_abs["log_ratio"] == 0.0
     assert run.infos[1].max_abs["log_ratio"] > 0.0
 
-    alone = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm()), one)
+    alone = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm()), one)
     alone.rollout()
     assert "old" not in alone.updates[0].items.predictions
     assert alone.infos[0].max_abs["log_ratio"] == 0.0
@@ -139,7 +130,9 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, i
 @pytest.mark.bits
 def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
     """It is what the rollout recorded, so that a rollout of several updates needs no pass of its own."""
-    run = Spied(tiny.config(tmp_path, rollout=STEPS, objective=Guard(), epochs=2, updates=2, optimizer=FAST), one)
+    run = Spied(
+        tiny.config(tmp_path, sampling=STEPS, method=Guard(), updates=2, optimizer=FAST, **{"passes.epochs": 2}), one
+    )
     run.rollout()
     recorded = run.trajectories[0].velocity
     assert recorded is not None
@@ -149,7 +142,9 @@ def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
 
 def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
     """Half of each sample's steps, drawn for each sample and rollout; the loss is their mean."""
-    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, trained=RandomRecorded(0.5)), updates=2, micro_batch=8), one)
+    run = Spied(
+        tiny.config(tmp_path, sampling=STEPS, trained=RandomRecorded(0.5), updates=2, **{"engine.micro_batch": 8}), one
+    )
     drawn = []
     for _ in range(2):
         record = run.rollout()
@@ -166,7 +161,7 @@ def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
 
 def test_the_first_steps(one: World, tmp_path: Path) -> None:
     """Every sample's noisiest steps are trained on; the last one takes noise in the rollout, and is not."""
-    run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, trained=FirstRecorded(0.99)), micro_batch=8), one)
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, trained=FirstRecorded(0.99), **{"engine.micro_batch": 8}), one)
     record = run.rollout()
     update, levels = run.updates[-1], run.trainer.schedule.levels
     assert update.over == record["pairs"] == 8 * (tiny.STEPS - 1)
@@ -181,7 +176,11 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
     """They get neither loss nor KL, and do not count; otherwise they get the KL, and count."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
     config = tiny.config(
-        tmp_path, rollout=STEPS, micro_batch=8, seed=1, kl=KLConfig(coef), advantage=AdvantageConfig(drop_zero=drop)
+        tmp_path,
+        sampling=STEPS,
+        seed=1,
+        advantage=AdvantageConfig(drop_zero=drop),
+        **{"engine.micro_batch": 8, "kl.coef": coef},
     )
     run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
     run.rollout()
@@ -196,12 +195,22 @@ def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Pa
 def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Path, sampler: str, factor: Any) -> None:
     """Times |dt| for Flow-SDE, whose std is a rate in the published code, and the exact KL of the others."""
     rollout = replace(STEPS, sampler=Stochastic(sampler, eta=0.5), window=RandomWindow(2, high=tiny.STEPS - 1))
-    settings = [
-        Spied(tiny.config(tmp_path, rollout=rollout, kl=KLConfig(0.1, weight)), one).trainer.run.loss_settings
-        for weight in ("auto", factor)
-    ]
-    assert settings[0] == settings[1]
-    assert settings[0].kl_weight == factor
+    losses = []
+    for weight in ("auto", factor):
+        run = Spied(
+            tiny.config(
+                tmp_path,
+                sampling=rollout,
+                updates=2,
+                optimizer=FAST,
+                **{"kl.coef": 9.0, "kl.weight": weight, "passes.epochs": 2},
+            ),
+            one,
+        )
+        run.rollout()
+        losses.append(run.infos[1].loss)
+    assert losses[0] == losses[1]
+    assert StepKLConfig(0.1).weight_of(rollout.sampler.rule) == factor
 
 
 def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
@@ -210,8 +219,8 @@ def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
     job = tiny.job(rewards=rewards, prompts=("0", "1"))
     found = {}
     for objective, rollout in ((None, STEPS), (Raft(best=0.25), ODE)):
-        changes = {} if objective is None else {"objective": objective}
-        run = Spied(tiny.config(tmp_path, rollout=rollout, micro_batch=8, seed=1, **changes), one, job)
+        changes = {} if objective is None else {"method": objective}
+        run = Spied(tiny.config(tmp_path, sampling=rollout, seed=1, **changes, **{"engine.micro_batch": 8}), one, job)
         run.rollout()
         assert set(run.prompts) == {"0", "1"}
         found[objective] = (run.infos[0].items, run.updates[0].over)
@@ -222,7 +231,7 @@ def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
 def test_shared_noise(one: World, tmp_path: Path) -> None:
     """The samples of a group begin alike, and end apart."""
     for shared in (False, True):
-        run = Spied(tiny.config(tmp_path, rollout=replace(STEPS, shared_noise=shared)), one)
+        run = Spied(tiny.config(tmp_path, sampling=replace(STEPS, shared_noise=shared)), one)
         run.rollout()
         first, final = run.trajectories[0].x[:, 0].unflatten(0, (2, 4)), run.trajectories[0].final.unflatten(0, (2, 4))
         assert torch.equal(first, first[:, :1].expand_as(first)) == shared
@@ -234,7 +243,7 @@ def test_shared_noise(one: World, tmp_path: Path) -> None:
 def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     """Their advantages are those of core/advantages.py, for the weights that were asked for."""
     changes = {"rewards": ("contrast=0.5", "brightness=-2"), "advantage": AdvantageConfig(combine=combine, clip=1.2)}
-    run = Spied(tiny.config(tmp_path, rollout=STEPS, micro_batch=8, **changes), one)
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, **changes, **{"engine.micro_batch": 8}), one)
     record = run.rollout()
     images = tiny.Tiny().decode(run.trajectories[0].final)
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
@@ -255,7 +264,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """Return the results of the rollouts by the number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    return {size: launch.on_ranks(size, "objective_ranks:rollouts", folder)[0] for size in (1, 2)}
+    return {size: launch.on_ranks(size, "workers.objective_ranks:rollouts", folder)[0] for size in (1, 2)}
 
 
 @pytest.mark.slow
@@ -281,11 +290,11 @@ def scaled(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("objective", [Clipped(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
+@pytest.mark.parametrize("objective", [Grpo(), Nft(old=NoOld()), Dpo(), AlignProp(last=2)])
 def test_batches_of_two_schedules_can_be_collected_before_either_update(tmp_path: Path, one: World, objective: Any) -> None:
     """Each update has the schedule, sampler, prompts and size of its own rollout: that of a trainer which makes no other."""
-    rollout = STEPS if objective.traits.trains_on == "steps" else ODE
-    run = tiny.config(tmp_path, rollout=rollout, objective=objective, rewards=("scaled",))
+    rollout = ODE if objective.recorded is None else STEPS
+    run = tiny.config(tmp_path, sampling=rollout, method=objective, rewards=("scaled",))
 
     def trained() -> Trainer:
         return Trainer(run, tiny.job(rewards={"scaled": scaled}), one)

@@ -4,18 +4,16 @@ import json
 import re
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.marks import long
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.replay.kinds import SOUND, VIDEO, Sound, read_video
 
@@ -26,9 +24,9 @@ pytestmark = [  # diffusers' own use
 ]
 
 SHORT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 "
-    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --pipeline.height 16 --pipeline.width 16"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1 "
+    "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --pipeline.height 16 --pipeline.width 16"
 )
 
 
@@ -94,8 +92,8 @@ def called(name: str) -> list[str]:
     """Return the flags of a row's call."""
     row = tiny_conditioned.ROWS[name]
     given = [f"{argument}={json.dumps(value)}" for argument, value in row.call.items()]
-    sounds = ["--rewards", "tiny_sounds:even"] if {*SOUND.arguments} & {*row.media} else []
-    scale = ["--rollout.guidance.scale", str(row.scale)]
+    sounds = ["--rewards", "helpers.tiny_sounds:even"] if {*SOUND.arguments} & {*row.media} else []
+    scale = ["--sampling.guidance.scale", str(row.scale)]
     size = ["--pipeline.height", str(row.size), "--pipeline.width", str(row.size), "--pipeline.frames", str(row.frames)]
     return [*size, *scale, *sounds, "--pipeline.call", *given]
 

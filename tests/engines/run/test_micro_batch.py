@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import launch
+from helpers import tiny_jobs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -20,21 +20,23 @@ from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find
-from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import AlignProp, Dpo
 from fluvial.engines.run import build, recipes, train
-from fluvial.engines.run.config import NoisingConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import chunk_size
+from fluvial.engines.run.method import NoisedRows
 from fluvial.engines.run.passes import micro_batch, probe
 from fluvial.engines.run.passes.warm_up import WarmUp
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance, slots
+from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 
 CHOOSE = micro_batch.choose
-ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ROLLOUT = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -49,7 +51,9 @@ def choosing(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @given(batch=st.integers(1, 300), size=st.integers(1, 200), ranks=st.integers(1, 8))
 def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, ranks: int) -> None:
     """The named size has as few as any, and as many samples per pass as that allows."""
-    config: Any = SimpleNamespace(rollout=SimpleNamespace(batch=batch), samples_per_pass=size, makes_samples=True)
+    config: Any = SimpleNamespace(
+        method=SimpleNamespace(sampling=SimpleNamespace(batch=batch)), samples_per_pass=size, makes_samples=True
+    )
     world = SimpleNamespace(size=ranks, data_size=ranks, data_rank=0)
     engine: Any = SimpleNamespace(world=world, sharded=SimpleNamespace(is_whole=False))
     said = list(probe.notes(config, engine))
@@ -61,7 +65,7 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
     better = max(s for s, total in sizes.items() if total == least)
     assert said == [
         f"{sizes[size] - batch} of the {sizes[size]} samples that {ranks} ranks compute per rollout are repeats, because "
-        f"micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
+        f"engine.micro_batch is {size} and there are {batch} samples: micro_batch {better} has {least - batch}"
     ]
     config.samples_per_pass = better
     assert list(probe.notes(config, engine)) == []
@@ -70,10 +74,10 @@ def test_repeats_are_named_where_another_size_has_fewer(batch: int, size: int, r
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"rollout": ROLLOUT}, marks=pytest.mark.long),
-        {"rollout": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
+        pytest.param({"sampling": ROLLOUT}, marks=pytest.mark.long),
+        {"sampling": replace(ROLLOUT, guidance=Guidance(scale=2.0, forwards="two"))},
         pytest.param(
-            {"rollout": replace(ROLLOUT, sampler=Ode()), "objective": Dpo(), "train": "lora"}, marks=pytest.mark.long
+            {"sampling": replace(ROLLOUT, sampler=Ode()), "method": Dpo(), "train": "lora"}, marks=pytest.mark.long
         ),
     ],
     ids=["steps", "guided", "preferences"],
@@ -84,7 +88,7 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
     found = {}
     for size in ("auto", 4):
         torch.manual_seed(0)
-        with Trainer(tiny.config(tmp_path, micro_batch=size, updates=2, **changes), tiny.job()) as run:
+        with Trainer(tiny.config(tmp_path, updates=2, **changes, **{"engine.micro_batch": size}), tiny.job()) as run:
             records = [run.update(), run.update()]
             assert run.config.samples_per_pass == 4
             for record in records:
@@ -99,12 +103,12 @@ def test_the_bits_are_those_of_the_number(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
-        ({"update_micro_batch": "rollout"}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
-        ({"update_micro_batch": 16}, [16]),
-        ({"update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
-        ({"update_micro_batch": 999}, [16]),  # no more than there are
-        ({"update_micro_batch": 2}, [2] * 8),
-        ({"update_micro_batch": 8, "objective": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
+        ({"engine.update_micro_batch": "rollout"}, [4, 4, 4, 4]),  # 8 samples of 2 recorded steps
+        ({"engine.update_micro_batch": 16}, [16]),
+        ({"engine.update_micro_batch": 5}, [5, 5, 5, 4]),  # what is left goes in a pass of the rollout's size, filled up
+        ({"engine.update_micro_batch": 999}, [16]),  # no more than there are
+        ({"engine.update_micro_batch": 2}, [2] * 8),
+        ({"engine.update_micro_batch": 8, "method": Dpo()}, [8]),  # best and worst of 2 groups, at 2 levels
     ],
     ids=["default", "all", "uneven", "more", "fewer", "preferences"],
 )
@@ -112,11 +116,13 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
     """The rollout's passes keep `micro_batch`, and the update is the same to rounding."""
     found, passed = {}, list[tuple[bool, int]]()
     rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
-    if "objective" in changes:
+    if "method" in changes:
         rollout = replace(ROLLOUT, sampler=Ode())
         changes = {**changes, "noising": NoisingConfig(each=2)}
-    for each in (changes, {**changes, "update_micro_batch": "rollout"}):
-        config = tiny.config(tmp_path, micro_batch=4, minibatches=1, updates=1, rollout=rollout, **each)
+    for each in (changes, {**changes, "engine.update_micro_batch": "rollout"}):
+        config = tiny.config(
+            tmp_path, updates=1, sampling=rollout, **each, **{"engine.micro_batch": 4, "passes.minibatches": 1}
+        )
         with Trainer(config, tiny.job()) as run:
             passed.clear()
             run.engine.module.register_forward_pre_hook(
@@ -124,12 +130,12 @@ def test_an_update_takes_as_many_pairs_per_pass(tmp_path: Path, changes: dict[st
             )
             record = run.update()
             assert [size for gradient, size in passed if not gradient] == [4] * (2 * tiny.STEPS)
-            found[each["update_micro_batch"]] = (
+            found[each["engine.update_micro_batch"]] = (
                 [size for gradient, size in passed if gradient],
                 record["loss"],
                 {name: tensor.clone() for name, tensor in run.engine.sharded.shards().items()},
             )
-    sizes, loss, weights = found[changes["update_micro_batch"]]
+    sizes, loss, weights = found[changes["engine.update_micro_batch"]]
     assert sizes == rows
     assert loss == pytest.approx(found["rollout"][1], rel=1e-4, abs=1e-6)
     for name, tensor in weights.items():
@@ -147,7 +153,7 @@ def test_chunks_of_an_evaluation_repeat_as_few_samples_as_their_number_allows(sa
 
 def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
     """Of a rollout, an update or an evaluation, whose passes may be larger than those of the rollout."""
-    config = tiny.config(tmp_path, micro_batch=64, rollout=replace(ROLLOUT, window=RandomWindow(2, high=3)))
+    config = tiny.config(tmp_path, sampling=replace(ROLLOUT, window=RandomWindow(2, high=3)), **{"engine.micro_batch": 64})
     with Trainer(config, tiny.job()) as run:
         rows = list[int]()
         run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
@@ -164,8 +170,13 @@ def test_no_pass_has_more_rows_than_there_are_samples(tmp_path: Path) -> None:
 def test_comparisons_take_no_more_rows_than_there_are(tmp_path: Path) -> None:
     """A reference policy predicts the pairs of an update in passes like the update's."""
     rollout = replace(ROLLOUT, window=RandomWindow(2, high=3))
-    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=999, minibatches=1, updates=1, rollout=rollout)
-    with Trainer(replace(config, train="lora", kl=KLConfig(coef=0.1)), tiny.job()) as run:
+    config = tiny.config(
+        tmp_path,
+        updates=1,
+        sampling=rollout,
+        **{"engine.micro_batch": 4, "engine.update_micro_batch": 999, "passes.minibatches": 1},
+    )
+    with Trainer(with_values(config, {"train": "lora", "kl.coef": 0.1}), tiny.job()) as run:
         rows = list[int]()
         run.engine.module.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
         run.update()
@@ -184,7 +195,7 @@ def test_blocks_compile_for_the_passes_of_an_update(
         return WarmUp(2, 0.5)
 
     monkeypatch.setattr(probe, "warm_up", warm_up)
-    config = tiny.config(tmp_path, micro_batch=4, update_micro_batch=pairs)
+    config = tiny.config(tmp_path, **{"engine.micro_batch": 4, "engine.update_micro_batch": pairs})
     with Trainer(config, tiny.job()) as run:
         found = probe.compile_blocks(config, run.job, run.engine, run.schedule)
     assert warmed == [(size, size == 4) for size in sizes]
@@ -193,10 +204,10 @@ def test_blocks_compile_for_the_passes_of_an_update(
 
 def test_a_real_choice_divides_the_samples(tmp_path: Path) -> None:
     """12 samples: 1, 2, 4 or 12."""
-    config = tiny.config(tmp_path, micro_batch="auto", rollout=replace(ROLLOUT, prompts=3))
+    config = tiny.config(tmp_path, sampling=replace(ROLLOUT, prompts=3), **{"engine.micro_batch": "auto"})
     with Trainer(config, tiny.job()) as run:
         choice = run.choices["micro_batch"]
-        assert choice.micro_batch == run.config.micro_batch
+        assert choice.micro_batch == run.config.engine.micro_batch
         assert choice.micro_batch in choice.trials
         assert set(choice.trials) <= {1, 2, 4, 12}
         assert run.run.config is run.sampler.config is run.saver.config is run.config
@@ -206,14 +217,17 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
     """One line on the console, a record in the metrics, config.json and the checkpoint; a resumption takes it."""
     choosing(monkeypatch, 2)
     config = tiny.config(
-        tmp_path / "run", micro_batch="auto", rollout=ROLLOUT, updates=2, eval_every=0, final_samples=4, checkpoint_every=1
+        tmp_path / "run",
+        sampling=ROLLOUT,
+        updates=2,
+        **{"engine.micro_batch": "auto", "evaluation.every": 0, "evaluation.final_samples": 4, "checkpoint.every": 1},
     )
     console = Console(file=StringIO(), width=500)
     train(config, tiny.job(), console=console)
     lines = [line for line in console.file.getvalue().splitlines() if "micro_batch" in line]  # type: ignore[attr-defined]
     assert len(lines) == 1
     assert lines[0].startswith("micro_batch 2, chosen in")
-    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    assert json.loads((config.out / "config.json").read_text())["engine"]["micro_batch"] == 2
     assert [record["micro_batch"]["chosen"] for record in launch.records(config.out) if "micro_batch" in record] == [2]
     finished = launch.weights(config.out)
 
@@ -222,17 +236,17 @@ def test_the_run_says_and_keeps_the_number(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(build, "choose_micro_batch", never)
     first = config.out / "checkpoints" / "000001"
-    train(replace(config, resume_from=str(first)), tiny.job())
-    assert json.loads((config.out / "config.json").read_text())["micro_batch"] == 2
+    train(with_values(config, {"checkpoint.resume_from": str(first)}), tiny.job())
+    assert json.loads((config.out / "config.json").read_text())["engine"]["micro_batch"] == 2
     assert launch.weights(config.out) == finished
-    with pytest.raises(RunError, match="micro_batch 2 there, 4 here"):
-        train(replace(config, resume_from=str(first), micro_batch=4), tiny.job())
+    with pytest.raises(RunError, match=r"engine\.micro_batch 2 there, 4 here"):
+        train(with_values(config, {"checkpoint.resume_from": str(first), "engine.micro_batch": 4}), tiny.job())
 
 
 def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny.config(tmp_path, micro_batch="auto", rollout=ROLLOUT)
+    config = tiny.config(tmp_path, sampling=ROLLOUT, **{"engine.micro_batch": "auto"})
     with init_world() as world:
         choosing(monkeypatch, 2)
         with Trainer(config, tiny.job(), world) as run:
@@ -240,14 +254,14 @@ def test_a_trainer_that_has_chosen_takes_the_number_of_its_checkpoint(
             run.save()
         choosing(monkeypatch, 8)
         with Trainer(config, tiny.job(), world) as run:
-            assert run.config.micro_batch == 8
+            assert run.config.engine.micro_batch == 8
         with Trainer(config, tiny.job(), world, resume_from=tmp_path / "checkpoints" / "000001") as run:
-            assert run.config.micro_batch == run.saver.config.micro_batch == 2
+            assert run.config.engine.micro_batch == run.saver.config.engine.micro_batch == 2
 
 
 def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
     """Two ranks whose clocks differ: both take what the slower one says, and the weights of that number."""
-    (first, numbers), (second, others) = launch.on_ranks(2, "micro_batches:chosen", tmp_path)
+    (first, numbers), (second, others) = launch.on_ranks(2, "workers.micro_batches:chosen", tmp_path)
     assert first == second == 4
     assert numbers["auto"] == numbers["4"] == others["auto"] == others["4"]
 
@@ -255,40 +269,42 @@ def test_ranks_choose_the_same_and_get_the_bits_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch": "fast"}, "micro_batch is 'fast', expected 'auto' or an integer"),
-        ({"micro_batch": 0}, r"micro_batch is 0, expected an integer in \[1, "),
+        ({"engine.micro_batch": "fast"}, "engine.micro_batch is 'fast', expected 'auto' or an integer"),
+        ({"engine.micro_batch": 0}, r"engine.micro_batch is 0, expected an integer in \[1, "),
         (
-            {"rollout": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
-            "micro_batch is 'auto', expected a number: rollout.window.draw call draws",
+            {"sampling": replace(ROLLOUT, window=RandomWindow(2, draw="call"))},
+            "engine.micro_batch is 'auto', expected a number: sampling.window.draw call draws",
         ),
         (
-            {"objective": Dpo(), "rollout": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
-            "micro_batch is 'auto', expected a number: noising.draw call",
+            {"method": Dpo(), "sampling": replace(ROLLOUT, sampler=Ode()), "noising": NoisingConfig(draw="call")},
+            "engine.micro_batch is 'auto', expected a number: noising.draw call",
         ),
         (
-            {"objective": AlignProp(last=2)},
-            "micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
+            {"method": AlignProp(last=2)},
+            "engine.micro_batch is 'auto', expected a number: alignprop computes gradients through decoder",
         ),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**{"out": tmp_path, "micro_batch": "auto", "rollout": ROLLOUT, **changes})
+        tiny.config(tmp_path, **{"engine.micro_batch": "auto", "sampling": ROLLOUT, **changes})
 
 
 def test_a_number_is_needed_before_it_is_used(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"micro_batch is auto, expected a number: a Trainer's config has the"):
-        _ = tiny.config(tmp_path, micro_batch="auto").samples_per_pass
+    with pytest.raises(ValueError, match=r"engine.micro_batch is auto, expected a number: a Trainer's config has the"):
+        _ = tiny.config(tmp_path, **{"engine.micro_batch": "auto"}).samples_per_pass
 
 
 def test_recipes_choose_for_large_models_alone() -> None:
     """The built-in models keep 128 or 64, with which their results are reproduced; published runs keep their number."""
     for name, recipe in recipes.RECIPES.items():
         large = recipe("someone/a-model")
-        assert recipe(recipes.HANDWRITING).micro_batch == (64 if name == "ddpo" else 128), name
-        fixed = large.objective.traits.rewards == "gradients" or "call" in (large.rollout.window.draw, large.noising.draw)
-        assert isinstance(large.micro_batch, int) if fixed else large.micro_batch == "auto", name
-    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).micro_batch == 9
+        assert recipe(recipes.HANDWRITING).engine.micro_batch == (64 if name == "ddpo" else 128), name
+        method = large.method
+        noising = method.rows.noising.draw if isinstance(method.rows, NoisedRows) else ""
+        fixed = method.needs.rewards == "gradients" or "call" in (method.sampling.window.draw, noising)
+        assert isinstance(large.engine.micro_batch, int) if fixed else large.engine.micro_batch == "auto", name
+    assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
     config = recipes.grpo("someone/a-model")
     assert read_record(json.loads(json.dumps(as_record(config)))) == config
 
@@ -296,6 +312,6 @@ def test_recipes_choose_for_large_models_alone() -> None:
 def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
     for value, held in (("auto", "auto"), ("3", 3)):
         assert cli.run(["config", "handwriting", "--micro-batch", value, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["micro_batch"] == held
+        assert json.loads(capsys.readouterr().out)["engine"]["micro_batch"] == held
     assert cli.run(["config", "handwriting", "--micro-batch", "many"]) == 2
-    assert "--micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err
+    assert "--engine.micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err

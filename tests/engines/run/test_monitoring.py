@@ -1,24 +1,23 @@
 """Measurements of a run while it trains: groups, advantages, diagnostics by step, memory, best and worst samples."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.items import Diagnostics, Parts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Nft
-from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import Scores
 from fluvial.engines.run.metrics import EDGES, advantage_record, group_record, parts_record
 from fluvial.engines.run.monitoring.extremes import KeptImages
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -28,13 +27,6 @@ class Info(NamedTuple):
 
     first: Tensor
     second: Tensor
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def test_groups_without_signal_are_those_of_equal_rewards() -> None:
@@ -125,8 +117,8 @@ def test_parts_are_named_by_their_step_or_level() -> None:
 
 def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, one: World) -> None:
     """Numbers by step average to those of the whole, where every step has as many items."""
-    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=1))
-    run = tiny.Run(tiny.config(tmp_path, rollout=rollout, updates=2, epochs=2), one)
+    rollout = SamplingConfig(prompts=2, group=2, steps=4, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=1))
+    run = tiny.Run(tiny.config(tmp_path, sampling=rollout, updates=2, **{"passes.epochs": 2}), one)
     record = run.rollout()
     run.trainer.close()
     by_step = record["by_step"]
@@ -145,9 +137,9 @@ def test_the_record_of_an_update_has_what_a_run_is_followed_by(tmp_path: Path, o
 
 
 def test_noised_samples_are_split_by_level(tmp_path: Path, one: World) -> None:
-    rollout = RolloutConfig(prompts=2, group=2, steps=4, sampler=Ode())
-    config = tiny.config(tmp_path, rollout=rollout, objective=Nft(), train="lora")
-    run = tiny.Run(replace(config, noising=replace(config.noising, each=4)), one)
+    rollout = SamplingConfig(prompts=2, group=2, steps=4, sampler=Ode())
+    config = tiny.config(tmp_path, sampling=rollout, method=Nft(), train="lora")
+    run = tiny.Run(with_values(config, {"noising.each": 4}), one)
     record = run.rollout()
     run.trainer.close()
     assert "by_step" not in record

@@ -9,25 +9,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import handwriting_jobs
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import handwriting_jobs
+from helpers import tiny_jobs as tiny
+from helpers.tiny_jobs import TinyCond
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny_jobs import TinyCond
 from torch import Tensor, nn
 
 from fluvial.engines.engine.items import split
 from fluvial.engines.engine.optimizers import OptimizerConfig
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.table import AlignProp, Awm, Dpo
 from fluvial.engines.run import build, saving
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.probe import RunPasses, explain_fixed_pairs
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
@@ -36,8 +39,8 @@ from fluvial.models.lora import LowRank
 
 FASTEST = micro_batch.fastest
 # 24 samples of 2 recorded steps: 48 pairs, in passes of 12 rows, from which on a row's bits do not depend on the batch.
-ROLLOUT = RolloutConfig(prompts=6, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2))
-RUN: dict[str, Any] = {"micro_batch": 12, "update_micro_batch": "auto", "minibatches": 1, "updates": 2}
+ROLLOUT = SamplingConfig(prompts=6, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2))
+RUN: dict[str, Any] = {"engine.micro_batch": 12, "engine.update_micro_batch": "auto", "passes.minibatches": 1, "updates": 2}
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ def test_the_fastest_number_with_the_bits_of_the_rollout() -> None:
 
 def test_other_programs_do_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU a trial counts the time of its own process: a clock would count that of others, which have the cores too."""
-    with Trainer(tiny.config(tmp_path, rollout=ROLLOUT), tiny.job()) as run:
+    with Trainer(tiny.config(tmp_path, sampling=ROLLOUT), tiny.job()) as run:
         passes = RunPasses(run.config, run.job, run.engine, run.schedule)
         own = itertools.count(0.0, 3.0)
         monkeypatch.setattr(micro_batch, "time", SimpleNamespace(process_time=lambda: next(own)))
@@ -124,7 +127,7 @@ def test_other_programs_do_not_decide(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_the_first_ratio_is_one(tmp_path: Path, threads: int, train: Any, guidance: Guidance) -> None:
     """In the second update, too, where adapters add something."""
-    config = tiny.config(tmp_path, **RUN, train=train, rollout=replace(ROLLOUT, guidance=guidance))
+    config = tiny.config(tmp_path, **RUN, train=train, sampling=replace(ROLLOUT, guidance=guidance))
     config = replace(config, optimizer=OptimizerConfig(lr=1e-2))
     with Trainer(config, tiny.job()) as run:
         rows = rows_of(run)
@@ -143,8 +146,10 @@ def test_a_half_of_guidance_without_a_gradient_has_no_graph(tmp_path: Path, trai
     """Of passes of more pairs than a rollout's rows, in trials, too; first ratios stay 1, and results to rounding."""
     guidance, found = Guidance(scale=2.0, gradient="conditional"), dict[str, Any]()
     for pairs in ("auto", "rollout"):
-        config = tiny.config(tmp_path, **{**RUN, "update_micro_batch": pairs}, train=train)
-        config = replace(config, rollout=replace(ROLLOUT, guidance=guidance), optimizer=OptimizerConfig(lr=1e-2))
+        config = tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": pairs}, train=train)
+        config = with_values(
+            config, {"sampling": replace(ROLLOUT, guidance=guidance), "optimizer": OptimizerConfig(lr=1e-2)}
+        )
         model = Recording()
         with Trainer(config, replace(tiny.job(), model=model)) as run:
             tried = model.clear()
@@ -168,14 +173,20 @@ def test_a_half_of_guidance_without_a_gradient_has_no_graph(tmp_path: Path, trai
 @pytest.mark.parametrize("model", ["handwriting", "handwriting-unet"])
 def test_the_first_ratio_is_one_for_both_networks(tmp_path: Path, model: str) -> None:
     """A transformer and a UNet, with a merged product of LoRA."""
-    rollout = RolloutConfig(prompts=4, group=4, steps=2, window=RandomWindow(2))
+    rollout = SamplingConfig(prompts=4, group=4, steps=2, window=RandomWindow(2))
     if model != "handwriting":
         rollout = replace(rollout, sampler=Stochastic("ddim", eta=1.0))
     lora = LoraConfig(rank=4, form=LowRank(product="merged"))
     config = TrainConfig(
-        tmp_path, model=model, updates=2, micro_batch=16, train="lora", lora=lora, rollout=rollout,
+        tmp_path,
+        Grpo(sampling=rollout),
+        model=model,
+        updates=2,
+        train="lora",
+        lora=lora,
         optimizer=OptimizerConfig(lr=1e-2),
-    )  # fmt: skip
+        engine=MachineConfig(micro_batch=16),
+    )
     job = handwriting_jobs.job() if model == "handwriting" else jobs.handwriting_unet()
     with Trainer(config, replace(job, rewards={"reward": handwriting_jobs.alternating})) as run:
         rows = rows_of(run)
@@ -232,7 +243,7 @@ class Telling(tiny.Tiny):
 @pytest.mark.parametrize("through", ["adapter", "means"])
 def test_a_size_with_other_bits_is_not_taken(tmp_path: Path, most: int, pairs: tuple[int, ...], through: str) -> None:
     """Adapters start at 0 and would hide it; what is tried leaves them so."""
-    config = tiny.config(tmp_path, **RUN, train="lora", rollout=ROLLOUT)
+    config = tiny.config(tmp_path, **RUN, train="lora", sampling=ROLLOUT)
     with Trainer(config, replace(tiny.job(), model=Telling(most, through=through))) as run:
         assert run.pairs == pairs
         tried = run.choices["update_micro_batch"]
@@ -248,9 +259,9 @@ def test_a_size_with_other_bits_is_not_taken(tmp_path: Path, most: int, pairs: t
     ("changes", "largest"),
     [
         ({"train": "lora"}, 48),
-        ({"minibatches": 2, "updates": 4}, 24),
-        ({"objective": Awm(), "rollout": replace(ROLLOUT, sampler=Ode(), window=AllSteps())}, 96),
-        ({"objective": Dpo(), "rollout": replace(ROLLOUT, sampler=Ode(), window=AllSteps())}, 48),
+        ({"passes.minibatches": 2, "updates": 4}, 24),
+        ({"method": Awm(), "sampling": replace(ROLLOUT, sampler=Ode(), window=AllSteps())}, 96),
+        ({"method": Dpo(), "sampling": replace(ROLLOUT, sampler=Ode(), window=AllSteps())}, 48),
     ],
     ids=["steps", "minibatches", "noised", "preferences"],
 )
@@ -258,7 +269,7 @@ def test_the_results_are_those_of_the_rollouts_rows(tmp_path: Path, changes: dic
     """To rounding, with as many pairs per pass as an update has, and the same random numbers."""
     found = {}
     for pairs in ("auto", "rollout"):
-        config = tiny.config(tmp_path, **{**RUN, "rollout": ROLLOUT, **changes, "update_micro_batch": pairs})
+        config = tiny.config(tmp_path, **{**RUN, "sampling": ROLLOUT, **changes, "engine.update_micro_batch": pairs})
         torch.manual_seed(0)
         with Trainer(config, tiny.job()) as run:
             assert run.pairs[:1] == (() if pairs == "rollout" else (largest,))
@@ -273,7 +284,7 @@ def test_the_results_are_those_of_the_rollouts_rows(tmp_path: Path, changes: dic
 
 def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> None:
     """42 of the 48 pairs of an update count: one pass of 24, one of 12, and one of 12 that is filled up."""
-    config = tiny.config(tmp_path, **RUN, rollout=ROLLOUT)
+    config = tiny.config(tmp_path, **RUN, sampling=ROLLOUT)
     assert config.pass_sizes(48, (48, 24, 12)) == (48, 24, 12)
     with Trainer(config, tiny.job()) as run:
         run.run.pairs = (48, 24, 12)
@@ -292,7 +303,7 @@ def test_pairs_that_fill_no_large_pass_go_in_smaller_ones(tmp_path: Path) -> Non
 
 def saved(tmp_path: Path, **changes: Any) -> tuple[TrainConfig, Path, tuple[int, ...]]:
     """Return a configuration, its checkpoint after one update, and the numbers of pairs that were chosen."""
-    config = tiny.config(tmp_path, **{**RUN, "rollout": ROLLOUT, **changes})
+    config = tiny.config(tmp_path, **{**RUN, "sampling": ROLLOUT, **changes})
     with Trainer(config, tiny.job()) as run:
         run.update()
         run.save()
@@ -313,7 +324,7 @@ def test_a_resumed_run_takes_the_numbers_of_its_checkpoint(tmp_path: Path, monke
     with Trainer(config, tiny.job(), console=console, resume_from=checkpoint) as run:
         assert run.pairs == run.run.pairs == tuple(run.saver.pairs) == pairs
         assert not run.choices
-        assert run.config.update_micro_batch == "auto"
+        assert run.config.engine.update_micro_batch == "auto"
     assert "bits may differ" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -341,13 +352,13 @@ def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkey
     ],
 )
 def test_what_cannot_be_chosen(compiles: bool, objective: Any, reason: str | None) -> None:
-    config, engine = SimpleNamespace(objective=objective), SimpleNamespace(compiles=compiles)
+    config, engine = SimpleNamespace(method=objective), SimpleNamespace(compiles=compiles)
     assert explain_fixed_pairs(config, engine) == reason  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pairs", ["rollout", 12])
 def test_a_number_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pairs: Any) -> None:
     monkeypatch.setattr(build, "choose_pairs", never)
-    with Trainer(tiny.config(tmp_path, **{**RUN, "update_micro_batch": pairs}, rollout=ROLLOUT), tiny.job()) as run:
+    with Trainer(tiny.config(tmp_path, **{**RUN, "engine.update_micro_batch": pairs}, sampling=ROLLOUT), tiny.job()) as run:
         assert run.pairs == ()
         assert run.run._pass_sizes(48) == (12,)

@@ -5,24 +5,24 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
-import tiny_pipelines
-import tiny_replayed
-from marks import long
+from helpers import launch, tiny_pipelines, tiny_replayed
+from helpers.marks import long
+from helpers.tiny_replayed import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_replayed import WITHOUT_ADAPTER
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.job import to_train
 from fluvial.engines.run.jobs.evaluated import with_size_of
+from fluvial.engines.run.jobs.settings import MachineConfig, PipelineConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.catalogue import KNOWN
 
@@ -68,16 +68,16 @@ def size(name: str) -> list[str]:
 
 def flags(folder: Path, name: str, recipe: str, *more: str) -> list[str]:
     """Return the command line of two updates of the recipe, as small as it gets."""
-    guidance = [] if name in ROWS else ["--rollout.guidance.scale", str(tiny_replayed.ROWS[name].options["guidance_scale"])]
+    guidance = [] if name in ROWS else ["--sampling.guidance.scale", str(tiny_replayed.ROWS[name].options["guidance_scale"])]
     rollout = (
-        "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-        "--updates 2 --minibatches 1"
+        "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+        "--updates 2 --passes.minibatches 1"
     )
-    rest = "--final-samples 2 --eval-every 0 --checkpoint-every 2"
+    rest = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2"
     own = {
         "nft": ["--noising.each", "2"],
         "raft": ["--noising.each", "2"],
-        "ddpo": ["--rollout.window", "random", "--rollout.window.size", "1", "--rollout.window.high", "2"],
+        "ddpo": ["--sampling.window", "random", "--sampling.window.size", "1", "--sampling.window.high", "2"],
     }.get(recipe, [])
     job = ["--model", str(folder / name), "--prompts", str(folder / "prompts.txt"), *size(name), *guidance]
     texts = ["--pipeline.text-cache", str(folder / "texts")]
@@ -141,7 +141,7 @@ WRONG = [
     ("--rewards math:nothing", "math has no 'nothing'"),
     ("--rewards math:pi", "is of type float, expected a function"),
     ("--weights here", "there is no such folder, expected a network as diffusers saves one"),
-    ("--rollout.sampler ddim --rollout.sampler.eta 1", "expected flow_sde or dance_sde or cps"),
+    ("--sampling.sampler ddim --sampling.sampler.eta 1", "expected flow_sde or dance_sde or cps"),
 ]
 
 
@@ -158,14 +158,14 @@ def test_wrong_input_is_one_line(
 @pytest.mark.parametrize("name", ["sd3", long("wan-experts"), long("sana")])
 def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """What a run exports, of one network or of several, is a teacher, whose walk the base model is drawn to."""
-    typed = [*flags(folder, name, "grpo"), "--updates", "1", "--checkpoint-every", "1", "--export-dtype", "float32"]
+    typed = [*flags(folder, name, "grpo"), "--updates", "1", "--checkpoint.every", "1", "--export.dtype", "float32"]
     assert cli.run([*typed, "--optimizer.lr", "0.05", "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    taught = ["--objective.teacher", str(tmp_path / "run" / "weights"), "--rollout.group", "1", "--optimizer.lr", "0.01"]
+    taught = ["--teacher", str(tmp_path / "run" / "weights"), "--sampling.group", "1", "--optimizer.lr", "0.01"]
     code = cli.run([*flags(folder, name, "distill"), *taught, "--updates", "4", "--out", str(tmp_path / "student")])
     assert code == 0, capfd.readouterr().err
     losses = [record["loss"] for record in launch.records(tmp_path / "student") if "loss" in record]
     assert losses[0] > 1e-9  # the teacher is not the base model
-    assert cli.run([*flags(folder, name, "distill"), "--objective.teacher", str(folder), "--rollout.group", "1"]) == 2
+    assert cli.run([*flags(folder, name, "distill"), "--teacher", str(folder), "--sampling.group", "1"]) == 2
     assert "config.json is missing" in launch.one_line(capfd.readouterr().err)
 
 
@@ -225,9 +225,14 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
     found = with_size_of(job, PipelineConfig())
     assert (found.size, found.frames) == (asked.size, asked.frames)
     if name == "sd3":
-        rollout = RolloutConfig(prompts=2, group=2, steps=3)
+        rollout = SamplingConfig(prompts=2, group=2, steps=3)
         config = TrainConfig(
-            tmp_path / "run", model=str(folder / name), updates=1, micro_batch=2, rollout=rollout, rewards=("jpeg",)
+            tmp_path / "run",
+            model=str(folder / name),
+            updates=1,
+            rewards=("jpeg",),
+            method=Grpo(sampling=rollout),
+            engine=MachineConfig(micro_batch=2),
         )
         with Trainer(config, job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width

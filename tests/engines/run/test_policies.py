@@ -1,34 +1,24 @@
 """The policies that objectives compare with: the old one, the reference and a teacher; preferences, and what RAFT keeps."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import FAST, ODE, STEPS, Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, ODE, STEPS, Spied
 
 from fluvial.core.dpo import best_and_worst
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.weights import gather
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.losses import KLConfig
 from fluvial.engines.methods.table import Awm, Distill, Dpo, Nft, Raft
-from fluvial.engines.run.config import (
-    KLConfig,
-    NoisingConfig,
-)
 from fluvial.engines.run.declared import LinearOld, NoOld
+from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
 from fluvial.models.lora import adapter_parameters, use_adapter
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
 
 OLD: dict[str, tuple[Nft, list[float]]] = {
     "none": (Nft(old=NoOld()), [0.0, 0.0, 0.0, 0.0]),
@@ -45,13 +35,12 @@ def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
     run = Spied(
         tiny.config(
             tmp_path,
-            rollout=ODE,
-            objective=objective,
+            sampling=ODE,
+            method=objective,
             train="lora",
             updates=8,
-            epochs=2,
             optimizer=FAST,
-            kl=KLConfig(0.1),
+            **{"passes.epochs": 2, "kl.coef": 0.1},
         ),
         one,
     )
@@ -79,7 +68,7 @@ def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
     """Images change with it, and not with the policy."""
     seen = {}
     for moved in ("none", "default", "old"):
-        run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora"), one)
+        run = Spied(tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora"), one)
         if moved != "none":
             for name, tensor in run.trainer.engine.sharded.shards().items():
                 if f".{moved}." in name:
@@ -100,14 +89,15 @@ def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"objective": Nft(old=LinearOld(0.3)), "rollout": ODE, "train": "lora", "kl": KLConfig(0.1)},
-        {"objective": Dpo(), "rollout": ODE, "train": "full"},
-        {"objective": Awm(), "rollout": ODE, "minibatches": 2, "epochs": 2, "updates": 12},
+        {"method": Nft(old=LinearOld(0.3)), "sampling": ODE, "train": "lora", "kl.coef": 0.1},
+        {"method": Dpo(), "sampling": ODE, "train": "full"},
+        {"method": Awm(), "sampling": ODE, "passes.minibatches": 2, "passes.epochs": 2, "updates": 12},
         {
-            "rollout": replace(STEPS, window=RandomWindow(2), trained=RandomRecorded(0.5)),
-            "minibatches": 2,
+            "sampling": replace(STEPS, window=RandomWindow(2)),
+            "trained": RandomRecorded(0.5),
+            "passes.minibatches": 2,
             "updates": 6,
-            "kl": KLConfig(0.1),
+            "kl.coef": 0.1,
         },
     ],
     ids=["nft", "dpo", "awm", "clipped"],
@@ -127,9 +117,9 @@ def test_a_resumed_run_is_the_same(one: World, tmp_path: Path, changes: dict[str
     after.trainer.resume(saved)
     again = after.rollout()
     state, expected = after.trainer.engine.state(), whole.trainer.engine.state()
-    assert any(".old." in name for name in state) == isinstance(run.objective, Nft)
+    assert any(".old." in name for name in state) == isinstance(run.method, Nft)
     for name, tensor in expected.items():
-        assert torch.equal(torch.as_tensor(state[name].full_tensor()), tensor.full_tensor()), name  # type: ignore[attr-defined]
+        assert torch.equal(gather(state[name]), gather(tensor)), name
     assert all(torch.equal(tensor, after.weights()[name]) for name, tensor in whole.weights().items())
     for name in ("update", "samples", "loss", "grad_norm", "reward", "objective"):
         assert again[name] == record[name], name
@@ -163,7 +153,7 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
     rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
     run = Spied(
-        tiny.config(tmp_path, rollout=rollout, objective=Dpo(), noising=NoisingConfig(3), seed=8, prompt_order="draws"),
+        tiny.config(tmp_path, sampling=rollout, method=Dpo(), noising=NoisingConfig(3), seed=8, **{"data.order": "draws"}),
         one,
         job,
     )
@@ -190,7 +180,7 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
 def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any) -> None:
     """They teach nothing, and the update is made all the same."""
     job = tiny.job(rewards={"none": lambda images, prompts: torch.ones(len(prompts))})
-    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=objective, updates=2, minibatches=2), one, job)
+    run = Spied(tiny.config(tmp_path, sampling=ODE, method=objective, updates=2, **{"passes.minibatches": 2}), one, job)
     record = run.rollout()
     assert len(run.infos) == 2
     assert all(info.grad_norm == info.loss == 0.0 for info in run.infos)
@@ -201,7 +191,7 @@ def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any) -
 @pytest.mark.parametrize("train", ["full", "lora"])
 def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> None:
     """The reference stays what training started from, and the margin is the policy's distance from it."""
-    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Dpo(), train=train, updates=2, optimizer=FAST), one)
+    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Dpo(), train=train, updates=2, optimizer=FAST), one)
     start, errors = tiny.Tiny().build(), {}
     for _ in range(2):
         run.rollout()
@@ -230,9 +220,7 @@ def test_dpo_compares_with_the_start(one: World, tmp_path: Path, train: Any) -> 
 def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
     """The student comes near the teacher along its own trajectory."""
     objective = Distill(teacher=Path("teacher"), match="velocity_mse")
-    run = Spied(
-        tiny.config(tmp_path, rollout=STEPS, objective=objective, updates=10, optimizer=OptimizerConfig(lr=0.03)), one
-    )
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, method=objective, updates=10, optimizer=OptimizerConfig(lr=0.03)), one)
     for _ in range(10):
         run.rollout()
     errors = [info.mean["error"] for info in run.infos]
@@ -246,7 +234,7 @@ def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
 
 def test_adapters_apart(one: World, tmp_path: Path) -> None:
     """An optimizer of NFT's policy holds nothing of the old one."""
-    run = tiny.Run(tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora"), one)
+    run = tiny.Run(tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora"), one)
     module = run.trainer.engine.module
     assert all(p.requires_grad for p in adapter_parameters(module, "default").values())
     assert not any(p.requires_grad for p in adapter_parameters(module, "old").values())
@@ -255,7 +243,7 @@ def test_adapters_apart(one: World, tmp_path: Path) -> None:
 def test_the_moving_average_of_a_kl_follows(one: World, tmp_path: Path) -> None:
     """After n updates it is d average + (1 - d) policy, d = min(cap, rise n), and the KL to it joins the loss."""
     kl = KLConfig(ema_coef=0.5, ema_cap=0.3, ema_rise=0.2)
-    run = Spied(tiny.config(tmp_path, rollout=ODE, objective=Awm(), train="lora", updates=3, optimizer=FAST, kl=kl), one)
+    run = Spied(tiny.config(tmp_path, sampling=ODE, method=Awm(), train="lora", updates=3, optimizer=FAST, kl=kl), one)
     names = [name for name in run.weights() if ".ema." in name]
     assert names
     expected = {name: run.weights()[name] for name in names}

@@ -10,52 +10,46 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import ahead_ranks
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
-from marks import long
+from helpers import launch
+from helpers import tiny_jobs as tiny
+from helpers.marks import long
 from rich.console import Console
 from torch import Tensor, nn
+from workers import ahead_ranks
 
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import ElsewhereError, LostProcessError, RunError
 from fluvial.engines.methods.table import Nft, Sft
 from fluvial.engines.run.build import _copy
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import CorrectionConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.prefetch import Ahead, PushOrder
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Chunk
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.models.lora import use_adapter
 
 ROLLOUTS = 5
 TIMED = ("seconds", "speed", "memory")
-STEPS = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-ODE = RolloutConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+STEPS = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = SamplingConfig(prompts=2, group=2, steps=tiny.STEPS, sampler=Ode())
 
 
 def clipped(out: Path, ahead: int, **changes: Any) -> TrainConfig:
     """Return a run whose ratios are corrected."""
     values: dict[str, Any] = {
         "updates": ROLLOUTS,
-        "asynchronous": AsyncConfig(ahead),
-        "rollout": STEPS,
+        "rollout.ahead": ahead,
+        "sampling": STEPS,
         "optimizer": OptimizerConfig(lr=0.02),
         "correction": CorrectionConfig("truncate", threshold=2.0),
-        "checkpoint_every": 2,
-        "keep_checkpoints": 9,
+        "checkpoint.every": 2,
+        "checkpoint.keep": 9,
     }
     return tiny.config(out, **{**values, **changes})
 
@@ -64,10 +58,10 @@ def nft(out: Path, ahead: int, **changes: Any) -> TrainConfig:
     """Return a run with adapters, one of which lags behind and makes the rollouts."""
     values: dict[str, Any] = {
         "updates": ROLLOUTS,
-        "asynchronous": AsyncConfig(ahead),
-        "rollout": ODE,
+        "rollout.ahead": ahead,
+        "sampling": ODE,
         "optimizer": OptimizerConfig(lr=0.02),
-        "objective": Nft(),
+        "method": Nft(),
         "train": "lora",
     }
     return tiny.config(out, **{**values, **changes})
@@ -96,7 +90,7 @@ def run(config: TrainConfig, world: World) -> tuple[list[dict[str, Any]], dict[s
 
 def reference(config: TrainConfig, world: World, ahead: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return the records and the last weights of a run that puts K updates older weights in for each rollout."""
-    with Trainer(replace(config, asynchronous=AsyncConfig()), tiny.job(), world) as trainer:
+    with Trainer(with_values(config, {"rollout.ahead": 0}), tiny.job(), world) as trainer:
         versions: list[dict[str, Tensor]] = []
         source: Any = trainer.sampler.source
 
@@ -139,7 +133,9 @@ def test_nothing_ahead_gives_the_synchronous_bits(one: World, tmp_path: Path, of
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize(
-    ("of", "changes"), [(clipped, {}), (clipped, {"updates": 10, "minibatches": 2}), (nft, {})], ids=["steps", "two", "lora"]
+    ("of", "changes"),
+    [(clipped, {}), (clipped, {"updates": 10, "passes.minibatches": 2}), (nft, {})],
+    ids=["steps", "two", "lora"],
 )
 def test_rollout_j_is_made_with_the_weights_of_version_j_minus_k(
     one: World, tmp_path: Path, of: Any, changes: dict[str, Any], ahead: int
@@ -308,15 +304,11 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with asynchronous.ahead 1"),
-        ({"engine": EngineConfig(offload="phases")}, "expected none or always: with asynchronous.ahead 1"),
+        ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with rollout.ahead 1"),
+        ({"engine.offload": "phases"}, "expected none or always: with rollout.ahead 1"),
         (
-            {"objective": Sft(), "rollout": replace(ODE, group=1), "correction": CorrectionConfig()},
-            "asynchronous.ahead has no effect with sft, which learns from data",
-        ),
-        (
-            {"asynchronous": AsyncConfig(1), "rollout": replace(STEPS, source="replayed:x")},
-            "asynchronous.ahead has no effect with rollouts that are stored",
+            {"sampling": STEPS, "rollout.source": "replayed:x"},
+            "rollout.ahead has no effect with rollouts that are stored",
         ),
     ],
 )
@@ -326,15 +318,21 @@ def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path, changes: dict[str,
         clipped(tmp_path, 1, **changes)
 
 
+def test_what_makes_no_rollouts_has_none_ahead(tmp_path: Path) -> None:
+    """Given images are read."""
+    with pytest.raises(ValueError, match=r"rollout.ahead has no effect with sft, which learns from data"):
+        tiny.config(tmp_path, method=Sft(), sampling=ReadingConfig(prompts=2), **{"rollout.ahead": 1})
+
+
 def test_how_far_ahead_is_bounded() -> None:
     """As any number of a configuration."""
-    with pytest.raises(ValueError, match=r"asynchronous\.ahead is -1, expected"):
-        AsyncConfig(-1)
+    with pytest.raises(ValueError, match=r"rollout\.ahead is -1, expected"):
+        RolloutConfig(ahead=-1)
 
 
 def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_path: Path) -> None:
     """Samples are the same, so rewards agree to the rounding of gradients; two ranks' queue goes on with on one."""
-    found = launch.on_ranks(2, "ahead_ranks:trained", tmp_path / "two")
+    found = launch.on_ranks(2, "workers.ahead_ranks:trained", tmp_path / "two")
     assert found[0] == found[1]
     alone = ahead_ranks.trained(one, str(tmp_path / "one"))
     config = replace(ahead_ranks.config(tmp_path / "two", 2), resume=True)
@@ -350,7 +348,7 @@ def test_two_ranks_train_as_one_and_a_checkpoint_fits_either(one: World, tmp_pat
 
 def test_ranks_that_share_a_server_wait_for_each_other(tmp_path: Path) -> None:
     """Rank 0 pushes weights when the slow rank has its samples of the earlier ones, and the slow rank asks after that."""
-    found = launch.on_ranks(2, "ahead_ranks:shared", tmp_path)
+    found = launch.on_ranks(2, "workers.ahead_ranks:shared", tmp_path)
     assert [record[2] for record in found[0]] == [{"0": 12}, *[{"1": 12}] * (ahead_ranks.UPDATES - 1)]
 
 
@@ -377,7 +375,7 @@ def test_a_rank_that_fails_or_is_silent_ends_the_wait_of_the_others(one: World) 
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_its_queue(tmp_path: Path) -> None:
     """`kill -9` of the process: resumed, the records and the weights are those of a run that was left alone."""
-    flags = ["--updates", "5", "--async.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
+    flags = ["--updates", "5", "--rollout.ahead", "2", "--correction.mode", "truncate", "--correction.threshold", "2"]
     straight, out = tmp_path / "straight", tmp_path / "out"
     launch.train(straight, *flags)
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import fake_servers
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import fake_servers
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.engine.world import init_world
@@ -17,7 +17,6 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.judges.votes import Votes
 from fluvial.engines.extensions.wire.client import HttpClient
 from fluvial.engines.run.build import _rewards
-from fluvial.engines.run.config import AsyncConfig
 from fluvial.engines.run.process.stop import StopRequest
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.correction import CorrectionConfig
@@ -74,8 +73,8 @@ def test_a_run_that_waits_for_scores_stops_when_it_is_asked_to(tmp_path: Path) -
 def test_rollouts_ahead_are_refused(tmp_path: Path) -> None:
     """A checkpoint would have to hold their votes."""
     votes = Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))
-    config = tiny.config(tmp_path, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
-    with init_world() as world, pytest.raises(UsageError, match=r"asynchronous.ahead is 1, expected 0: a checkpoint would"):
+    config = tiny.config(tmp_path, correction=CorrectionConfig("truncate"), **{"rollout.ahead": 1})
+    with init_world() as world, pytest.raises(UsageError, match=r"rollout.ahead is 1, expected 0: a checkpoint would"):
         Trainer(config, tiny.job(rewards={"votes": votes}), world)
 
 
@@ -84,6 +83,6 @@ def test_a_timeout_shorter_than_the_wait_for_votes_is_refused(tmp_path: Path) ->
     job = tiny.job(rewards={"votes": Votes(HttpClient("http://localhost:1", clock=fake_servers.FakeClock()))})
     with init_world() as world:
         ranks = replace(world, size=2)
-        _rewards(tiny.config(tmp_path, collective_timeout=3601.0), job, ranks)
-        with pytest.raises(UsageError, match=r"collective_timeout is 600, expected more than 3600: processes wait for each"):
+        _rewards(tiny.config(tmp_path, **{"engine.timeout": 3601.0}), job, ranks)
+        with pytest.raises(UsageError, match=r"engine.timeout is 600, expected more than 3600: processes wait for each"):
             _rewards(tiny.config(tmp_path), job, ranks)

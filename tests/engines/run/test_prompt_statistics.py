@@ -1,30 +1,22 @@
 """Statistics of each prompt's rewards over past rollouts: the formula of DDPO's code, and exact resumption."""
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.scoring.advantages import AdvantageConfig, History, history_advantages
 
 DDPO = AdvantageConfig(history=8, history_min=4, eps=1e-6, ddof=0, clip=5.0)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def published(stats: dict[str, deque[float]], prompts: list[str], rewards: np.ndarray) -> np.ndarray:
@@ -55,8 +47,8 @@ def test_the_formula() -> None:
 
 def run(out: Path) -> Any:
     """Return a run without groups, over three prompts."""
-    rollout = RolloutConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-    return tiny.config(out, rollout=rollout, advantage=DDPO, updates=6, checkpoint_every=2)
+    rollout = SamplingConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+    return tiny.config(out, sampling=rollout, advantage=DDPO, updates=6, **{"checkpoint.every": 2})
 
 
 def test_a_resumed_run_goes_on_exactly(one: World, tmp_path: Path) -> None:
@@ -95,8 +87,8 @@ def test_settings_that_would_do_nothing(settings: dict[str, Any], says: str) -> 
 
 def test_a_group_of_one_needs_a_history(tmp_path: Path) -> None:
     """Otherwise a sample has nothing to be compared with."""
-    with pytest.raises(ValueError, match=r"rollout.group is 1, expected at least 2"):
-        tiny.config(tmp_path, rollout=RolloutConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)))
+    with pytest.raises(ValueError, match=r"sampling.group is 1, expected at least 2"):
+        tiny.config(tmp_path, sampling=SamplingConfig(prompts=6, group=1, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)))
 
 
 def test_clipped_advantages_are_rescaled() -> None:

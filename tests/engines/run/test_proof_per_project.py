@@ -5,27 +5,29 @@ fluvial's. Two updates are made of one stored rollout: the first on policy, the 
 ratios, clips and masks take part.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import paper_losses
 import pytest
-import tiny_jobs as tiny
 import torch
-from paper_losses import Scene, Velocity
-from published_settings import settings_of
-from spied_runs import Spied, Update
+from helpers import paper_losses
+from helpers import tiny_jobs as tiny
+from helpers.paper_losses import Scene, Velocity
+from helpers.published_settings import settings_of
+from helpers.spied_runs import Spied, Update
 from torch import Tensor
 
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import PublishedRun, find, load_published
 from fluvial.engines.methods.table import Dpo
-from fluvial.engines.run.config import PipelineConfig, RolloutConfig, TrainConfig
+from fluvial.engines.run.config import MachineConfig, PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.method import PassesConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.window import Branches
 from fluvial.models import LoraConfig
@@ -65,13 +67,6 @@ GROUPS, SIZE, RANK = 2, 4, 4
 MOST_STEPS = {"ddpo": 10, "d3po": 10}  # of 50 and of 20
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
 def test_every_project_is_proved_or_has_no_objective() -> None:
     """A project without a row has only runs of methods that fluvial lacks."""
     proved = {name.partition("/")[0] for name in PROVED}
@@ -84,7 +79,7 @@ def test_an_update_is_the_papers(one: World, tmp_path: Path, name: str) -> None:
     """Loss and gradient of both updates are those of the formula; as many steps, or levels, are trained on as published."""
     run = find(name)
     spied, gradients = learnt(run, one, tmp_path)
-    assert len(spied.updates) == spied.trainer.config.epochs
+    assert len(spied.updates) == spied.trainer.config.method.passes.epochs
     start = spied.updates[0].policy
     for update, info, gradient in zip(spied.updates, spied.infos, gradients, strict=True):
         factors = {part: tensor.double().requires_grad_() for part, tensor in update.policy.items() if ".default." in part}
@@ -122,7 +117,7 @@ def tolerance_of(run: PublishedRun, *, on_policy: bool) -> float:
 
 def trained(spied: Spied, run: PublishedRun) -> int:
     """Return the number of items per sample that the run states."""
-    pair = 2 if spied.trainer.config.objective.traits.trains_on == "preferences" else 1  # the winner and the loser
+    pair = 2 if spied.trainer.config.method.is_paired else 1  # the winner and the loser
     if project_of(run) == "alignprop":
         return 1  # a path of several steps
     if project_of(run) == "tempflow_grpo":
@@ -131,7 +126,7 @@ def trained(spied: Spied, run: PublishedRun) -> int:
     steps = s.get("train_sampling_steps")  # without another number, D3PO trains on all
     number: int = s.get("trained_steps_per_sample", s.get("noise_levels_per_sample", steps))
     noised = "noise_levels_per_sample" in s
-    return pair * (number if noised else min(number, spied.trainer.config.rollout.steps))
+    return pair * (number if noised else min(number, spied.trainer.config.method.sampling.steps))
 
 
 def learnt(run: PublishedRun, world: World, out: Path) -> tuple[Spied, list[dict[str, Tensor]]]:
@@ -158,34 +153,35 @@ def shrunk(run: PublishedRun, out: Path) -> TrainConfig:
     AdamW without momentum keeps the gradient itself as its first moment.
     """
     config = resolve(run)
-    epochs = 1 if config.objective.traits.rewards == "gradients" else 2  # a reward's gradient is that of the policy as it is
+    epochs = 1 if config.method.needs.rewards == "gradients" else 2  # a reward's gradient is that of the policy as it is
     # A preference's beta multiplies distances, so that its policy must move less for a gradient that is not 0.
-    lr = 1e-5 if config.objective.traits.trains_on == "preferences" else 1e-2
-    if isinstance(config.objective, Dpo):  # with pairs of its rollout in place of a folder of pairs
-        ode = RolloutConfig(steps=config.rollout.steps, sampler=Ode())
-        config = replace(config, objective=replace(config.objective, preferences=None), rollout=ode)
-    rollout = replace(config.rollout, steps=MOST_STEPS.get(project_of(run), config.rollout.steps))
-    negative = rollout.guidance.negative.strip()  # prompts are digits here
-    rollout = replace(rollout, guidance=replace(rollout.guidance, negative=negative))
-    if rollout.window.kind == "branches":  # 2 branches of each of 2 steps
-        rollout = replace(rollout, window=Branches(1, 2, high=2), group=SIZE)
-    return replace(
+    lr = 1e-5 if config.method.is_paired else 1e-2
+    if isinstance(config.method, Dpo):  # with pairs of its rollout in place of a folder of pairs
+        ode = SamplingConfig(steps=config.method.sampling.steps, sampler=Ode())
+        config = with_values(config, {"method": replace(config.method, preferences=None), "sampling": ode})
+    sampling = config.method.sampling
+    negative = sampling.guidance.negative.strip()  # prompts are digits here
+    smaller: dict[str, Any] = {"prompts": GROUPS, "group": SIZE, "guidance": replace(sampling.guidance, negative=negative)}
+    if sampling.window.kind == "branches":  # 2 branches of each of 2 steps
+        smaller["window"] = Branches(1, 2, high=2)
+    steps = MOST_STEPS.get(project_of(run), sampling.steps)
+    return with_values(
         config,
-        out=out,
-        model="handwriting",
-        train="lora",
-        updates=epochs,
-        epochs=epochs,
-        minibatches=1,
-        micro_batch=8,
-        update_micro_batch="rollout",
-        rewards=(),
-        rollout=replace(rollout, prompts=GROUPS, group=SIZE),
-        optimizer=OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
-        lora=LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, form=config.lora.form),
-        engine=EngineConfig(),
-        pipeline=PipelineConfig(),
-        evaluation=EvaluationConfig(),
+        {
+            "out": out,
+            "model": "handwriting",
+            "train": "lora",
+            "updates": epochs,
+            **({"passes.epochs": epochs} if epochs > 1 else {}),
+            **({"passes.minibatches": 1} if isinstance(config.method.passes, PassesConfig) else {}),
+            "rewards": (),
+            "sampling": replace(sampling, steps=steps, **smaller),
+            "optimizer": OptimizerConfig(lr=lr, betas=(0.0, 0.999), max_grad_norm=1e30),
+            "lora": LoraConfig(rank=RANK, alpha=config.lora.alpha * RANK / config.lora.rank, form=config.lora.form),
+            "engine": MachineConfig(micro_batch=8, update_micro_batch="rollout"),
+            "pipeline": PipelineConfig(),
+            "evaluation": replace(EvaluationConfig(), every=config.evaluation.every),
+        },
     )
 
 
@@ -215,7 +211,7 @@ def scene(
     return Scene(
         settings_of(run.name),
         reward,
-        torch.arange(batch) // config.rollout.window.count_compared(config.rollout.group),
+        torch.arange(batch) // config.method.sampling.window.count_compared(config.method.sampling.group),
         sample,
         x,
         level,

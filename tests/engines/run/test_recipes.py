@@ -16,152 +16,155 @@ from fluvial.engines.cli.config import drop_unset
 from fluvial.engines.cli.parse import parse_config
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.table import OBJECTIVES, Distill, Dpo, Nft, name_of
-from fluvial.engines.run.config import (
-    AdvantageConfig,
-    CorrectionConfig,
-    KLConfig,
-    NoisingConfig,
-    PipelineConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from fluvial.engines.methods import Grpo, PassesConfig, StepKLConfig
+from fluvial.engines.methods.table import METHODS, Distill, Dpo, Nft
+from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.declared import LinearOld
+from fluvial.engines.run.evaluation.config import SuiteConfig
+from fluvial.engines.run.jobs.settings import CheckpointConfig, MachineConfig
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.run.validate import check_model
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
-from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels
+from fluvial.engines.sampling.noising import ContinuousLevels, LogitNormalLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, Branches, FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig, Prediction
 
 OTHER = "someone/a-model"
-ODE: dict[str, Any] = {"rollout.sampler.kind": "ode"}
+ODE: dict[str, Any] = {"sampling.sampler.kind": "ode"}
 # What the papers and their published code have, of each recipe.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "grpo": {
-        "rollout.sampler.name": "flow_sde",
-        "rollout.sampler.eta": 0.7,
-        "rollout.group": 24,
-        "rollout.guidance.scale": 4.5,
-        "rollout.trained": FirstRecorded(0.99),
+        "sampling.sampler.name": "flow_sde",
+        "sampling.sampler.eta": 0.7,
+        "sampling.group": 24,
+        "sampling.guidance.scale": 4.5,
+        "trained": FirstRecorded(0.99),
         "kl.coef": 0.04,
-        "objective.clip_low": 1e-4,
+        "clip_low": 1e-4,
         "advantage.scale": "batch",
         "advantage.ddof": 0,
         "advantage.drop_zero": True,
-        "minibatches": 2,
+        "passes.minibatches": 2,
         "optimizer.lr": 3e-4,
     },
     "dance": {
-        "rollout.sampler.name": "dance_sde",
-        "rollout.sampler.eta": 0.3,
-        "rollout.group": 12,
-        "rollout.shared_noise": True,
-        "rollout.trained": RandomRecorded(0.6),
-        "rollout.window": AllSteps(high=15),
+        "sampling.sampler.name": "dance_sde",
+        "sampling.sampler.eta": 0.3,
+        "sampling.group": 12,
+        "sampling.shared_noise": True,
+        "trained": RandomRecorded(0.6),
+        "sampling.window": AllSteps(high=15),
         "train": "full",
         "optimizer.lr": 1e-5,
         "kl.coef": 0.0,
     },
-    "cps": {"rollout.sampler": Stochastic("cps", 0.8), "rollout.window.size": 3, "rollout.form": "unscaled", "kl.coef": 0.0},
+    "cps": {"sampling.sampler": Stochastic("cps", 0.8), "sampling.window.size": 3, "form": "unscaled", "kl.coef": 0.0},
     "guard": {
-        "rollout.sampler.name": "flow_sde",
-        "rollout.trained.kind": "first",
-        "objective.clip": 2e-6,
+        "sampling.sampler.name": "flow_sde",
+        "trained.kind": "first",
+        "clip": 2e-6,
         "optimizer.lr": 1e-4,
         "advantage.scale": "group",
     },
-    "dppo": {"rollout.sampler.name": "flow_sde", "objective.kl_threshold": 1e-5},
-    "ddpo": {"rollout.sampler.name": "ddim", "rollout.sampler.eta": 1.0, "rollout.steps": 50, "rollout.guidance.scale": 5.0},
+    "dppo": {"sampling.sampler.name": "flow_sde", "kl_threshold": 1e-5},
+    "ddpo": {
+        "sampling.sampler.name": "ddim",
+        "sampling.sampler.eta": 1.0,
+        "sampling.steps": 50,
+        "sampling.guidance.scale": 5.0,
+    },
     "nft": ODE
     | {
-        "rollout.sampler.solver": "dpmpp_2m",
-        "objective.beta": 1.0,
-        "objective.old.kind": "linear",
-        "objective.old.unit": "updates",
+        "sampling.sampler.solver": "dpmpp_2m",
+        "beta": 1.0,
+        "old.kind": "linear",
+        "old.unit": "updates",
         "noising.each": 9,
         "kl.coef": 1e-4,
     },
     "awm": {
-        "objective.weighting": "ghuber",
-        "objective.clip_low": 1.0,
-        "rollout.steps": 14,
-        "rollout.prompts": 72,
+        "weighting": "ghuber",
+        "clip_low": 1.0,
+        "sampling.steps": 14,
+        "sampling.prompts": 72,
         "kl.coef": 1e-3,
         "kl.ema_coef": 1.0,
         "kl.ema_cap": 0.3,
         "kl.ema_rise": 0.001,
-        "rollout.sampler": SaSolver(0.4),
+        "sampling.sampler": SaSolver(0.4),
         "noising.levels.kind": "stratified",
         "noising.each": 6,
     },
-    "dpo": ODE | {"objective.beta": 2000.0},
+    "dpo": ODE | {"beta": 2000.0},
     "dgpo": ODE
     | {
-        "rollout.sampler.solver": "dpmpp_2m",
-        "rollout.guidance.scale": 4.5,
-        "rollout.guidance.update": "conditional",
+        "sampling.sampler.solver": "dpmpp_2m",
+        "sampling.guidance.scale": 4.5,
+        "sampling.guidance.update": "conditional",
         "noising.levels.highest": 5,
         "noising.draw": "rollout",
         "kl.coef": 0.02,
-        "objective.beta": 100.0,
-        "objective.clip_low": 0.01,
-        "objective.old_samples_from": 500,
+        "beta": 100.0,
+        "clip_low": 0.01,
+        "old_samples_from": 500,
         "optimizer.lr": 3e-4,
-        "rollout.group": 16,
+        "sampling.group": 16,
     },
     "crd": ODE
     | {
-        "objective.beta": 1.0,
-        "objective.match": "mse",
-        "objective.old_rise": 0.005,
-        "objective.sampling_delay": 75,
+        "beta": 1.0,
+        "match": "mse",
+        "old.rise": 0.005,
+        "rollout_policy.delay": 75,
         "kl.coef": 0.1,
-        "minibatches": 2,
-        "rollout.group": 24,
+        "passes.minibatches": 2,
+        "sampling.group": 24,
     },
     "tempflow": {
-        "rollout.group": 216,
-        "rollout.window": Branches(1, 6, high=9),
+        "sampling.group": 216,
+        "sampling.window": Branches(1, 6, high=9),
         "kl.coef": 0.004,
         "kl.weight": "exact",
-        "objective.scale": 1.73,
+        "scale": 1.73,
     },
     "d3po": {
-        "rollout.sampler.name": "ddim",
-        "rollout.steps": 20,
-        "rollout.guidance.scale": 5.0,
-        "rollout.group": 2,
-        "rollout.shared_noise": True,
-        "objective.beta": 0.1,
-        "objective.eps": 0.1,
+        "sampling.sampler.name": "ddim",
+        "sampling.steps": 20,
+        "sampling.guidance.scale": 5.0,
+        "sampling.group": 2,
+        "sampling.shared_noise": True,
+        "beta": 0.1,
+        "eps": 0.1,
         "optimizer.lr": 3e-5,
     },
     "alignprop": {
-        "rollout.sampler.name": "ddim",
-        "rollout.sampler.eta": 1.0,
-        "rollout.steps": 50,
-        "rollout.guidance.scale": 5.0,
-        "objective.last": 8,
-        "objective.spread": 5.0,
-        "objective.target": 10.0,
-        "objective.scale": 0.01,
+        "sampling.sampler.name": "ddim",
+        "sampling.sampler.eta": 1.0,
+        "sampling.steps": 50,
+        "sampling.guidance.scale": 5.0,
+        "last": 8,
+        "spread": 5.0,
+        "target": 10.0,
+        "scale": 0.01,
         "optimizer.lr": 1e-3,
-        "rollout.prompts": 128,
+        "sampling.prompts": 128,
     },
     "raft": ODE,
-    "sft": ODE | {"rollout.group": 1},
-    "distill": {"objective.match": "mean_kl", "rollout.group": 1},
+    "sft": ODE | {"sampling.group": 1},
+    "distill": {"match": "mean_kl", "sampling.group": 1},
 }
 
-PUBLISHED |= dict.fromkeys(("handwriting", "words", "edit-words"), PUBLISHED["grpo"] | {"minibatches": 1})
+PUBLISHED |= dict.fromkeys(("handwriting", "words", "edit-words"), PUBLISHED["grpo"] | {"passes.minibatches": 1})
 
 
 def value(config: TrainConfig, name: str) -> Any:
     """Return a field by its dotted name."""
-    found: Any = config
+    found: Any = config if hasattr(config, name.partition(".")[0]) else config.method
     for part in name.split("."):
         found = getattr(found, part)
     return found
@@ -169,7 +172,7 @@ def value(config: TrainConfig, name: str) -> Any:
 
 def test_every_objective_has_a_recipe() -> None:
     """And every recipe an objective of the table."""
-    assert {name_of(recipe().objective) for recipe in RECIPES.values()} == set(OBJECTIVES)
+    assert {recipe().method.method_name for recipe in RECIPES.values()} == set(METHODS)
     assert set(PUBLISHED) == set(RECIPES)
 
 
@@ -181,7 +184,7 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     assert {field: value(config, field) for field in PUBLISHED[name]} == PUBLISHED[name]
     assert config.train == PUBLISHED[name].get("train", "lora")
     assert config.lora.targets is None  # the model's own
-    assert (config.prompt_order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
+    assert (config.data.order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
 
 
@@ -196,8 +199,8 @@ def test_a_recipe_as_toml_is_the_same_run(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_built_in_models_are_evaluated_on_hundreds_of_samples(name: str) -> None:
     """What bench/README.md says of them; a large model is looked at less."""
-    assert RECIPES[name]().final_samples == (500 if name == "ddpo" else 1000)
-    assert RECIPES[name](OTHER).final_samples < 100
+    assert RECIPES[name]().evaluation.final_samples == (500 if name == "ddpo" else 1000)
+    assert RECIPES[name](OTHER).evaluation.final_samples < 100
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -221,7 +224,7 @@ def test_supervised_runs_fit_pipelines_without_an_adapter() -> None:
     """Their levels are those of the schedule then; levels between its steps are refused."""
     config = RECIPES["sft"](OTHER)
     check_model(config, "velocity", recorded=True)
-    between = replace(config, noising=replace(config.noising, levels=ContinuousLevels()))
+    between = with_values(config, {"noising.levels": ContinuousLevels()})
     with pytest.raises(UsageError, match=r"noising\.levels is 'continuous', expected auto, schedule or stratified"):
         check_model(between, "velocity", recorded=True)
 
@@ -232,65 +235,75 @@ def test_a_record_is_read_back(name: str, model: str) -> None:
     """Through JSON, and as the same run."""
     config = RECIPES[name](model)
     record = json.loads(json.dumps(as_record(config)))
-    assert record["objective"]["name"] == name_of(config.objective)
+    assert record["method"]["name"] == config.method.method_name
     assert read_record(record) == config
 
 
 RUNS: list[TrainConfig] = [
     TrainConfig(
         Path("out"),
-        weights=Path("base"),
         prompts=("a.jsonl=2", "b.txt"),
         rewards=("characters", "neat=0.5"),
         seed=2**62,
-        epochs=2,
-        minibatches=2,
         updates=8,
-        checkpoints="s3://bucket/run",
-        resume_from="elsewhere",
-        max_log_ratio=0.5,
-        rollout=RolloutConfig(
-            prompts=2,
-            group=2,
-            shared_noise=True,
-            window=RandomWindow(3, low=1, high=7),
+        rollout=RolloutConfig(autocast=True, max_log_ratio=0.5),
+        method=Grpo(
+            sampling=SamplingConfig(
+                prompts=2,
+                group=2,
+                shared_noise=True,
+                window=RandomWindow(3, low=1, high=7),
+                guidance=Guidance(2.0, "ugly", "two", "conditional"),
+            ),
             trained=RandomRecorded(0.3),
             form="no_const",
             reduction="sum",
-            guidance=Guidance(2.0, "ugly", "two", "conditional"),
-            autocast=True,
+            advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"),
+            correction=CorrectionConfig("mask", "trajectory", 1.5),
+            kl=StepKLConfig(0.1, weight="exact"),
+            passes=PassesConfig(2, 2),
         ),
-        advantage=AdvantageConfig("none", 1e-3, 2.0, "gdpo"),
-        kl=KLConfig(0.1, "exact"),
-        correction=CorrectionConfig("mask", "trajectory", 1.5),
         lora=LoraConfig(4, 8.0, ("to_q", "to_k")),
         optimizer=OptimizerConfig(betas=(0.5, 0.6)),
-        engine=EngineConfig(comm="reshard"),
+        engine=MachineConfig(comm="reshard"),
+        pipeline=PipelineConfig(weights=Path("base")),
+        checkpoint=CheckpointConfig(folder="s3://bucket/run", resume_from="elsewhere"),
     ),
     TrainConfig(
         Path("out"),
         train="lora",
-        objective=Nft(old=LinearOld(delay=7), mode="binary"),
-        rollout=RolloutConfig(sampler=Ode("dpmpp_2m")),
-        noising=NoisingConfig(3, LogitNormalLevels()),
+        method=Nft(
+            old=LinearOld(delay=7),
+            mode="binary",
+            sampling=SamplingConfig(sampler=Ode("dpmpp_2m")),
+            noising=NoisingConfig(3, LogitNormalLevels()),
+        ),
     ),
-    TrainConfig(Path("out"), objective=Distill(teacher=Path("runs/teacher"))),
+    TrainConfig(Path("out"), method=Distill(teacher=Path("runs/teacher"))),
     TrainConfig(
         Path("out"),
+        Grpo(),
         model="folder/of/one",
         prompts=("prompts.txt",),
         pipeline=PipelineConfig(heldout=("heldout.txt",), text_cache=Path("texts"), call=("system_prompt=", "n=3")),
     ),
-    TrainConfig(Path("out"), objective=Dpo(preferences=Path("pairs")), rollout=RolloutConfig(sampler=Ode())),
+    TrainConfig(Path("out"), method=Dpo(preferences=Path("pairs"), sampling=SamplingConfig(sampler=Ode()))),
 ]
 
 
-@pytest.mark.parametrize("config", RUNS, ids=lambda config: name_of(config.objective))
+@pytest.mark.parametrize("config", RUNS, ids=lambda config: config.method.method_name)
 def test_nothing_is_lost_in_a_record(config: TrainConfig) -> None:
     """Paths, tuples, the objective's own fields; what was written is written again."""
     record = json.loads(json.dumps(as_record(config)))
     assert read_record(record) == config
     assert as_record(read_record(record)) == record
+
+
+def test_a_group_of_settings_has_its_own_class() -> None:
+    """The engine's own settings alone, of the class that it extends, lack a micro-batch."""
+    for name, value in {"engine": EngineConfig(), "evaluation": SuiteConfig(), "data": ()}.items():
+        with pytest.raises(TypeError, match=rf"{name} is a.* {type(value).__name__}, expected a \w+Config"):
+            with_values(TrainConfig(Path("out"), Grpo()), {name: value})
 
 
 def test_a_record_of_another_version() -> None:
@@ -299,11 +312,15 @@ def test_a_record_of_another_version() -> None:
     for changed, words in (
         ({**record, "novel": 1}, "unknown fields novel @ run"),
         ({**record, "rollout": {**record["rollout"], "novel": 1}}, "unknown fields novel @ run.rollout"),
-        ({**record, "objective": {**record["objective"], "novel": 1}}, "unknown fields novel @ run.objective"),
-        ({**record, "objective": {"name": "dppoo"}}, "objective is 'dppoo', expected one of .*; did you mean 'dppo'"),
-        ({**record, "objective": {}}, "misses the field 'name' @ run.objective"),
+        ({**record, "method": {**record["method"], "novel": 1}}, "unknown fields novel @ run.method"),
+        ({**record, "method": {"name": "dppoo"}}, "method is 'dppoo', expected one of .*; did you mean 'dppo'"),
+        ({**record, "method": {}}, "expected an object with the name of a method, one of grpo, .* @ run.method"),
+        ({**record, "method": {"name": "nft", "trained": {"kind": "all"}}}, "unknown fields trained @ run.method"),
         ({**record, "updates": "3"}, "updates is a str, expected an integer"),
-        ({**record, "kl": {"weight": "exat"}}, "kl.weight is 'exat', expected .*did you mean 'exact'"),
+        (
+            {**record, "method": {"name": "grpo", "kl": {"weight": "exat"}}},
+            "kl.weight is 'exat', expected .*did you mean 'exact'",
+        ),
         ({**record, "max_log_ratio": float("inf")}, "max_log_ratio is inf, expected a finite number"),
         ([], "run"),
     ):
@@ -331,24 +348,24 @@ def test_help_lists_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 OWN: dict[str, tuple[str, str, Any]] = {
-    "grpo": ("--objective.clip-low", "0.2", 0.2),
-    "dance": ("--rollout.trained.fraction", "0.5", 0.5),
-    "cps": ("--rollout.form", "unscaled", "unscaled"),
-    "guard": ("--objective.clip", "0.3", 0.3),
-    "dppo": ("--objective.kl-threshold", "0.1", 0.1),
-    "ddpo": ("--rollout.sampler.eta", "0.5", 0.5),
-    "nft": ("--objective.old.cap", "0.9", 0.9),
-    "awm": ("--objective.weighting", "t2", "t2"),
-    "dpo": ("--objective.preferences", "folder", Path("folder")),
-    "dgpo": ("--objective.old-samples-from", "7", 7),
-    "crd": ("--objective.match", "bce", "bce"),
-    "tempflow": ("--objective.scale", "2.0", 2.0),
-    "d3po": ("--objective.eps", "0.2", 0.2),
-    "alignprop": ("--objective.last", "3", 3),
-    "raft": ("--objective.best", "0.5", 0.5),
+    "grpo": ("--clip-low", "0.2", 0.2),
+    "dance": ("--trained.fraction", "0.5", 0.5),
+    "cps": ("--form", "unscaled", "unscaled"),
+    "guard": ("--clip", "0.3", 0.3),
+    "dppo": ("--kl-threshold", "0.1", 0.1),
+    "ddpo": ("--sampling.sampler.eta", "0.5", 0.5),
+    "nft": ("--old.cap", "0.9", 0.9),
+    "awm": ("--weighting", "t2", "t2"),
+    "dpo": ("--preferences", "folder", Path("folder")),
+    "dgpo": ("--old-samples-from", "7", 7),
+    "crd": ("--match", "bce", "bce"),
+    "tempflow": ("--scale", "2.0", 2.0),
+    "d3po": ("--eps", "0.2", 0.2),
+    "alignprop": ("--last", "3", 3),
+    "raft": ("--best", "0.5", 0.5),
     "sft": ("--noising.each", "2", 2),
-    "distill": ("--objective.teacher", "folder", Path("folder")),
-    "handwriting": ("--objective.clip-high", "0.2", 0.2),
+    "distill": ("--teacher", "folder", Path("folder")),
+    "handwriting": ("--clip-high", "0.2", 0.2),
     "words": ("--evaluation.seeds", "3", 3),
     "edit-words": ("--optimizer.lr", "0.001", 0.001),
 }
@@ -365,7 +382,6 @@ def test_its_fields_are_flags(name: str) -> None:
     assert changed(config, field, value(default, field)) == default
 
 
-def changed(config: Any, name: str, new: Any) -> Any:
-    """Return a dataclass with a field changed, by its dotted name."""
-    first, _, rest = name.partition(".")
-    return replace(config, **{first: changed(getattr(config, first), rest, new) if rest else new})
+def changed(config: TrainConfig, name: str, new: Any) -> TrainConfig:
+    """Return a run with a field changed, by its dotted name."""
+    return with_values(config, {name: new})

@@ -5,16 +5,18 @@ import os
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-import handwriting_jobs
 import pytest
+from helpers import handwriting_jobs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fluvial.engines.methods.table import OBJECTIVES
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.table import METHODS
 from fluvial.engines.run import saving, train, training
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import configuration
 from fluvial.engines.run.recipes import HANDWRITING, RECIPES, UNET
 from fluvial.engines.run.record import TEXTS, Finder, as_record, locate_paths, read_record, with_absolute_paths
@@ -81,15 +83,12 @@ def test_every_run_is_read_back(data: st.DataObject, recipe: str, model: str) ->
     assert json.loads(text) == record == as_record(read_record(record))
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_field_of_an_objective_is_recorded(name: str) -> None:
-    """Under the objective's name."""
-    objective = OBJECTIVES[name]()
-    record = as_record(
-        next(config for recipe in RECIPES.values() if type((config := recipe()).objective) is type(objective))
-    )
-    assert set(record["objective"]) == {"name", *(field.name for field in fields(objective))}
-    assert record["objective"]["name"] == name
+@pytest.mark.parametrize("name", METHODS)
+def test_every_field_of_a_method_is_recorded(name: str) -> None:
+    """Under the method's name."""
+    record = as_record(next(config for recipe in RECIPES.values() if type((config := recipe()).method) is METHODS[name]))
+    assert set(record["method"]) == {"name", *(field.name for field in fields(cast(Any, METHODS[name])))}
+    assert record["method"]["name"] == name
 
 
 LITERALS = [
@@ -103,8 +102,8 @@ LITERALS = [
 
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
-    names = {".".join(path) for path, *_ in LITERALS}
-    assert {"train", "rollout.window.draw", "engine.comm", "objective.mode", "objective.weighting", "rollout.form"} <= names
+    names = {".".join(path).removeprefix("method.") for path, *_ in LITERALS}
+    assert {"train", "sampling.window.draw", "engine.comm", "mode", "weighting", "form"} <= names
     assert len(names) > 20
 
 
@@ -121,16 +120,16 @@ def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None
         changed(config, path, wrong)
     message = str(refused.value)
     assert all(repr(choice) in message for choice in choices), message
-    assert message.startswith(".".join(path)), message
+    assert message.startswith(".".join(path).removeprefix("method.")), message
     assert near is None or f"did you mean {near!r}?" in message
 
 
 # Settings of text that name no file, beside those of `record.TEXTS`.
-NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "rollout.guidance.negative"} | {
+NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "method.sampling.guidance.negative"} | {
     *(
         "rollout.servers.key_env",
         "rollout.servers.admin_env",
-        "advantage.floors",
+        "method.advantage.floors",
         "lora.targets",
         "engine.attention",
         "engine.fit",
@@ -160,12 +159,14 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (home / file).parent.mkdir(exist_ok=True)
         (home / file).write_text("0427\n")
     monkeypatch.chdir(home)
-    asked = replace(
-        TrainConfig(Path("runs/x"), model="models/tiny", weights=Path("weights")),
-        prompts=("a/p.txt=2", "b/p.txt", "@codes"),
-        rewards=("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
-        pipeline=PipelineConfig(heldout=("held=out.txt",)),
-        rollout=replace(TrainConfig(Path("x")).rollout, source="replayed:stored"),
+    asked = with_values(
+        TrainConfig(Path("runs/x"), model="models/tiny", method=Grpo(), pipeline=PipelineConfig(weights=Path("weights"))),
+        {
+            "prompts": ("a/p.txt=2", "b/p.txt", "@codes"),
+            "rewards": ("pickscore:device=cuda:1,weights=pick=0.5", "mine:score=2"),
+            "pipeline.heldout": ("held=out.txt",),
+            "rollout.source": "replayed:stored",
+        },
     )
     (home / "runs" / "x").mkdir(parents=True)
     record = as_record(with_absolute_paths(asked))
@@ -174,9 +175,9 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["rewards"] == [f"pickscore:device=cuda:1,weights={home}/pick=0.5", "mine:score=2"]
     assert record["rollout"]["source"] == f"replayed:{home}/stored"
     places, elsewhere = Finder(Path("runs/x"), Path("runs/x")), [f"{home}/a/p.txt=2", f"{home}/a/p.txt"]
-    assert places.same("data", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
-    assert not places.same("data", ["a/p.txt=2", "b/p.txt"], elsewhere)
-    assert places.same("objective.teacher", "weights", record["weights"])
+    assert places.same("data.images", ["a/p.txt=2", "b/p.txt"], record["prompts"][:2])
+    assert not places.same("data.images", ["a/p.txt=2", "b/p.txt"], elsewhere)
+    assert places.same("teacher", "weights", record["pipeline"]["weights"])
     assert not places.same("optimizer.lr", 0.1, 0.2)
     for text in (record, as_record(asked)):
         for place in (home, home / "other", tmp_path):
@@ -187,7 +188,7 @@ def test_a_run_opens_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     home.rename(tmp_path / "moved")
     moved = locate_paths(read_record(record), tmp_path / "moved" / "runs" / "x")
     assert moved.prompts == ("moved/a/p.txt=2", "moved/b/p.txt", "@codes")
-    assert as_record(moved)["weights"] == "moved/weights"
+    assert as_record(moved)["pipeline"]["weights"] == "moved/weights"
 
 
 @pytest.mark.parametrize("old", [False, True])

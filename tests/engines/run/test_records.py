@@ -1,24 +1,24 @@
 """Prompt records in a run: what reaches the rewards, how metrics are split, which prompts come when."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.engines.data.labels import split
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import RolloutConfig
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.job import Job, handwriting
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.scoring.runner import RewardRunners
@@ -28,14 +28,7 @@ PROMPTS = [
     Prompt("1", tag="odd", source="a", metadata={"goal": 5}),
     Prompt("2", source="b"),
 ]
-ODE = RolloutConfig(prompts=4, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+ODE = SamplingConfig(prompts=4, group=2, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 def goals(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> Tensor:
@@ -49,7 +42,7 @@ def job(**changes: Any) -> Job:
 
 def test_metadata_reaches_the_reward_and_metrics_are_split(tmp_path: Path, one: World) -> None:
     """Each image is scored with the record of its own prompt; means are per source and per tag."""
-    with Trainer(tiny.config(tmp_path, rollout=ODE), job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=ODE), job(), one) as trainer:
         record = trainer.update()
     sources, tags = record["sources"], record["tags"]
     assert {name: part["samples"] for name, part in sources.items()} == {"a": 6, "b": 2}
@@ -83,7 +76,7 @@ def test_a_mean_is_over_the_samples_of_its_label() -> None:
 
 def test_prompts_come_in_epochs_however_often_the_run_is_interrupted(tmp_path: Path, one: World) -> None:
     """A run that continues from a checkpoint asks for the prompts that would have come next."""
-    config, seen = tiny.config(tmp_path, rollout=replace(ODE, prompts=2), updates=6), []
+    config, seen = tiny.config(tmp_path, sampling=replace(ODE, prompts=2), updates=6), []
     plain = tiny.job(prompts=("0", "1", "2", "3"))
     with Trainer(config, plain, one) as trainer:
         for _ in range(6):
@@ -109,8 +102,8 @@ def test_negative_prompts_of_records_take_part_in_guidance() -> None:
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"prompts": [Prompt("0", negative="1")]}, "prompt '0' has a negative prompt, which is of no use without guidance"),
-    ({"prompt_order": "draws"}, {}, "prompt_order is draws, which draws all prompts alike, and some have a weight"),
-    ({"prompt_order": "distinct"}, {"prompts": [Prompt("0", weight=2.0), "1"]}, "prompt_order is distinct"),
+    ({"data.order": "draws"}, {}, "data.order is draws, which draws all prompts alike, and some have a weight"),
+    ({"data.order": "distinct"}, {"prompts": [Prompt("0", weight=2.0), "1"]}, "data.order is distinct"),
     ({}, {"rewards": lambda images, prompts, metadata, more: images}, "has the signature"),
     ({}, {"rewards": lambda images, prompts, record: images}, "has the signature"),
 ]

@@ -4,20 +4,17 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import fake_servers
-import launch
 import pytest
-import tiny_pipelines
-import tiny_rewards
+from helpers import fake_servers, launch, tiny_pipelines, tiny_rewards
 
 from fluvial.engines.cli import main as cli
 
 TRAINING = (
     "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 2"
+    "--updates 2 --passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 2"
 )
 ADAPTER = "--train lora --lora.rank 2 --pipeline.height 16 --pipeline.width 16"
-ROLLOUT = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 2 --rollout.window all --rollout.window.high 1"
+ROLLOUT = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 2 --sampling.window all --sampling.window.high 1"
 SMALL = f"{TRAINING} {ADAPTER} {ROLLOUT}".split(" ")
 
 
@@ -34,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of a reward server, a process of its own."""
-    with launch.start("serve-rewards", "fake_servers:lightness", "--port", "0") as process:
+    with launch.start("serve-rewards", "helpers.fake_servers:lightness", "--port", "0") as process:
         yield process.address()
 
 
@@ -43,8 +40,8 @@ KINDS = {
     "remote JSON": ("flow_factory:url={server}",),
     "remote JSON of UniRL": ("unirl:url={server},rewards=lightness",),
     "vlm": ("vlm_yes_no:url={vlm}",),
-    "group-wise": ("fake_servers:ranked",),
-    "constraint": ("fake_servers:lightness", "pickscore:weights={folder}/clip,device=cpu"),
+    "group-wise": ("helpers.fake_servers:ranked",),
+    "constraint": ("helpers.fake_servers:lightness", "pickscore:weights={folder}/clip,device=cpu"),
 }
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_jobs as tiny
-from spied_runs import STEPS
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import STEPS
 from torch import Tensor
 
 from fluvial.engines.errors import RunError
@@ -27,15 +27,17 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     broken: set[int] = {4}  # the first call is the trial; a rollout of two groups is two
     config = tiny.config(
         tmp_path / "run",
-        rollout=replace(STEPS, prompts=2),
-        micro_batch=4,
+        sampling=replace(STEPS, prompts=2),
         updates=3,
-        max_invalid=0.5,
-        checkpoint_every=1,
         tracker="none",
-        final_samples=2,
-        eval_samples=2,
-        eval_every=0,
+        **{
+            "engine.micro_batch": 4,
+            "rollout.max_invalid": 0.5,
+            "checkpoint.every": 1,
+            "evaluation.final_samples": 2,
+            "evaluation.samples": 2,
+            "evaluation.every": 0,
+        },
     )
     with pytest.warns(UserWarning, match=r"^reward 'it' raised ConnectionError \(connection refused\) for prompt"):
         train(config, tiny.job(rewards={"it": away}))
@@ -46,7 +48,7 @@ def test_a_run_with_a_server_that_is_away_for_a_while(tmp_path: Path) -> None:
     config = replace(config, resume=True, updates=6)
     with pytest.raises(
         RunError,
-        match=r"connection refused.*; 2 of the 2 groups of the rollout .*above max_invalid 0.5\nin the phase reward$",
+        match=r"connection refused.*; 2 of the 2 groups of the .*above rollout.max_invalid 0.5\nin the phase reward$",
     ):
         train(config, tiny.job(rewards={"it": away}))
     calls["rollout"] = 100

@@ -1,42 +1,37 @@
 """Settings of a run that published runs need: evaluation apart from the rollout, seeds of the data, steps one by one."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import handwriting_jobs
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import handwriting_jobs
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import ODE
 
 from fluvial.core.random import key
 from fluvial.core.sigmas import sde_steps
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
+from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.table import Awm
 from fluvial.engines.run import trainer as trainers
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.declared import LinearOld
+from fluvial.engines.run.config import with_values
+from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
 from fluvial.engines.sampling.window import AllSteps, Branches, MovingWindow, RandomWindow, ScatteredSteps
 from fluvial.engines.scoring.advantages import AdvantageConfig, advantages
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 def noted(trainer: Trainer) -> list[Any]:
@@ -61,15 +56,15 @@ def test_evaluation_has_settings_of_its_own(one: World, tmp_path: Path, monkeypa
         return real(*args, **options)
 
     monkeypatch.setattr(trainers, "evaluate", spy)
-    base = tiny.config(tmp_path, rollout=replace(STEPS, guidance=Guidance(scale=1.0)))
+    base = tiny.config(tmp_path, sampling=replace(STEPS, guidance=Guidance(scale=1.0)))
     own = EvaluationConfig(micro_batch=3, steps=tiny.STEPS + 3, guidance=2.0, solver="dpmpp_2m")
     for evaluation in (EvaluationConfig(), own):
-        with Trainer(replace(base, evaluation=evaluation), tiny.job(), one) as trainer:
+        with Trainer(with_values(base, {"evaluation": evaluation}), tiny.job(), one) as trainer:
             trainer.evaluate(4)
     assert [len(options["schedule"].timesteps) for options in seen] == [tiny.STEPS, tiny.STEPS + 3]
     assert [options["guidance"].scale for options in seen] == [1.0, 2.0]
     assert [options["solver"] for options in seen] == ["euler", "dpmpp_2m"]
-    assert [options["micro_batch"] for options in seen] == [base.micro_batch, 3]
+    assert [options["micro_batch"] for options in seen] == [base.engine.micro_batch, 3]
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -85,8 +80,8 @@ def test_the_weights_themselves_can_be_evaluated(
         return real(job, module, **options)
 
     monkeypatch.setattr(trainers, "evaluate", spy)
-    config = tiny.config(tmp_path, rollout=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
-    with Trainer(replace(config, evaluation=EvaluationConfig(average=average)), tiny.job(), one) as trainer:
+    config = tiny.config(tmp_path, sampling=STEPS, optimizer=OptimizerConfig(lr=0.1, ema_decay=0.99))
+    with Trainer(with_values(config, {"evaluation.average": average}), tiny.job(), one) as trainer:
         trainer.update()
         trainer.evaluate(4)
         for own in (True, False):
@@ -97,7 +92,7 @@ def test_the_weights_themselves_can_be_evaluated(
 def test_the_moving_average_takes_every_nth_update(one: World, tmp_path: Path) -> None:
     """With an interval of 2 it is what it was after the first update, and moves with the second."""
     optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_interval=2)
-    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer, updates=2), tiny.job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=STEPS, optimizer=optimizer, updates=2), tiny.job(), one) as trainer:
         first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
         trainer.update()
         assert all(torch.equal(tensor, first[name]) for name, tensor in trainer.engine.average.items())
@@ -112,11 +107,14 @@ def test_an_interval_without_an_average_is_refused() -> None:
 
 
 def test_the_prompts_are_drawn_with_their_own_seed(one: World, tmp_path: Path) -> None:
-    """Two runs with one data_seed see the same prompts, and other noise."""
+    """Two runs with one data.seed see the same prompts, and other noise."""
 
     def run(seed: int, data_seed: int | None) -> tuple[list[str], torch.Tensor]:
         config = tiny.config(
-            tmp_path, rollout=replace(STEPS, prompts=8, group=2), seed=seed, data_seed=data_seed, micro_batch=8
+            tmp_path,
+            sampling=replace(STEPS, prompts=8, group=2),
+            seed=seed,
+            **{"data.seed": data_seed, "engine.micro_batch": 8},
         )
         with Trainer(config, tiny.job(prompts=("0", "1", "2", "3", "4")), one) as trainer:
             seen = noted(trainer)
@@ -144,7 +142,9 @@ def test_stochastic_steps_one_by_one() -> None:
 def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) -> None:
     """The steps that are recorded need not be adjacent, and the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=ScatteredSteps(2))
-    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=8, micro_batch=8), tiny.job(), one) as trainer:
+    with Trainer(
+        tiny.config(tmp_path, sampling=rollout, updates=8, **{"engine.micro_batch": 8}), tiny.job(), one
+    ) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
@@ -156,7 +156,9 @@ def test_a_rollout_of_stochastic_steps_one_by_one(one: World, tmp_path: Path) ->
 def test_windows_of_a_call_or_of_a_sample(one: World, tmp_path: Path, draw: Any) -> None:
     """Samples that are generated together share a window, or none do; the first-pass ratio is 1 all the same."""
     rollout = replace(STEPS, window=RandomWindow(1, draw=draw))
-    with Trainer(tiny.config(tmp_path, rollout=rollout, updates=4, micro_batch=4), tiny.job(), one) as trainer:
+    with Trainer(
+        tiny.config(tmp_path, sampling=rollout, updates=4, **{"engine.micro_batch": 4}), tiny.job(), one
+    ) as trainer:
         samples = noted(trainer)
         for record in trainer:
             if record["update"] == 1:
@@ -171,7 +173,7 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
     found = []
     for micro_batch in (2, 8):
         config = tiny.config(
-            tmp_path, rollout=replace(STEPS, window=RandomWindow(2, draw="sample")), micro_batch=micro_batch
+            tmp_path, sampling=replace(STEPS, window=RandomWindow(2, draw="sample")), **{"engine.micro_batch": micro_batch}
         )
         with Trainer(config, tiny.job(), one) as trainer:
             samples = noted(trainer)
@@ -184,7 +186,7 @@ def test_windows_do_not_depend_on_the_micro_batch(one: World, tmp_path: Path) ->
 def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
     """It moves every second rollout, whatever the number of updates per rollout; a resumed run continues from there."""
     rollout = replace(STEPS, window=MovingWindow(2, every=2, stride=1))
-    config = tiny.config(tmp_path, rollout=rollout, updates=12, minibatches=2, checkpoint_every=4)
+    config = tiny.config(tmp_path, sampling=rollout, updates=12, **{"checkpoint.every": 4, "passes.minibatches": 2})
     with Trainer(config, tiny.job(), one) as trainer:
         samples = noted(trainer)
         for record in trainer:
@@ -202,15 +204,18 @@ def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"window": RandomWindow(4, draw="call")}, r"rollout.window.draw has no effect with a window that covers its whole"),
-        ({"window": ScatteredSteps(4, draw="sample")}, r"rollout.window.draw has no effect with a window that covers"),
-        ({"window": MovingWindow(4)}, r"rollout.window is 'moving', expected all: it covers its whole range"),
+        (
+            {"window": RandomWindow(4, draw="call")},
+            r"sampling.window.draw has no effect with a window that covers its whole",
+        ),
+        ({"window": ScatteredSteps(4, draw="sample")}, r"sampling.window.draw has no effect with a window that covers"),
+        ({"window": MovingWindow(4)}, r"sampling.window is 'moving', expected all: it covers its whole range"),
         (
             {"window": Branches(1, 2), "group": 6},
-            r"rollout.group is 6, expected a multiple of 8: 2 samples at each of the 4",
+            r"sampling.group is 6, expected a multiple of 8: 2 samples at each of the 4",
         ),
-        ({"window": Branches(1, 2), "group": 8, "shared_noise": True}, r"rollout.shared_noise has no effect"),
-        ({"window": Branches(1, 2), "group": 8, "sampler": Ode()}, r"rollout.window is 'branches', expected all"),
+        ({"window": Branches(1, 2), "group": 8, "shared_noise": True}, r"sampling.shared_noise has no effect"),
+        ({"window": Branches(1, 2), "group": 8, "sampler": Ode()}, r"sampling.window is 'branches', expected all"),
     ],
 )
 def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: str) -> None:
@@ -221,15 +226,15 @@ def test_window_settings_that_would_do_nothing(changes: dict[str, Any], says: st
 
 def test_moves_that_would_do_nothing(tmp_path: Path) -> None:
     """A stride without a number of rollouts, a threshold without a decay, samples with different numbers of steps."""
-    with pytest.raises(ValueError, match=r"rollout.window.every is 0, expected"):
+    with pytest.raises(ValueError, match=r"sampling.window.every is 0, expected"):
         MovingWindow(2, every=0)
-    with pytest.raises(ValueError, match=r"rollout.window.decay_from has no effect with rollout.window.decay 0"):
+    with pytest.raises(ValueError, match=r"sampling.window.decay_from has no effect with sampling.window.decay 0"):
         MovingWindow(2, every=2, decay_from=1)
     with pytest.raises(
-        ValueError, match=r"rollout.window.high is None, expected at most 3: the last step of cps has no log-prob"
+        ValueError, match=r"sampling.window.high is None, expected at most 3: the last step of cps has no log-prob"
     ):
         tiny.config(
-            tmp_path, rollout=replace(STEPS, sampler=Stochastic("cps", eta=0.5), window=RandomWindow(2, draw="sample"))
+            tmp_path, sampling=replace(STEPS, sampler=Stochastic("cps", eta=0.5), window=RandomWindow(2, draw="sample"))
         )
 
 
@@ -237,10 +242,10 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
     """The samples of a micro-batch share their levels and not their noise; other micro-batches have others."""
     config = tiny.config(
         tmp_path,
-        objective=Awm(),
-        rollout=RolloutConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
+        method=Awm(),
+        sampling=SamplingConfig(prompts=6, group=2, steps=tiny.STEPS, sampler=Ode()),
         noising=NoisingConfig(each=2, draw="call"),
-        micro_batch=4,
+        **{"engine.micro_batch": 4},
     )
     with Trainer(config, tiny.job(), one) as trainer:
         noise, seen = trainer.run.noise_samples, list[Any]()
@@ -262,7 +267,7 @@ def test_levels_of_a_call(one: World, tmp_path: Path) -> None:
 def test_the_average_without_its_warm_up(one: World, tmp_path: Path, warmup: bool, repeats: int) -> None:
     """Its decay is the same from the first update on (DanceGRPO's 8-GPU script); else it starts at 1 / 10."""
     optimizer = OptimizerConfig(lr=0.1, ema_decay=0.9, ema_warmup=warmup, ema_repeats=repeats)
-    with Trainer(tiny.config(tmp_path, rollout=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
+    with Trainer(tiny.config(tmp_path, sampling=STEPS, optimizer=optimizer), tiny.job(), one) as trainer:
         first = {name: tensor.clone() for name, tensor in trainer.engine.average.items()}
         trainer.update()
         now = dict(trainer.engine._local())
@@ -292,14 +297,14 @@ def test_advantages_of_several_rewards_are_summed() -> None:
 
 def test_a_rollout_of_sa_solver(one: World, tmp_path: Path) -> None:
     """Its noise is that of its eta, so that samples from the same noise differ; Euler's method has none."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=8, sampler=SaSolver(0.4), shared_noise=True)
-    with Trainer(tiny.config(tmp_path, objective=Awm(), rollout=rollout), tiny.job(), one) as trainer:
+    rollout = SamplingConfig(prompts=2, group=4, steps=8, sampler=SaSolver(0.4), shared_noise=True)
+    with Trainer(tiny.config(tmp_path, method=Awm(), sampling=rollout), tiny.job(), one) as trainer:
         samples = noted(trainer)
         trainer.update()
     final = samples[0].trajectory.final
     assert torch.isfinite(final).all()
     assert len(final.flatten(1).unique(dim=0)) == 8
-    with pytest.raises(ValueError, match=r"rollout.shared_noise is True, expected False: sa_solver takes no noise"):
+    with pytest.raises(ValueError, match=r"sampling.shared_noise is True, expected False: sa_solver takes no noise"):
         replace(rollout, sampler=SaSolver())
     assert "eta" not in {field.name for field in fields(Ode)}
 
@@ -308,8 +313,9 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
     """Counted in the built-in model's last block; the update is exactly on policy."""
     counts = []
     for threshold in (0.0, 1e-12, 0.99):
-        rollout = RolloutConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4), step_cache=threshold)
-        run = tiny.config(tmp_path, rollout=rollout, engine=EngineConfig(compile=False), micro_batch=4)
+        rollout = SamplingConfig(prompts=2, group=2, steps=6, window=RandomWindow(2, low=2, high=4))
+        cached = {"sampling": rollout, "rollout.step_cache": threshold}
+        run = tiny.config(tmp_path, **cached, **{"engine.compile": False, "engine.micro_batch": 4})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             calls: list[bool] = []
             last: Any = trainer.job.model.blocks(trainer.engine.module)[-1]
@@ -319,25 +325,31 @@ def test_deterministic_steps_leave_out_blocks_and_the_window_does_not(one: World
         counts.append(calls.count(False))
     assert counts[0] == counts[1] == counts[2] + 3  # steps 1, 4 and 5; step 0 has none before it
     refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"window": AllSteps()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
-        ({"sampler": Ode()}, r"rollout.step_cache has no effect without deterministic steps beside stochastic ones"),
-        ({"step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
+        (
+            {"sampling.window": AllSteps()},
+            r"rollout.step_cache has no effect without deterministic steps beside stochastic ones",
+        ),
+        (
+            {"method": Nft(old=NoOld()), "sampling": ODE},
+            r"rollout.step_cache has no effect without deterministic steps beside",
+        ),
+        ({"rollout.step_cache": 1.5}, r"rollout.step_cache|step_cache is 1.5"),
     )
     for changes, message in refused:
         with pytest.raises(ValueError, match=message):
-            replace(rollout, **changes)
-    split = EngineConfig(compile=False, context_parallel=2)
-    for engine, message in ((EngineConfig(), "engine.compile is 'auto', expected False"), (split, "ranks that share")):
+            with_values(run, changes)
+    compiled = {"engine.compile": "auto"}, "engine.compile is 'auto', expected False"
+    for engine, message in (compiled, ({"engine.context_parallel": 2}, "ranks that share")):
         with pytest.raises(ValueError, match=message):
-            tiny.config(tmp_path, rollout=rollout, engine=engine)
+            with_values(run, engine)
 
 
 def test_a_rollout_that_reuses_what_the_prompt_decides_has_the_same_bits(one: World, tmp_path: Path) -> None:
     """Records of a run of the built-in model with and without, and an update that is exactly on policy."""
     found = []
     for reuse in (True, False):
-        rollout = RolloutConfig(prompts=2, group=2, steps=3, reuse_prompt=reuse)
-        run = tiny.config(tmp_path, rollout=rollout, train="lora")
+        rollout = SamplingConfig(prompts=2, group=2, steps=3)
+        run = tiny.config(tmp_path, sampling=rollout, train="lora", **{"rollout.reuse_prompt": reuse})
         with Trainer(run, handwriting_jobs.job(), one) as trainer:
             assert trainer.sampler._reuse() == ("all" if reuse else "none")
             record = trainer.update()

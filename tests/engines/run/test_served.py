@@ -1,32 +1,24 @@
 """Rollouts that a server makes ahead of the trainer: the bits of a second network here, and a server that dies."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import handwriting_jobs
-import launch
 import pytest
 import torch
+from helpers import handwriting_jobs, launch
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
-from fluvial.engines.run.config import CorrectionConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig, ServersConfig
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 
 
 def config(out: Path, train: str = "full") -> TrainConfig:
     """Return a run of three rollouts, made one ahead."""
     return handwriting_jobs.config(
-        out, updates=3, train=train, asynchronous=AsyncConfig(1), correction=CorrectionConfig("truncate", threshold=2.0)
+        out, updates=3, train=train, correction=CorrectionConfig("truncate", threshold=2.0), **{"rollout.ahead": 1}
     )
 
 
@@ -47,7 +39,7 @@ def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World,
         for train in ("full", "lora"):
             with Trainer(config(tmp_path, train), handwriting_jobs.job(), one) as trainer:
                 expected, last = numbers(trainer), trainer.engine.sharded.shards()
-            served = replace(config(tmp_path, train), rollout=there)
+            served = with_values(config(tmp_path, train), {"sampling": there})
             with Trainer(served, handwriting_jobs.job(), one) as trainer:
                 assert numbers(trainer) == expected
                 for name, shard in trainer.engine.sharded.shards().items():

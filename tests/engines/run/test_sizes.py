@@ -5,11 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
-import tiny_replayed
 import torch
+from helpers import launch, tiny_pipelines, tiny_replayed
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
@@ -17,9 +15,8 @@ from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.run.sampler import Sampler
 
 SIZES = ["--pipeline.sizes", "16x16", "16x24"]
-RUN = (
-    "--rollout.steps 3 --rollout.prompts 2 --micro-batch 2 --updates 4 --final-samples 2 --eval-every 0 --checkpoint-every 4"
-)
+RUN = "--sampling.steps 3 --sampling.prompts 2 --micro-batch 2 --updates 4 --final-samples 2 --evaluation.every 0"
+RUN += " --checkpoint.every 4"
 FOXES = [f"{number} red foxes" for number in range(6)]
 
 
@@ -80,7 +77,9 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sampler, "_sampling", noted)
         patch.syspath_prepend(str(tmp_path))
-        code = run(folder, "flux", "grpo", tmp_path / "run", *given, *SIZES, "--rollout.group", "2", "--minibatches", "1")
+        code = run(
+            folder, "flux", "grpo", tmp_path / "run", *given, *SIZES, "--sampling.group", "2", "--passes.minibatches", "1"
+        )
         assert code == 0, capfd.readouterr().err
         import measured  # type: ignore[import-not-found]
 
@@ -119,7 +118,7 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, cap
 @pytest.mark.long
 def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
-    given = ["--objective.preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
+    given = ["--preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
     assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
     found = updates(tmp_path / "run")
     assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
@@ -136,8 +135,8 @@ def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytes
 @pytest.mark.long
 def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Compared with images of their size, whatever their captions; the best of four is fitted, at two levels."""
-    given = ["--data", str(folder / "foxes"), "--objective.compare", "data", "--noising.each", "2", *SIZES]
-    code = run(folder, "sd3", "raft", tmp_path / "run", *given, "--rollout.prompts", "1", "--rollout.group", "4")
+    given = ["--data", str(folder / "foxes"), "--compare", "data", "--noising.each", "2", *SIZES]
+    code = run(folder, "sd3", "raft", tmp_path / "run", *given, "--sampling.prompts", "1", "--sampling.group", "4")
     assert code == 0, capfd.readouterr().err
     found = updates(tmp_path / "run")
     assert [record["pairs"] for record in found] == [2] * 4

@@ -5,11 +5,10 @@ import re
 import wave
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_sounds
 import torch
 from diffusers import DiffusionPipeline
+from helpers import launch, tiny_sounds
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -19,13 +18,13 @@ from fluvial.models.tiny import pipelines as tiny
 # The VAE of sounds is built by a function that torch deprecates.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")]
 SHORT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 "
-    "--final-samples 2 --eval-every 0 --checkpoint-every 2 --rollout.guidance.scale 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1 "
+    "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --sampling.guidance.scale 1"
 )
 VIDEO = (
-    "--rollout.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
-    "--rewards tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
+    "--sampling.guidance.negative bad --pipeline.height 32 --pipeline.width 32 --pipeline.frames 5 "
+    "--rewards helpers.tiny_sounds:even jpeg --pipeline.call max_sequence_length=32"
 )
 
 PLAIN = ("guidance_rescale=0.0", "audio_guidance_rescale=0.0")
@@ -56,7 +55,7 @@ def train(folder: Path, out: Path, *more: str) -> int:
 def test_two_updates_by_a_reward_of_sounds(tmp_path: Path, compute: str, capfd: pytest.CaptureFixture[str]) -> None:
     """On policy to the bit; the sounds of the evaluations are beside their drawings; an adapter comes out."""
     low = ["--engine.compute", compute, "--pipeline.frozen", compute]
-    code = train(tmp_path, tmp_path / "run", "--rewards", "tiny_sounds:loud", *low)
+    code = train(tmp_path, tmp_path / "run", "--rewards", "helpers.tiny_sounds:loud", *low)
     assert code == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
@@ -76,9 +75,11 @@ def test_a_reward_of_images_is_refused(tmp_path: Path, capfd: pytest.CaptureFixt
 
 def test_a_reward_of_sounds_of_a_model_of_images_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The built-in model makes none."""
-    code = cli.run(["train", "grpo", "--rewards", "tiny_sounds:loud", "--out", str(tmp_path / "run")])
+    code = cli.run(["train", "grpo", "--rewards", "helpers.tiny_sounds:loud", "--out", str(tmp_path / "run")])
     assert code == 2
-    assert "reward 'tiny_sounds:loud' takes audios, and the model makes no sounds" in launch.one_line(capfd.readouterr().err)
+    assert "reward 'helpers.tiny_sounds:loud' takes audios, and the model makes no sounds" in launch.one_line(
+        capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

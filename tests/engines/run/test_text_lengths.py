@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_pipelines
+from helpers import launch, tiny_pipelines
 
 from fluvial.engines.cli import main as cli
 
@@ -21,11 +20,11 @@ def test_the_first_ratio_is_one_with_prompts_of_any_length(
     (tmp_path / "heldout.txt").write_text("a cow\n")
     size = "--pipeline.height 16 --pipeline.width 16 --pipeline.text-tokens 128"
     rollout = (
-        "--rollout.prompts 4 --rollout.group 2 --rollout.steps 4 --micro-batch 2 --update-micro-batch rollout "
-        "--minibatches 1 "
-        "--rollout.trained random --rollout.trained.fraction 0.5"
+        "--sampling.prompts 4 --sampling.group 2 --sampling.steps 4 --micro-batch 2 --update-micro-batch rollout "
+        "--passes.minibatches 1 "
+        "--trained random --trained.fraction 0.5"
     )
-    rest = "--updates 2 --final-samples 2 --eval-every 0 --checkpoint-every 2 --prompt-order epochs"
+    rest = "--updates 2 --final-samples 2 --evaluation.every 0 --checkpoint.every 2 --data.order epochs"
     words = ["train", "grpo", "--model", str(folder), "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "jpeg"]
     held = ["--pipeline.heldout", str(tmp_path / "heldout.txt"), "--out", str(tmp_path / "run")]
     assert cli.run([*words, *held, *size.split(), *rollout.split(), *rest.split()]) == 0, capfd.readouterr().err

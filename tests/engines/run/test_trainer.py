@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import handwriting_jobs
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import handwriting_jobs, launch
+from helpers import tiny_jobs as tiny
 from safetensors.torch import load_file
 
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import train
@@ -101,7 +100,7 @@ def test_a_request_to_stop_ends_the_iteration(tmp_path: Path) -> None:
 
 def test_the_world_is_the_callers_where_there_is_one(tmp_path: Path) -> None:
     """A trainer closes the world that it opened, and no other; in either it computes as `engine.deterministic` says."""
-    strict = tiny.config(tmp_path, engine=EngineConfig(deterministic=True))
+    strict = tiny.config(tmp_path, **{"engine.deterministic": True})
     with init_world() as world:
         with Trainer(strict, tiny.job(), world) as trainer:
             assert torch.are_deterministic_algorithms_enabled()

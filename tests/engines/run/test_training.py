@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import launch
 import numpy as np
 import pytest
-import short_runs
 import torch
-from handwriting_jobs import alternating, config, job, trained, updates
-from marks import long
+from helpers import launch, short_runs
+from helpers.handwriting_jobs import alternating, config, job, trained, updates
+from helpers.marks import long
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -26,21 +25,22 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from fluvial.core.advantages import SCALES
 from fluvial.engines.data.records import Prompt, as_prompts
-from fluvial.engines.engine.engine import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.report import charts as drawing
 from fluvial.engines.methods.table import Guard
 from fluvial.engines.run import train
 from fluvial.engines.run.checkpoint import checkpoint
-from fluvial.engines.run.config import AdvantageConfig, KLConfig, RolloutConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.evaluation.evaluate import evaluate
 from fluvial.engines.run.monitoring.diagnostics import Probe
 from fluvial.engines.run.saving import run_fingerprint
-from fluvial.engines.sampling.config import ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllSteps, RandomWindow
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.runner import RewardRunner
 
 
@@ -48,7 +48,7 @@ from fluvial.engines.scoring.runner import RewardRunner
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with evaluations, a moving average, a KL term and charts."""
     out = tmp_path_factory.mktemp("run") / "run"
-    changes = {"eval_every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl": KLConfig(coef=0.1)}
+    changes = {"evaluation.every": 1, "optimizer": OptimizerConfig(ema_decay=0.5), "kl.coef": 0.1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, "curves", short_runs.curves)
         train(config(out, **changes), job())
@@ -157,8 +157,8 @@ def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
 )
 def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
     """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
-    (record,) = updates(config(tmp_path, rollout=rollout, train=kind))
+    rollout = SamplingConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
+    (record,) = updates(config(tmp_path, sampling=rollout, train=kind))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["skipped_steps"] == 0
     assert record["grad_norm"] > 0
@@ -170,8 +170,8 @@ def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> 
 @pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
 def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
     """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
-    rollout = RolloutConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
-    (record,) = updates(config(tmp_path, rollout=rollout, objective=Guard()))
+    rollout = SamplingConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
+    (record,) = updates(config(tmp_path, sampling=rollout, method=Guard()))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["objective"]["ratio"] == 1.0
     assert record["grad_norm"] > 0
@@ -187,10 +187,10 @@ def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
             seen.append(images)
             return alternating(images, prompts)
 
-        rollout = RolloutConfig(
+        rollout = SamplingConfig(
             prompts=1, group=4, steps=2, sampler=Stochastic(eta=1e-4), window=RandomWindow(1), shared_noise=shared
         )
-        updates(config(tmp_path, rollout=rollout), job(watching))
+        updates(config(tmp_path, sampling=rollout), job(watching))
         spreads.append(float(seen[-1].std(0).mean()))  # after the blank images of the start
     assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
 
@@ -199,7 +199,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
     """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
     from fluvial.models.handwriting import BASE
 
-    train(config(tmp_path / "run", train="lora", kl=KLConfig(coef=0.1)), job())
+    train(config(tmp_path / "run", train="lora", **{"kl.coef": 0.1}), job())
     saved = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
     assert saved
     assert all("lora_" in name for name in saved)
@@ -216,7 +216,7 @@ def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: Any) -> None:
     """Rollout, update and reference compute alike: the first ratio is exactly 1 and the first KL exactly 0."""
-    changes: dict[str, Any] = {"engine": EngineConfig(compute="bfloat16"), "kl": KLConfig(coef=0.1)}
+    changes: dict[str, Any] = {"engine.compute": "bfloat16", "kl.coef": 0.1}
     first, second = updates(config(tmp_path, train=kind, **changes), count=2)
     assert first["first_pass_max_abs_log_ratio"] == second["first_pass_max_abs_log_ratio"] == 0.0
     assert first["objective"]["kl_ref"] == 0.0
@@ -231,10 +231,8 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
         run = config(
             tmp_path / offload,
             train=kind,
-            eval_every=1,
             optimizer=OptimizerConfig(ema_decay=0.5),
-            kl=KLConfig(coef=0.1),
-            engine=EngineConfig(offload=offload),
+            **{"evaluation.every": 1, "engine.offload": offload, "kl.coef": 0.1},
         )
         train(run, job())
         weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
@@ -254,8 +252,8 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
         "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
     }
     for name, guidance in cases.items():
-        rollout = replace(config(tmp_path).rollout, guidance=guidance)
-        (record,) = updates(config(tmp_path, train=kind, rollout=rollout))
+        rollout = replace(config(tmp_path).method.sampling, guidance=guidance)
+        (record,) = updates(config(tmp_path, train=kind, sampling=rollout))
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         norms[name] = record["grad_norm"]
     assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
@@ -267,7 +265,7 @@ def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
 def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
     """To the bit, with the reference's, as with every rank reading all of them."""
     for init in ("sharded", "whole"):
-        run = config(tmp_path / init, train=kind, init=init, kl=KLConfig(coef=0.1))
+        run = config(tmp_path / init, train=kind, **{"engine.init": init, "kl.coef": 0.1})
         train(run, job())
     assert launch.weights(tmp_path / "sharded") == launch.weights(tmp_path / "whole")
 
@@ -287,7 +285,7 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
         seen.append(torch.are_deterministic_algorithms_enabled())
         return alternating(images, prompts)
 
-    train(config(tmp_path / "run", engine=EngineConfig(deterministic=True)), job(watching))
+    train(config(tmp_path / "run", **{"engine.deterministic": True}), job(watching))
     assert seen
     assert all(seen)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -298,14 +296,14 @@ def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None
 def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str) -> None:
     """And behind a URL: they are resumed from to the bit, and a failure ends the run in one line."""
     trained(tmp_path / "straight", updates=4)
-    changes: dict[str, Any] = {"checkpoint_async": True, "checkpoint_every": 1}
+    changes: dict[str, Any] = {"checkpoint.background": True, "checkpoint.every": 1}
     if where == "URL":
         changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
     train(config(tmp_path / "run", updates=3, **changes), job())
     saved = checkpoint.list_checkpoints(config(tmp_path / "run", **changes).checkpoint_folder)
     assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
     assert (tmp_path / "run" / "checkpoints").exists() == (where == "folder")
-    train(config(tmp_path / "run", updates=4, resume_from=str(saved[0]), **changes), job())
+    train(config(tmp_path / "run", updates=4, **changes, **{"checkpoint.resume_from": str(saved[0])}), job())
     assert launch.weights(tmp_path / "run") == launch.weights(tmp_path / "straight")
 
 
@@ -317,7 +315,7 @@ def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
     with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
-        train(config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1), job())
+        train(config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1}), job())
 
 
 @pytest.mark.long
@@ -333,7 +331,7 @@ def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, 
 
     monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails_once)
     console = Console(file=io.StringIO(), width=500)
-    run = config(tmp_path / "run", updates=3, checkpoint_async=True, checkpoint_every=1, keep_checkpoints=3)
+    run = config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1, "checkpoint.keep": 3})
     train(run, job(), console=console)
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["000002", "000003"]
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -343,9 +341,9 @@ def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, 
 
 def test_a_negative_prompt_that_is_none_is_refused(tmp_path: Path) -> None:
     """When the run is built, not in the middle of it."""
-    rollout = replace(config(tmp_path).rollout, guidance=Guidance(2.0, negative="abc"))
-    with pytest.raises(UsageError, match=r"rollout.guidance.negative: .*abc.* is not a code of 4 digits"):
-        train(config(tmp_path / "run", rollout=rollout), job())
+    rollout = replace(config(tmp_path).method.sampling, guidance=Guidance(2.0, negative="abc"))
+    with pytest.raises(UsageError, match=r"sampling.guidance.negative: .*abc.* is not a code of 4 digits"):
+        train(config(tmp_path / "run", sampling=rollout), job())
 
 
 @pytest.mark.long
@@ -353,8 +351,8 @@ def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
     """Settings of the engine may change, and threads; what may differ by it is said in one line."""
     trained(tmp_path / "run")
     console = Console(file=io.StringIO(), width=500)
-    engine = EngineConfig(checkpointing="block", comm="reshard")
-    train(config(tmp_path / "run", updates=3, resume=True, engine=engine), job(), console=console)
+    engine = {"engine.checkpointing": "block", "engine.comm": "reshard"}
+    train(config(tmp_path / "run", updates=3, resume=True, **engine), job(), console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "engine.comm keep then, reshard now, engine.checkpointing none then, block now: bits may differ" in said
 
@@ -376,9 +374,9 @@ def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
         return torch.arange(4.0) if half.calls % 2 else torch.ones(4)  # type: ignore[attr-defined]
 
     norms = []
-    for kl, expected in ((KLConfig(), 8), (KLConfig(coef=1e-30), 16)):
+    for coef, expected in ((0.0, 8), (1e-30, 16)):
         half.calls = 0  # type: ignore[attr-defined]
-        (record,) = updates(config(tmp_path, kl=kl), job(half))
+        (record,) = updates(config(tmp_path, **{"kl.coef": coef}), job(half))
         assert record["pairs"] == expected
         norms.append(record["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -394,7 +392,7 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(broken.model), "predict", velocity)
     with pytest.raises(RunError, match="rollout and update do not compute the same policy"):
-        train(config(tmp_path / "run", max_log_ratio=1e-7), broken)
+        train(config(tmp_path / "run", **{"rollout.max_log_ratio": 1e-7}), broken)
 
 
 def nan(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -445,7 +443,7 @@ def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> No
 @pytest.mark.parametrize("ranks", [long(1), 2])
 def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, ranks: int) -> None:
     """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
-    done = launch.program("faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
+    done = launch.program("workers.faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
     assert done.returncode == 1, done.stderr
     ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
     assert len(ours) == 1, done.stderr
@@ -489,7 +487,7 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
     """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
     flags = [
         *("--updates", "5", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
-        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--eval-every", "3"),
+        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--evaluation.every", "3"),
     ]
     launch.train(tmp_path / "straight", *flags)
     killed = tmp_path / "killed"
@@ -527,7 +525,7 @@ def wait_for_update(out: Path, update: int, process: launch.Process) -> None:
 def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM: the update is finished and saved, and the person is told how to go on."""
     out = tmp_path / "run"
-    flags = ["--updates", "500", "--checkpoint-every", "500"]
+    flags = ["--updates", "500", "--checkpoint.every", "500"]
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *flags) as process:
         wait_for_update(out, 2, process)
         beside = launch.fluvial("train", "handwriting", "--out", str(out), "--resume")
@@ -550,7 +548,7 @@ def test_a_request_to_stop_saves_and_exits_0(tmp_path: Path, number: signal.Sign
 def test_a_second_request_stops_at_once(tmp_path: Path) -> None:
     """Whatever is being done; one line says so."""
     out = tmp_path / "run"
-    large = ["--rollout.prompts", "32", "--rollout.group", "16", "--rollout.steps", "10", "--micro-batch", "64"]
+    large = ["--sampling.prompts", "32", "--sampling.group", "16", "--sampling.steps", "10", "--micro-batch", "64"]
     with launch.start("train", "handwriting", "--out", str(out), *launch.SMALL, *large) as process:
         wait_for_update(out, 0, process)  # an update of this size takes seconds from here
         for _ in range(2):
@@ -583,8 +581,8 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     for flags, says in (
         (["--seed", "5"], "is of another run: --seed 0 there, 5 here"),
         (
-            ["--rollout.sampler.eta", "0.5"],
-            "is of another run: --rollout.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
+            ["--sampling.sampler.eta", "0.5"],
+            "is of another run: --sampling.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
         ),
     ):
         done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
@@ -595,10 +593,10 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None:
     """Addresses of servers, and how they are asked, may change; the sampler may not."""
     one = config(tmp_path)
-    asked = replace(one.rollout, source="http://a:1", servers=ServersConfig(patience=1), store=tmp_path)
+    asked = {"rollout.source": "http://a:1", "rollout.servers": ServersConfig(patience=1), "rollout.store": tmp_path}
     expected = run_fingerprint(one, (), "")
-    assert run_fingerprint(replace(one, rollout=asked), (), "") == expected
-    assert run_fingerprint(replace(one, rollout=replace(asked, sampler=Stochastic(eta=0.1))), (), "") != expected
+    assert run_fingerprint(with_values(one, asked), (), "") == expected
+    assert run_fingerprint(with_values(one, {**asked, "sampling.sampler": Stochastic(eta=0.1)}), (), "") != expected
 
 
 @pytest.mark.long
@@ -623,7 +621,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path: Path
     """With --resume, as a restart by torchrun does."""
     out = tmp_path / "run"
     with launch.start(
-        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint-every", "3"
+        "train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "3", "--checkpoint.every", "3"
     ) as process:
         wait_for_update(out, 0, process)
         process.kill()
@@ -649,7 +647,7 @@ def test_a_full_disk_ends_the_run_in_one_line(tmp_path: Path) -> None:
     """With a limit on the size of files, as a disk that is full: the earlier checkpoint stays."""
     out = launch.trained(tmp_path / "run", "--updates", "2")
     flags = ["train", "handwriting", "--out", str(out), *launch.SMALL, "--updates", "4", "--resume"]
-    done = launch.program("faulty_runs:full_disk", *flags)
+    done = launch.program("workers.faulty_runs:full_disk", *flags)
     assert done.returncode == 1, done.stderr
     assert "earlier checkpoints are unchanged" in launch.one_line(done.stderr)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["000002"]

@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
-from marks import long
+from helpers import launch
+from helpers.marks import long
+from helpers.tiny_models import Net, data, squared
 from safetensors.torch import load_file
-from tiny_models import Net, data, squared
 
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.run.exports import export_run
@@ -20,7 +20,7 @@ from fluvial.models.handwriting import BASE
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     """Return the result of the updates of two ranks."""
-    return launch.on_ranks(2, "two_ranks:updates")[0]
+    return launch.on_ranks(2, "workers.two_ranks:updates")[0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
@@ -109,7 +109,7 @@ def test_training_on_two_ranks_is_training_on_one(tmp_path: Path, kind: str) -> 
 def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A checkpoint of two ranks is continued by one, and ends where one rank alone does, to the order of float32 sums."""
     launch.train(tmp_path / "alone", "--updates", "3")
-    launch.train(tmp_path / "run", "--updates", "2", "--checkpoint-async", ranks=2)
+    launch.train(tmp_path / "run", "--updates", "2", "--checkpoint.background", ranks=2)
     launch.train(tmp_path / "run", "--updates", "3", "--resume")
     left, right = (load_file(tmp_path / n / "weights" / "diffusion_pytorch_model.safetensors") for n in ("alone", "run"))
     distance = sum(float(((left[name] - right[name]).double() ** 2).sum()) for name in left) ** 0.5

@@ -8,34 +8,28 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_jobs as tiny
 import torch
-from marks import long
-from objective_rows import OBJECTIVE_ROWS
-from spied_runs import ODE, STEPS
+from helpers import tiny_jobs as tiny
+from helpers.marks import long
+from helpers.objective_rows import OBJECTIVE_ROWS
+from helpers.spied_runs import ODE, STEPS
 from torch import Tensor
 
 from fluvial.core import transitions
 from fluvial.core.random import Key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import UpdateInfo
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.sft import Sft
 from fluvial.engines.run.batch import Batch
 from fluvial.engines.run.run import Run
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.samplers import SamplerRule, Stochastic
 from fluvial.models.replay.media import MediaPrompt
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 PROMPTS = [Prompt(text, metadata={"words": [text, "x"], "n": {"deep": [int(text)]}}) for text in tiny.PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @torch.no_grad()
@@ -118,7 +112,7 @@ def objective(name: str, wrap: Wrap) -> Any:
 
     def learn(self: Any, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         record = wrap(lambda grades: run.record_steps(batch, key, grades.advantage, keep=grades.keep))
-        for part in run.minibatches(record(run.grade(batch)), key):
+        for part in run.minibatches(record(run.grade(batch)), key, self.passes):
             yield run.update(part, self.loss)
 
     space = {name: method(name) for name in ("loss", "implicit_reward", "centre") if hasattr(row, name)}
@@ -133,7 +127,7 @@ def drift(level: Tensor, level_next: Tensor, *, eta: float) -> transitions.Trans
     return transitions.Transition(torch.ones_like(level), dt, eta * torch.sqrt(-dt))
 
 
-def sampler(wrap: Wrap, *, rule: bool) -> RolloutConfig:
+def sampler(wrap: Wrap, *, rule: bool) -> SamplingConfig:
     """Return a rollout with a custom sampler, a function or a rule that binds one."""
 
     step = wrap(drift)
@@ -141,17 +135,18 @@ def sampler(wrap: Wrap, *, rule: bool) -> RolloutConfig:
     return replace(STEPS, sampler=Stochastic(SamplerRule(bind) if rule else step, eta=0.3))
 
 
+READ = ReadingConfig(prompts=8, steps=STEPS.steps)
 CUSTOM = ("clipped", "nft, linear", "crd", "dpo, online", "alignprop")  # objectives whose functions a custom one has
 KINDS: dict[str, Callable[[Wrap], tuple[dict[str, Any], dict[str, Any]]]] = {
     "reward": lambda wrap: ({}, {"rewards": {"first": wrap(scored), "bright": bright}}),
     "reward of groups": lambda wrap: ({}, {"rewards": {"first": wrap(grouped), "bright": bright}}),
-    "reward with a gradient": lambda wrap: ({"objective": OBJECTIVE_ROWS["alignprop"]}, {"rewards": wrap(bright)}),
+    "reward with a gradient": lambda wrap: ({"method": OBJECTIVE_ROWS["alignprop"]}, {"rewards": wrap(bright)}),
     "evaluator": lambda wrap: ({}, {"evaluators": {"first": wrap(scored), "heldout": bright}}),
-    "decoding": lambda wrap: ({"objective": OBJECTIVE_ROWS["nft, none"]}, {"model": model(wrap)}),
-    "data": lambda wrap: ({"objective": OBJECTIVE_ROWS["sft"]}, {"data": wrap(tiny.drawn)}),
-    "sampler": lambda wrap: ({"rollout": sampler(wrap, rule=False)}, {}),
-    "rule of a sampler": lambda wrap: ({"rollout": sampler(wrap, rule=True)}, {}),
-    **{name: lambda wrap, name=name: ({"objective": objective(name, wrap)}, {}) for name in CUSTOM},  # type: ignore[misc]
+    "decoding": lambda wrap: ({"method": OBJECTIVE_ROWS["nft, none"]}, {"model": model(wrap)}),
+    "data": lambda wrap: ({"method": OBJECTIVE_ROWS["sft"]}, {"data": wrap(tiny.drawn)}),
+    "sampler": lambda wrap: ({"sampling": sampler(wrap, rule=False)}, {}),
+    "rule of a sampler": lambda wrap: ({"sampling": sampler(wrap, rule=True)}, {}),
+    **{name: lambda wrap, name=name: ({"method": objective(name, wrap)}, {}) for name in CUSTOM},  # type: ignore[misc]
 }
 
 
@@ -161,14 +156,17 @@ LONG = ("reward of groups", "rule of a sampler", "nft, linear", "dpo, online", "
 def digest(kind: str, wrap: Wrap, world: World) -> str:
     """Return all numbers and weights of a rollout's updates and an evaluation."""
     changes, of_job = KINDS[kind](wrap)
-    traits = changes.get("objective", OBJECTIVE_ROWS["clipped"]).traits
-    changes = {"rollout": STEPS if traits.trains_on == "steps" else ODE, **changes}
-    passes = {} if traits.rewards == "gradients" else {"minibatches": 2}
+    method = changes.get("method", OBJECTIVE_ROWS["clipped"])
+    default = READ if isinstance(method, Sft) else ODE if method.recorded is None else STEPS
+    changes = {"sampling": default, **changes}
+    passes = {} if method.needs.rewards == "gradients" else {"passes.minibatches": 2}
     job = tiny.job(**{"prompts": PROMPTS, "heldout": PROMPTS[:2], **of_job})
     config = tiny.config(
-        Path("out"), updates=passes.get("minibatches", 1), micro_batch=4, **{"train": "lora", **passes, **changes}
+        Path("out"),
+        updates=passes.get("passes.minibatches", 1),
+        **{"engine.micro_batch": 4, "train": "lora", **passes, **changes},
     )
-    names = tuple(job.rewards) if "rewards" in of_job and config.scores_samples else config.rewards
+    names = tuple(job.rewards) if "rewards" in of_job and config.method.is_scored else config.rewards
     kept: list[Any] = []
     with Trainer(replace(config, rewards=names), job, world) as trainer:
         record = trainer.update()

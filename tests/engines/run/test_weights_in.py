@@ -4,29 +4,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import launch, tiny_pipelines
+from helpers.marks import long
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.parse import parse_config
-from fluvial.engines.engine.export import export, write_lora
-from fluvial.engines.engine.files import LORA
 from fluvial.engines.engine.world import init_world
+from fluvial.engines.export.model_folder import export, write_lora
+from fluvial.engines.files import LORA
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import base_model, from_run
 from fluvial.models.lora import LoraConfig, adapter_parameters, add_lora
 from fluvial.models.lora_files import read_lora
 from fluvial.models.pipelines.open import open_model
 
 SIZE = ["--pipeline.height", "16", "--pipeline.width", "16"]
-SMALL = "--rollout.prompts 2 --rollout.steps 3 --micro-batch 2 --updates 2 --minibatches 1 --final-samples 2 --eval-every 0"
-GRPO = ["--rollout.group", "2", "--kl.coef", "0.1"]
+SMALL = "--sampling.prompts 2 --sampling.steps 3 --micro-batch 2 --updates 2"
+SMALL += " --passes.minibatches 1 --final-samples 2 --evaluation.every 0"
+GRPO = ["--sampling.group", "2", "--kl.coef", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +74,18 @@ def test_reinforcement_goes_on_from_the_adapter_of_a_supervised_run(
 
 def test_a_run_is_a_model(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`--model runs/x` is that run's model with the weights that it exported; its record says so."""
-    given = ["--prompts", str(folder / "prompts.txt"), "--rollout.group", "2"]
+    given = ["--prompts", str(folder / "prompts.txt"), "--sampling.group", "2"]
     assert train(folder, "grpo", "sft", tmp_path / "run", *given) == 0, capfd.readouterr().err
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["model"] == str(folder / "sd3")
-    assert record["weights"] == str(folder / "sft" / "weights")
+    assert record["pipeline"]["weights"] == str(folder / "sft" / "weights")
     again = TrainConfig(
         tmp_path,
         model=str(folder / "sft"),
         prompts=(str(folder / "prompts.txt"),),
         rewards=("jpeg",),
         pipeline=PipelineConfig(16, 16),
+        method=Grpo(),
     )
     assert base_model(again.model) == str(folder / "sd3")
     job = jobs.of_run(again)
@@ -95,7 +98,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
     file = next((folder / "sft" / "weights").glob("*.safetensors"))
     weights, prompts = f"--transformer={folder / 'sft' / 'weights'}", str(folder / "prompts.txt")
     asked = launch.rewarded(*SIZE, "--model", str(folder / "sd3"), weights, "--prompts", prompts)
-    config = parse_config(TrainConfig(tmp_path), "x", asked)
+    config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", asked)
     built = jobs.of_run(config).model.build().state_dict()
     base = open_model(folder / "sd3", device="cpu").build().state_dict()
     given = load_file(file)
@@ -105,7 +108,7 @@ def test_other_base_weights(folder: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It names the folder, the keys, or the setting; nothing is trained."""
-    prompts = ["--prompts", str(folder / "prompts.txt"), "--rollout.group", "2"]
+    prompts = ["--prompts", str(folder / "prompts.txt"), "--sampling.group", "2"]
     adapter = folder / "sft" / "lora"
     tensors = load_file(adapter / LORA)
     save_file({f"text_encoder.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "text.safetensors")
@@ -148,7 +151,7 @@ def test_preferences_are_drawn_with_the_policy_of_a_run(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By its adapter or its exported weights, which draw the same images; the next command starts from them, too."""
-    reward = ["--rewards", "tiny_token_job:brightness"]  # no ties, and the same order in spite of rounding
+    reward = ["--rewards", "helpers.tiny_token_job:brightness"]  # no ties, and the same order in spite of rounding
     given = ["--prompts", str(folder / "prompts.txt"), *reward, "--group", "2", "--steps", "2", "--count", "1"]
     drawn = {}
     for name, start in (
@@ -185,15 +188,24 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
     height, width, *frames = row.sizes[0]
     size = ["--pipeline.height", str(height), "--pipeline.width", str(width), "--pipeline.frames", str((*frames, 1)[0])]
     asked = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), *launch.rewarded(*size)]
-    words = ["train", "ddpo" if name == "sdxl" else "grpo", *asked, *SMALL.split(), "--updates", "1", "--rollout.steps", "2"]
-    words += [
-        "--rollout.group",
-        "2",
-        "--rollout.window",
-        "random",
-        "--rollout.window.size",
+    words = [
+        "train",
+        "ddpo" if name == "sdxl" else "grpo",
+        *asked,
+        *SMALL.split(),
+        "--updates",
         "1",
-        "--rollout.window.high",
+        "--sampling.steps",
+        "2",
+    ]
+    words += [
+        "--sampling.group",
+        "2",
+        "--sampling.window",
+        "random",
+        "--sampling.window.size",
+        "1",
+        "--sampling.window.high",
         "1",
     ]
     started = [*words, "--lora", str(tmp_path / "lora"), "--out", str(tmp_path / "run")]
@@ -206,7 +218,7 @@ def test_two_experts_and_unets(name: str, tmp_path: Path, capfd: pytest.CaptureF
 
     def built(*typed: str) -> dict[str, torch.Tensor]:
         """Return the weights that a run with these flags starts from."""
-        config = parse_config(TrainConfig(tmp_path), "x", [*asked, *typed])
+        config = parse_config(TrainConfig(tmp_path, method=Grpo()), "x", [*asked, *typed])
         return jobs.of_run(config).model.build().state_dict()
 
     base, other, run = built(), built("--transformer", str(tmp_path / "other")), built("--model", str(tmp_path / "run"))

@@ -4,13 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import launch
-import life_reward
 import numpy as np
 import pytest
-import tiny_pipelines
-import tiny_replayed
 import torch
+from helpers import launch, life_reward, tiny_pipelines, tiny_replayed
 from PIL import Image
 
 from fluvial.engines.cli import main as cli
@@ -25,10 +22,10 @@ SHORT = (WITHOUT_ADAPTER,)  # in every run of the tests; the others in `make tes
 CAPTIONS = ("a red fox", "two cats", "an owl")
 TINY = (
     "--micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1 --final-samples 2 --eval-every 0 --checkpoint-every 1"
+    "--updates 2 --passes.minibatches 1 --final-samples 2 --evaluation.every 0 --checkpoint.every 1"
 )
 OPTIMIZER = "--optimizer.lr 0.05 --optimizer.eps 1e-20"  # gradients of an adapter that has just begun are tiny
-GRPO = "--rollout.prompts 2 --rollout.group 2 --rollout.window random --rollout.window.size 1 --rollout.window.high 1"
+GRPO = "--sampling.prompts 2 --sampling.group 2 --sampling.window random --sampling.window.size 1 --sampling.window.high 1"
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +48,8 @@ def size(name: str) -> list[str]:
 
 def steps(name: str) -> list[str]:
     """Return the flags of the schedule; guidance of a pipeline without an adapter is part of its call."""
-    guided = ["--rollout.guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
-    return ["--rollout.steps", "2", *guided]
+    guided = ["--sampling.guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
+    return ["--sampling.steps", "2", *guided]
 
 
 def levels(name: str) -> list[str]:
@@ -111,7 +108,7 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
         return ["--lora", str(tmp_path / run)]
 
     # Images are encoded once; a supervised run, whose adapter is exported from its last checkpoint.
-    photos = ["--data", str(tmp_path / "photos"), "--data-cache", str(tmp_path / "cache")]
+    photos = ["--data", str(tmp_path / "photos"), "--data.cache", str(tmp_path / "cache")]
     few = ["--lora.targets", "to_q", "to_v"] if name == "sdxl" else []  # of its hundred layers, for the time it takes
     train("sft", "sft", *photos, "--lora.alpha", "4", *few)
     assert [*(tmp_path / "cache").rglob("*.safetensors")]
@@ -120,9 +117,9 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     # Reinforcement learning from it, with records that reach the reward; it crashes in its second update and goes on.
     recipe = "ddpo" if name == "sdxl" else "grpo"
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl")]
-    rewards = ["--rewards", "life_reward:counted"]
+    rewards = ["--rewards", "helpers.life_reward:counted"]
     life_reward.FAILS_AT.extend(range(5, 50))  # after a trial, the evaluation before and two calls of the first rollout
-    crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export-every", "1", code=1)
+    crashed = train(recipe, "rl", *prompts, *rewards, *GRPO.split(), *start("adapter"), "--export.every", "1", code=1)
     assert "out of paper" in launch.one_line(crashed)
     assert {record["count"] for record in life_reward.SEEN} <= {1, 2, 3}
     assert (tmp_path / "rl" / "exports" / "000001-lora" / "README.md").is_file()
@@ -134,13 +131,15 @@ def test_the_life_of_a_project(name: str, tmp_path: Path, capfd: pytest.CaptureF
     # Preferences are drawn, and learnt from offline.
     drawn = ["--out", str(tmp_path / "pairs"), "--group", "2", "--steps", "2", "--micro-batch", "2", *size(name)]
     guided = ["--guidance.scale", "4.5"] if name == WITHOUT_ADAPTER else []
-    fluvial("preferences", str(model), *prompts, "--rewards", "life_reward:bright", *drawn, *guided, *start("rl/lora"))
-    learnt = ["--objective.preferences", str(tmp_path / "pairs"), "--rollout.prompts", "2"]
+    fluvial(
+        "preferences", str(model), *prompts, "--rewards", "helpers.life_reward:bright", *drawn, *guided, *start("rl/lora")
+    )
+    learnt = ["--preferences", str(tmp_path / "pairs"), "--sampling.prompts", "2"]
     train("dpo", "dpo", *learnt, "--noising.each", "2", *levels(name), *start("rl/lora"))
 
     # It is evaluated with guidance that it was not trained with.
     asked = ["--steps", "2", "--micro-batch", "2", "--guidance", "3", "--seeds", "1", "--out", str(tmp_path / "scores")]
-    fluvial("eval", str(tmp_path / "dpo"), *prompts, "--rewards", "life_reward:bright", *asked)
+    fluvial("eval", str(tmp_path / "dpo"), *prompts, "--rewards", "helpers.life_reward:bright", *asked)
     assert (tmp_path / "scores" / "table.json").is_file()
 
     # What is exported draws the same in diffusers: the whole pipeline, and the adapter in it.

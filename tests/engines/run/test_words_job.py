@@ -22,8 +22,8 @@ from fluvial.models.words import BASE, Words, recognisers, words
 from fluvial.models.words.data import draw
 
 TINY = (
-    "--updates 1 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --rollout.window all --rollout.window.high 1 "
-    "--micro-batch 4 --evaluation.seeds None --final-samples 2 --eval-every 0 --tracker none"
+    "--updates 1 --sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --sampling.window all --sampling.window.high 1 "
+    "--micro-batch 4 --evaluation.seeds None --final-samples 2 --evaluation.every 0 --tracker none"
 )
 
 
@@ -62,7 +62,7 @@ def test_training_keeps_the_background_white(tmp_path: Path, capfd: pytest.Captu
     """
     assert pattern(BASE) < 0.2
     out = tmp_path / "run"
-    few = "--updates 4 --evaluation.seeds None --final-samples 2 --eval-every 0 --tracker none"
+    few = "--updates 4 --evaluation.seeds None --final-samples 2 --evaluation.every 0 --tracker none"
     assert cli.run(["train", "words", "--out", str(out), *few.split()]) == 0, capfd.readouterr().err
     assert pattern(out / "weights") < 0.25
 

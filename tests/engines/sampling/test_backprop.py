@@ -1,32 +1,27 @@
 """Gradients of a reward through the last steps of a rollout."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.core.random import key
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.table import AlignProp
-from fluvial.engines.run.config import RolloutConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
 from fluvial.engines.sampling.backprop import number_of_steps
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import RandomWindow
 from fluvial.models.handwriting import digits, likeness
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Yield the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -36,8 +31,8 @@ def smooth(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 def configured(out: Path, objective: AlignProp, **changes: Any) -> TrainConfig:
     """Return a run on 4 steps."""
-    rollout = RolloutConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
-    return tiny.config(out, objective=objective, rollout=rollout, train="lora", micro_batch=2)
+    rollout = SamplingConfig(**{"prompts": 4, "group": 1, "steps": tiny.STEPS, **changes})
+    return tiny.config(out, method=objective, sampling=rollout, train="lora", **{"engine.micro_batch": 2})
 
 
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -80,13 +75,13 @@ def test_the_reward_rises(one: World, tmp_path: Path) -> None:
     for target in (None, 0.45):
         config = TrainConfig(
             tmp_path,
-            objective=AlignProp(last=2, target=target),
             train="lora",
             updates=10,
-            micro_batch=4,
-            update_micro_batch="rollout",
-            rollout=RolloutConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode()),
             optimizer=OptimizerConfig(lr=0.01),
+            method=AlignProp(
+                last=2, target=target, sampling=SamplingConfig(prompts=4, group=1, steps=tiny.STEPS, sampler=Ode())
+            ),
+            engine=MachineConfig(micro_batch=4, update_micro_batch="rollout"),
         )
         run = tiny.Run(config, one, tiny.job(rewards={"smooth": smooth}))
         rewards = [run.rollout()["reward"]["mean"] for _ in range(10)]
@@ -112,9 +107,8 @@ def test_a_reward_without_a_gradient_is_an_error_of_one_line(one: World, tmp_pat
 @pytest.mark.parametrize(
     ("objective", "changes", "words"),
     [
-        (AlignProp(last=5), {}, "objective.last is 5, expected at most the 4 steps"),
-        (AlignProp(), {"window": RandomWindow(2)}, "rollout.window is 'random', expected all steps"),
-        (AlignProp(), {"trained": RandomRecorded(0.5)}, "rollout.trained has no effect with alignprop"),
+        (AlignProp(last=5), {}, "last is 5, expected at most the 4 steps"),
+        (AlignProp(), {"window": RandomWindow(2)}, "sampling.window is 'random', expected all steps"),
     ],
 )
 def test_what_has_no_meaning(tmp_path: Path, objective: AlignProp, changes: dict[str, Any], words: str) -> None:

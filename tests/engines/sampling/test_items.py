@@ -1,16 +1,13 @@
 """Items that are dropped and moved: every rank ends up with as many, and all of them are still there once."""
 
-from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fluvial.engines.sampling.items import transfers
-
-WORKERS = Path(__file__).parents[2] / "workers"
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9))
@@ -29,7 +26,7 @@ def test_moves_level_the_ranks(counts: list[int]) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_pairs_move_whole(ranks: int) -> None:
     """On real ranks: each pair with its own tensors and its own conditioning, once."""
-    for case in launch.on_ranks(ranks, "moving:move")[0]:
+    for case in launch.on_ranks(ranks, "workers.moving:move")[0]:
         found: list[list[Any]] = [pair for rank in case["found"] for pair in rank]
         assert sorted(found) == sorted(case["expected"])
         assert max(map(len, case["found"])) - min(map(len, case["found"])) <= 1

@@ -6,17 +6,17 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import Tensor
 
 from fluvial.core.random import Key, fold_in, key, normal
-from fluvial.engines.run.config import NoisingConfig
 from fluvial.engines.sampling.items import NoisedSamples, noised_pairs, noised_samples
 from fluvial.engines.sampling.noising import (
     AutoLevels,
     ContinuousLevels,
     LogitNormalLevels,
+    NoisingConfig,
     ScheduleLevels,
     StratifiedLevels,
     add_noise,

@@ -1,22 +1,21 @@
 """Prefixes that a group shares: the steps before the window are computed once per group, and change no density."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import Spied
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import Spied
 from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.core.rollout import Trajectory
 from fluvial.engines.data.records import Prompt
-from fluvial.engines.engine.world import World, init_world
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps, generate
 from fluvial.engines.sampling.items import concatenate
 from fluvial.engines.sampling.samplers import SAMPLERS, Ode, Stochastic, sampler_rule
@@ -27,7 +26,7 @@ from fluvial.models.guidance import guided_velocity
 STEPS, GROUP, SAMPLES = 6, 4, 12
 STOCHASTIC = [name for name in SAMPLERS if name != "ode"]
 PLAIN, GUIDED, TWICE = Guidance(), Guidance(scale=2.0), Guidance(scale=2.0, forwards="two")
-SHARED = RolloutConfig(
+SHARED = SamplingConfig(
     prompts=2, group=4, steps=STEPS, sampler=Stochastic(eta=0.5), window=RandomWindow(2, low=2, share_prefix=True)
 )
 
@@ -157,13 +156,6 @@ def test_chunks_change_results_by_rounding_alone() -> None:
         torch.testing.assert_close(chunked.final, Case().made().final, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
 RUNS: list[dict[str, Any]] = [
     {},
     {"guidance": GUIDED},
@@ -177,7 +169,7 @@ RUNS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", RUNS, ids=str)
 def test_a_run_starts_on_policy(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
     """The ratio of its first pass is exactly 1 with chunks that split a group, and its rewards differ within groups."""
-    config = tiny.config(tmp_path, rollout=replace(SHARED, **changes), micro_batch=8, updates=2)
+    config = tiny.config(tmp_path, sampling=replace(SHARED, **changes), updates=2, **{"engine.micro_batch": 8})
     run = Spied(config, one)
     for _ in range(2):
         record = run.rollout()
@@ -192,7 +184,7 @@ def test_a_run_starts_on_policy(one: World, tmp_path: Path, changes: dict[str, A
 
 def test_a_resumed_run_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
     """Nothing of a prefix outlives its rollout."""
-    config = tiny.config(tmp_path, rollout=SHARED, updates=2)
+    config = tiny.config(tmp_path, sampling=SHARED, updates=2)
     straight = Spied(config, one)
     straight.rollout()
     straight.trainer.save()
@@ -208,9 +200,9 @@ def test_a_resumed_run_goes_on_to_the_bit(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "rollout.window.share_prefix has no effect with rollout.window.low 0"),
-        ({"group": 1}, "rollout.window.share_prefix has no effect with rollout.group 1"),
-        ({"sampler": Ode()}, "rollout.window.share_prefix is True, expected False: ode takes no noise"),
+        ({}, "sampling.window.share_prefix has no effect with sampling.window.low 0"),
+        ({"group": 1}, "sampling.window.share_prefix has no effect with sampling.group 1"),
+        ({"sampler": Ode()}, "sampling.window.share_prefix is True, expected False: ode takes no noise"),
     ],
 )
 def test_without_a_prefix_it_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -1,22 +1,21 @@
 """The steps after the window: fewer, and of second order, as MixGRPO-Flash takes them."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import STEPS, Spied
 from hypothesis import given
 from hypothesis import strategies as st
-from spied_runs import STEPS, Spied
 from torch import Tensor
 from torch.testing import assert_close
 
 from fluvial.core.sigmas import shifted, shifted_twice
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.samplers import Ode
 from fluvial.engines.sampling.solvers import Estimate, solve
@@ -26,13 +25,6 @@ from fluvial.models import Schedule
 
 X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 FLASH = Tail("dpmpp_2m", 0.4)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
@@ -105,7 +97,10 @@ def test_a_rollout_with_fewer_steps_after_its_window(one: World, tmp_path: Path)
     found, calls = {}, {}
     for name, after in {"euler": Tail(), "flash": FLASH}.items():
         run = Spied(
-            tiny.config(tmp_path, rollout=replace(window, window=RandomWindow(2, high=3, tail=after)), micro_batch=8), one
+            tiny.config(
+                tmp_path, sampling=replace(window, window=RandomWindow(2, high=3, tail=after)), **{"engine.micro_batch": 8}
+            ),
+            one,
         )
         model: Any = run.trainer.job.model
         count, predict = [0], type(model).predict
@@ -127,13 +122,13 @@ def test_a_rollout_with_fewer_steps_after_its_window(one: World, tmp_path: Path)
 
 def test_steps_after_a_window_that_there_are_not(tmp_path: Path) -> None:
     """Deterministic samplers and windows of each sample are errors, as are models with levels of their own."""
-    with pytest.raises(ValueError, match=r"rollout.window is 'random', expected all: ode has no stochastic steps"):
+    with pytest.raises(ValueError, match=r"sampling.window is 'random', expected all: ode has no stochastic steps"):
         replace(STEPS, window=RandomWindow(2, tail=FLASH), sampler=Ode())
-    with pytest.raises(ValueError, match=r"rollout.window.draw is 'sample', expected rollout: the tail needs one window"):
+    with pytest.raises(ValueError, match=r"sampling.window.draw is 'sample', expected rollout: the tail needs one window"):
         RandomWindow(1, draw="sample", tail=FLASH)
     for kind in (AllSteps, ScatteredSteps, Branches):
         assert "tail" not in {field.name for field in fields(kind)}
-    config = tiny.config(tmp_path, rollout=replace(STEPS, window=RandomWindow(1, tail=FLASH)))
+    config = tiny.config(tmp_path, sampling=replace(STEPS, window=RandomWindow(1, tail=FLASH)))
     for prediction, recorded in (("epsilon", False), ("velocity", True)):
-        with pytest.raises(ValueError, match=r"rollout.(window.tail|sampler) is"):
+        with pytest.raises(ValueError, match=r"sampling.(window.tail|sampler) is"):
             check_model(config, prediction, recorded=recorded)  # type: ignore[arg-type]

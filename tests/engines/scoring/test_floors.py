@@ -1,19 +1,19 @@
 """Rewards with a floor: their multipliers, against a solution that is known, and as weights of a run."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from spied_runs import FAST, STEPS
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import FAST, STEPS
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import AdvantageConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_floors, update_multipliers
 
 
@@ -54,17 +54,12 @@ def test_a_floor_is_a_name_and_a_number(text: str) -> None:
         parse_floors(["b=1", "b=2"], field="x")
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
 def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:
     """Return a run of two groups of four by both rewards of the tiny job."""
     rollout, settings = replace(STEPS, prompts=2), AdvantageConfig(**advantage)
-    return tiny.config(out, rewards=rewards, rollout=rollout, advantage=settings, optimizer=FAST, updates=4, micro_batch=4)
+    return tiny.config(
+        out, rewards=rewards, sampling=rollout, advantage=settings, optimizer=FAST, updates=4, **{"engine.micro_batch": 4}
+    )
 
 
 @pytest.mark.parametrize("combine", ["sum", "gdpo", "advantages"])

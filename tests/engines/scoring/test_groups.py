@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import launch
 import pytest
 import torch
+from helpers import launch
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt
@@ -70,7 +70,7 @@ def test_a_reward_of_groups_beside_one_of_samples() -> None:
 def test_groups_on_several_ranks_are_those_of_one(ranks: int, prompts: int, group: int, micro_batch: int) -> None:
     """A group that lies on several ranks is scored once, and every rank has all scores."""
     batch = prompts * group
-    found = launch.on_ranks(ranks, "groupwise:scores", prompts, group, micro_batch)
+    found = launch.on_ranks(ranks, "workers.groupwise:scores", prompts, group, micro_batch)
     for rank in found:
         assert rank["scores"] == [[i % group, i] for i in range(batch)]
         assert rank["invalid"] == {"samples": 0, "groups": 0}

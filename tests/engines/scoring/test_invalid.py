@@ -1,12 +1,11 @@
 """Groups without a valid reward: which they are, and how many of a rollout may be left out."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.scoring.invalid import check_invalid, find_kept_samples
 
@@ -19,13 +18,6 @@ def test_a_group_is_left_out_as_a_whole() -> None:
     kept = find_kept_samples(rewards, 2)
     assert kept.tolist() == [False, False, True, True, False, False]
     assert find_kept_samples(torch.zeros(4, 0), 2).all()
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize(("bad", "most"), [(1, 0.25), (2, 0.5), (3, 0.9)])
@@ -45,7 +37,7 @@ def test_more_ends_the_run(one: World, bad: int, most: float) -> None:
     """In one line."""
     rewards = torch.ones(8, 1)
     rewards[: 2 * bad] = NAN
-    says = rf"^why; {bad} of the 4 groups of the rollout have no valid reward, above max_invalid {most:g}$"
+    says = rf"^why; {bad} of the 4 groups of the rollout have no valid reward, above rollout.max_invalid {most:g}$"
     with pytest.raises(RunError, match=says):
         check_invalid(rewards, ["why"], group=2, most=most, world=one)
 

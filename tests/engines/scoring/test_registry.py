@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
-import tiny_rewards
 import torch
+from helpers import tiny_jobs as tiny
+from helpers import tiny_rewards
 from torch import Tensor
 
 from fluvial.engines import plugins

@@ -13,14 +13,7 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fluvial.bench.pretrain import (
-    ErrorInfo,
-    Noised,
-    handwriting_pretraining,
-    handwriting_unet_pretraining,
-    levels,
-    pretrain,
-)
+from fluvial.bench.pretrain import ErrorInfo, Noised, handwriting_pretraining, handwriting_unet_pretraining, levels, pretrain
 from fluvial.core.flow_matching import velocity_error
 from fluvial.core.random import fold_in, key, normal, uniform
 from fluvial.core.rollout import rollout

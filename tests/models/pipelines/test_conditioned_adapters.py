@@ -3,56 +3,55 @@
 import importlib
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import launch
 import numpy as np
 import pytest
-import tiny_conditioned
 import torch
+from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.tiny_conditioned import EDITS, SIZE
+from helpers.tiny_pipelines import STEPS, packed, start
 from PIL import Image
-from tiny_pipelines import packed
 from torch import Tensor
 
-from fluvial.core.random import fold_in, key, normal
+from fluvial.bench.trial import pipelines
+from fluvial.bench.trial.forked import Forked, wait
 from fluvial.engines.cli import main as cli
 from fluvial.models import decoded
-from fluvial.models.guidance import Guided, guided_velocity
+from fluvial.models.guidance import Guided
 from fluvial.models.pipelines.conditioned import check_media
 from fluvial.models.pipelines.open import open_model
-from fluvial.models.replay.media import MediaPrompt
+from fluvial.models.replay.media import MediaPrompt, use_modes
 from fluvial.models.step_cache import StepCache
 
-STEPS = 3
-PROMPTS = "a red fox", "two cats and"
-EDITS = ("pipeline_qwenimage_edit", "pipeline_qwenimage_edit_plus")  # modules of diffusers
+TEXTS = "a red fox", "two cats and"
+MODULES = ("pipeline_qwenimage_edit", "pipeline_qwenimage_edit_plus")  # of diffusers
 
 
-class Row(NamedTuple):
+class AdapterCase(NamedTuple):
     """A pipeline, the options of its adapter, and the sizes of the images of two prompts as height and width."""
 
     name: str  # of `tiny_conditioned`
     size: tuple[int, int]
     options: dict[str, Any]
     images: tuple[tuple[int, int], tuple[int, int]] = ((20, 40), (32, 33))
-    frames: int = 5
+    frames: int | None = None  # of a video
     several: bool = False  # whether each prompt has two images in one argument
 
     @property
-    def edits(self) -> bool:
-        """Whether it makes images."""
-        return self.name.startswith("qwen")
+    def pixels(self) -> tuple[int, ...]:
+        """Height, width and, of a video, frames."""
+        return (*self.size, *(() if self.frames is None else (self.frames,)))
 
     @property
     def call(self) -> list[str]:
         """The options as flags of the command line."""
-        text = self.options["text_tokens"]
+        numbers = dict(zip(("height", "width", "frames"), self.pixels, strict=False))
+        sizes = {**numbers, "text-tokens": self.options["text_tokens"]}.items()
         call = [f"{name}={json.dumps(value)}" for name, value in self.options.items() if name != "text_tokens"]
-        size = ["--pipeline.height", str(self.size[0]), "--pipeline.width", str(self.size[1])]
-        frames = [] if self.edits else ["--pipeline.frames", str(self.frames)]
-        return [*size, *frames, "--pipeline.text-tokens", str(text), *(["--pipeline.call", *call] if call else [])]
+        words = [word for name, number in sizes for word in (f"--pipeline.{name}", str(number))]
+        return [*words, *(["--pipeline.call", *call] if call else [])]
 
 
 TEXT = {"text_tokens": 16}
@@ -62,27 +61,31 @@ SCALES = {**TEXT, "guidance_scale_2": 1.5}  # beside another scale
 SEEN = {"text_tokens": 300}
 MIXED = {**SEEN, "mixed_images": True}
 RATIO = ((20, 30), (40, 60))  # two sizes of images that are scaled alike
+UNETS = {name: AdapterCase(name, SIZE, {"text_tokens": 40, **edit.call}, (SIZE, SIZE)) for name, edit in EDITS.items()}
 ROWS = {
-    "wan": Row("wan", (16, 32), TEXT),
-    "wan-last": Row("wan", (16, 32), LAST),
-    "wan-clip": Row("wan-clip", (16, 32), WHOLE),
-    "wan-both": Row("wan-both", (16, 32), WHOLE),  # a network that is given two CLIP embeddings
-    "wan-experts": Row("wan-experts", (16, 16), TEXT),
-    "wan-experts-scales": Row("wan-experts", (16, 16), SCALES),
-    "wan-first-frame": Row("wan-first-frame", (32, 16), TEXT, frames=3),
-    "qwen-edit": Row("qwen-edit", (16, 24), SEEN, RATIO),
-    "qwen-edit-mixed": Row("qwen-edit", (16, 24), MIXED, ((40, 20), (20, 30))),
-    "qwen-edit-plus": Row("qwen-edit-plus", (16, 24), SEEN, RATIO),
-    "qwen-edit-plus-several": Row("qwen-edit-plus", (16, 24), SEEN, RATIO, several=True),
-    "qwen-edit-plus-mixed": Row("qwen-edit-plus", (24, 16), MIXED, ((40, 20), (20, 30))),
+    "wan": AdapterCase("wan", (16, 32), TEXT, frames=5),
+    "wan-last": AdapterCase("wan", (16, 32), LAST, frames=5),
+    "wan-clip": AdapterCase("wan-clip", (16, 32), WHOLE, frames=5),
+    "wan-both": AdapterCase("wan-both", (16, 32), WHOLE, frames=5),  # a network that is given two CLIP embeddings
+    "wan-experts": AdapterCase("wan-experts", (16, 16), TEXT, frames=5),
+    "wan-experts-scales": AdapterCase("wan-experts", (16, 16), SCALES, frames=5),
+    "wan-first-frame": AdapterCase("wan-first-frame", (32, 16), TEXT, frames=3),
+    "qwen-edit": AdapterCase("qwen-edit", (16, 24), SEEN, RATIO),
+    "qwen-edit-mixed": AdapterCase("qwen-edit", (16, 24), MIXED, ((40, 20), (20, 30))),
+    "qwen-edit-plus": AdapterCase("qwen-edit-plus", (16, 24), SEEN, RATIO),
+    "qwen-edit-plus-several": AdapterCase("qwen-edit-plus", (16, 24), SEEN, RATIO, several=True),
+    "qwen-edit-plus-mixed": AdapterCase("qwen-edit-plus", (24, 16), MIXED, ((40, 20), (20, 30))),
+    **UNETS,
 }
 each = pytest.mark.parametrize("name", ROWS)
+each_unet = pytest.mark.parametrize("name", UNETS)
+Folders = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are scaled to about 16 x 16 pixels in place of 1024 x 1024, by the ratio of their sides."""
-    for name in EDITS:
+    for name in MODULES:
         module = importlib.import_module(f"diffusers.pipelines.qwenimage.{name}")
         rest = module.calculate_dimensions(1024 * 1024, 1.0)[2:]
 
@@ -94,7 +97,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Saves the pipeline of a row once for the module."""
     root = tmp_path_factory.mktemp("conditioned")
     return lambda name: tiny_conditioned.save(ROWS[name].name, root / ROWS[name].name)
@@ -103,33 +106,55 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def opened(name: str, folder: Path, **options: Any) -> Any:
     """Return the adapter of a row."""
     row = ROWS[name]
-    size: dict[str, Any] = {"height": row.size[0], "width": row.size[1]}
-    frames = {} if row.edits else {"frames": row.frames}
-    return open_model(folder, **{**size, **frames, **row.options, "device": "cpu", **options})
+    sizes = dict(zip(("height", "width", "frames"), row.pixels, strict=False))
+    return open_model(folder, **{**sizes, **row.options, "device": "cpu", **options})
+
+
+def draw(argument: str, seed: int, size: tuple[int, int], file: Path) -> Path:
+    """Write an image of random pixels, or a mask that paints a part of one."""
+    if argument != "mask_image":
+        return tiny_conditioned.draw_image(file, seed, size)
+    painted = np.zeros(size, np.uint8)
+    painted[2 : 9 + seed % 7, 3:15] = 255
+    Image.fromarray(painted).save(file)
+    return file
 
 
 def prompts_of(model: Any, name: str, folder: Path) -> list[MediaPrompt]:
     """Return two prompts with images of their own."""
 
-    def drawn(number: int, place: int, size: tuple[int, int]) -> Path:
-        return tiny_conditioned.draw_image(folder / f"{number}-{place}.png", 10 * number + place, size)
-
-    def source(*which: Any) -> Path | tuple[Path, ...]:
-        return (drawn(*which), drawn(which[0], 5, which[2])) if ROWS[name].several else drawn(*which)
+    def source(number: int, place: int, argument: str) -> Path | tuple[Path, ...]:
+        row, seed = ROWS[name], 10 * number + place
+        seeds = (seed, 10 * number + 5) if row.several else (seed,)
+        files = [draw(argument, seed, row.images[number], folder / f"{name}-{argument}-{seed}.png") for seed in seeds]
+        return tuple(files) if row.several else files[0]
 
     return [
-        MediaPrompt(text, {argument: source(number, place, size) for place, argument in enumerate(model.takes)})
-        for number, (text, size) in enumerate(zip(PROMPTS, ROWS[name].images, strict=True))
+        MediaPrompt(text, {argument: source(number, place, argument) for place, argument in enumerate(model.takes)})
+        for number, text in enumerate(TEXTS)
     ]
 
 
-def theirs(name: str, folder: Path, prompt: MediaPrompt, noise: Tensor, scale: float) -> Tensor:
+def theirs(
+    name: str, folder: Path, prompt: MediaPrompt, noise: Tensor, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> Tensor:
     """Return the images of diffusers' pipeline for one prompt from given noise."""
     row, pipeline = ROWS[name], tiny_conditioned.load(folder)
     pipeline.set_progress_bar_config(disable=True)
     call = {"prompt": prompt.text, "height": row.size[0], "width": row.size[1], "num_inference_steps": STEPS}
     call |= {**prompt.open_files(), "output_type": "pt", **({"negative_prompt": "bad"} if scale != 1 else {})}
-    if row.edits:
+    if name in UNETS:
+        use_modes(pipeline.vae)
+        starts = "Img2Img" in EDITS[name].pipeline
+        strength = row.options.get("strength", 1.0)
+        call |= {"strength": strength, "num_inference_steps": next(n for n in range(99) if int(n * strength) == STEPS)}
+        for module in ("stable_diffusion", "stable_diffusion_xl"):
+            place = f"diffusers.pipelines.{module}.pipeline_{module}_{'img2img' if starts else 'inpaint'}.randn_tensor"
+            monkeypatch.setattr(place, lambda *_, **__: noise)
+        sides = ("height", "width") if starts else ()
+        call = {argument: value for argument, value in call.items() if argument not in sides}
+        return pipeline(**call, guidance_scale=scale).images
+    if row.frames is None:
         return pipeline(**call, latents=packed(noise), true_cfg_scale=scale).images
     call |= {"num_frames": row.frames, "max_sequence_length": row.options["text_tokens"]}
     call |= {name: row.options[name] for name in row.options if name == "guidance_scale_2"}
@@ -138,56 +163,69 @@ def theirs(name: str, folder: Path, prompt: MediaPrompt, noise: Tensor, scale: f
 
 @torch.no_grad()
 def sampled(model: Any, noise: Tensor, prompts: list[MediaPrompt], scale: float) -> Tensor:
-    """Return images by Euler's steps with the adapter."""
+    """Return images by deterministic steps with the adapter."""
     schedule, cond, module = model.schedule(STEPS, tuple(noise.shape[1:])), model.encode(prompts), model.build().eval()
+    assert len(schedule.timesteps) == STEPS
     if scale != 1:
         opposed = model.encode([MediaPrompt("bad", prompt.media) for prompt in prompts])
         cond = Guided(cond, opposed, torch.full((len(noise),), scale))
-    x = noise
-    for step, (level, following) in enumerate(pairwise(schedule.levels)):
-        at = level.expand(len(x)), schedule.timesteps[step].expand(len(x))
-        v = guided_velocity(model, module, x, at[0], cond, timestep=at[1], forwards="two")
-        x = x + (following - level) * v
+    x = tiny_pipelines.sampled(model, module, noise, cond, schedule, forwards="two").final
     return decoded(model, x, prompts)
 
 
 @each
 @pytest.mark.long
 @pytest.mark.parametrize("scale", [1.0, 3.5])
-def test_images_are_the_pipelines_own(name: str, scale: float, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_images_are_the_pipelines_own(
+    name: str, scale: float, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One at a time within 1e-5 in float32, in a batch of two within 2e-5; another image gives another sample."""
     model = opened(name, folders(name))
-    prompts = prompts_of(model, name, tmp_path)
-    shape = model.latent_shape(*ROWS[name].size, 1 if ROWS[name].edits else ROWS[name].frames)
-    noise = normal(fold_in(key(0), torch.arange(2)), (2, *shape))
-    expected = torch.cat([theirs(name, folders(name), *one, scale) for one in zip(prompts, noise.split(1), strict=True)])
+    prompts, noise = prompts_of(model, name, tmp_path), start(model, 2, ROWS[name].pixels)
+    pairs = list(zip(prompts, noise.split(1), strict=True))
+    expected = torch.cat([theirs(name, folders(name), *one, scale, monkeypatch) for one in pairs])
     found = sampled(model, noise, prompts, scale)
-    alone = torch.cat([sampled(model, start, [one], scale) for start, one in zip(noise.split(1), prompts, strict=True)])
+    alone = torch.cat([sampled(model, start, [one], scale) for one, start in pairs])
     torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # sums over two samples round differently
     assert expected.std() > 0.05
     if name.endswith("mixed"):
         return
-    swapped = [MediaPrompt(text, other.media) for text, other in zip(PROMPTS, prompts[::-1], strict=True)]
+    swapped = [MediaPrompt(text, other.media) for text, other in zip(TEXTS, prompts[::-1], strict=True)]
     assert (sampled(model, noise, swapped, scale) - found).abs().flatten(1).amax(1).min() > 1e-3
 
 
 @each
 @pytest.mark.long
-def test_an_encoding_is_cached_by_text_and_images(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """The same bits from the cache, without the encoders; another image has another file."""
-    model = opened(name, folders(name), cache=tmp_path / "texts")
-    prompts = prompts_of(model, name, tmp_path)
-    first = model.encode(prompts)
-    again = opened(name, folders(name), cache=tmp_path / "texts")
-    again._load = None
-    assert all(a is None or torch.equal(a, b) for a, b in zip(first, again.encode(prompts), strict=True))
-    assert len(list((tmp_path / "texts").iterdir())) == 2
-    model.encode([MediaPrompt(PROMPTS[0], prompts[1].media)])
+def test_an_encoding_is_cached_by_text_and_images(
+    name: str, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits from the cache, whose VAE encodes each image once, and which needs no encoders the second time."""
+    plain = opened(name, folders(name))
+    prompts, latents = prompts_of(plain, name, tmp_path), start(plain, 2, ROWS[name].pixels)
+
+    def encode(model: Any) -> tuple[Any, Tensor, int]:
+        """Return the conditioning, the images of samples, and how often the VAE encodes."""
+        seen, own = [], model.vae.encode
+        monkeypatch.setattr(model.vae, "encode", lambda images: seen.append(images) or own(images))  # type: ignore[func-returns-value]
+        return model.encode([*prompts, prompts[0]]), decoded(model, latents, prompts), len(seen)
+
+    expected, images, count = encode(plain)
+    for times in (count // 2 if getattr(plain, "decodes_prompts", False) else count, 0):
+        model = opened(name, folders(name), cache=tmp_path / "texts")
+        if not times:
+            model._load = None
+        found = encode(model)
+        assert all(a is None or torch.equal(a, b) for a, b in zip(expected, found[0], strict=True))
+        assert torch.equal(found[1], images)
+        assert found[2] == times
+        assert len(list((tmp_path / "texts").iterdir())) == 2
+    other = opened(name, folders(name), cache=tmp_path / "texts")
+    other.encode([MediaPrompt(TEXTS[0], prompts[1].media)])
     assert len(list((tmp_path / "texts").iterdir())) == 3
 
 
-def test_the_mask_of_given_frames(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_mask_of_given_frames(folders: Folders, tmp_path: Path) -> None:
     """One for all parts of the first latent, and for the last part of the last one if the last frame is given."""
     for name, last in (("wan", 0.0), ("wan-last", 1.0)):
         model = opened(name, folders(name))
@@ -195,7 +233,7 @@ def test_the_mask_of_given_frames(folders: Callable[[str], Path], tmp_path: Path
         assert torch.equal(mask, mask.new_tensor([[1, 0, 0], [1, 0, last]]).expand(2, 2, 3))
 
 
-def test_tokens_of_the_image_follow_those_of_the_sample(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_tokens_of_the_image_follow_those_of_the_sample(folders: Folders, tmp_path: Path) -> None:
     """Their number is that of the image's latents, and where images have unlike shapes, of the largest."""
     counts = []
     for name in ("qwen-edit", "qwen-edit-mixed"):
@@ -208,13 +246,11 @@ def test_tokens_of_the_image_follow_those_of_the_sample(folders: Callable[[str],
     assert counts[1] == (72, [[6, 3], [3, 5]])
 
 
-def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(
-    folders: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(folders: Folders, tmp_path: Path) -> None:
     """Each alone has the same bits as in a batch, and its own shape."""
     model = opened("qwen-edit-mixed", folders("qwen-edit"))
     module, prompts = model.build().eval(), prompts_of(model, "qwen-edit-mixed", tmp_path)
-    x, level = normal(fold_in(key(0), torch.arange(2)), (2, 4, 8, 12)), torch.tensor([0.9, 0.4])
+    x, level = start(model, 2, (16, 24)), torch.tensor([0.9, 0.4])
     with torch.no_grad():
         both = model.predict(module, x, level, model.encode(prompts))
         for row in range(2):
@@ -237,21 +273,27 @@ def test_images_that_are_missing_or_too_many_are_named(media: Any, lists: tuple[
         check_media(MediaPrompt("a red fox", media), ("image",), lists)
 
 
-def test_what_an_adapter_cannot_use_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path) -> None:
     """A prompt without its image, other sizes, images of other shapes, and a last frame that there is no place for."""
-    wan, edit, mixed = (opened(name, folders(name)) for name in ("wan", "qwen-edit", "qwen-edit-mixed"))
-    for model in (wan, edit):
+    wan, edit, mixed, unet = (opened(name, folders(name)) for name in ("wan", "qwen-edit", "qwen-edit-mixed", "sd-inpaint"))
+    for model in (wan, edit, unet):
         with pytest.raises(
             ValueError, match=r"prompt 'a red fox' has no image: give its record a column image with an image$"
         ):
             model.encode(["a red fox"])
     with pytest.raises(ValueError, match="the size is 16x16x5, expected 16x32x5"):
         wan.latent_shape(16, 16, 5)
+    with pytest.raises(ValueError, match="the size is 8x8, expected that of the images, 16x24"):
+        unet.latent_shape(8, 8)
     with pytest.raises(ValueError, match=r"has 20x40 pixels, which are scaled to 12x24, expected 20x12, those of 24x16"):
         edit.encode([prompts_of(edit, "qwen-edit-mixed", tmp_path)[0]])
     long_image = tiny_conditioned.draw_image(tmp_path / "long.png", 0, (10, 50))
     with pytest.raises(ValueError, match="has 50x10 pixels, expected sides of a ratio of at most 4: crop it"):
         mixed.encode([MediaPrompt("a red fox", {"image": long_image})])
+    with pytest.raises(
+        ValueError, match="the image of prompt 'a red fox' has 50x10 pixels, expected 24x16, the size of the samples"
+    ):
+        unet.encode([MediaPrompt("a red fox", {**prompts_of(unet, "sd-inpaint", tmp_path)[0].media, "image": long_image})])
     several = opened("qwen-edit-plus", folders("qwen-edit-plus"), mixed_images=True)
     with pytest.raises(ValueError, match="'a red fox' has several images, expected one with mixed_images=true"):
         several.encode([MediaPrompt("a red fox", {"image": (long_image, long_image)})])
@@ -266,7 +308,7 @@ def test_what_an_adapter_cannot_use_is_refused(folders: Callable[[str], Path], t
 
 
 @pytest.mark.long
-def test_a_network_without_channels_of_images_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_network_without_channels_of_images_is_refused(tmp_path: Path) -> None:
     folder = tiny_conditioned.save("wan-first-frame", tmp_path / "wan")
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace('"expand_timesteps": true', '"expand_timesteps": false'))
@@ -276,13 +318,11 @@ def test_a_network_without_channels_of_images_is_refused(folders: Callable[[str]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "wan-clip", "qwen-edit"])
-def test_steps_may_leave_out_blocks(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_steps_may_leave_out_blocks(name: str, folders: Folders, tmp_path: Path) -> None:
     """A prediction at nearly the same level is made of the blocks of the one before."""
     model = opened(name, folders(name))
-    module = model.build().eval()
+    module, x = model.build().eval(), start(model, 2, ROWS[name].pixels)
     cond = model.encode(prompts_of(model, name, tmp_path))
-    shape = model.latent_shape(*ROWS[name].size, 1 if ROWS[name].edits else ROWS[name].frames)
-    x = normal(fold_in(key(0), torch.arange(2)), (2, *shape))
     counts = []
     cache = StepCache(model, module, 0.5)
     handle = next(model.blocks(module)[-1].children()).register_forward_hook(lambda *_: counts.append(1))
@@ -296,43 +336,48 @@ def test_steps_may_leave_out_blocks(name: str, folders: Callable[[str], Path], t
 
 def records(name: str, folder: Path, takes: tuple[str, ...]) -> Path:
     """Write a file of prompts with images."""
-    lines = []
-    for number, text in enumerate((*PROMPTS, "an owl")):
+    lines, row = [], ROWS[name]
+    for number, text in enumerate((*TEXTS, "an owl")):
         files = {argument: f"{name}-{number}-{place}.png" for place, argument in enumerate(takes)}
-        for place, file in enumerate(files.values()):
-            tiny_conditioned.draw_image(folder / file, 10 * number + place, ROWS[name].images[number % 2])
-        columns = {argument: [one, one] if ROWS[name].several else one for argument, one in files.items()}
+        for place, (argument, file) in enumerate(files.items()):
+            draw(argument, 10 * number + place, row.images[number % 2], folder / file)
+        columns = {argument: [one, one] if row.several else one for argument, one in files.items()}
         lines.append(json.dumps({"prompt": text, **columns}))
     (written := folder / f"{name}.jsonl").write_text("\n".join(lines))
     return written
 
 
 SHORT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 2 "
-    "--minibatches 1 --final-samples 2 --eval-every 0 --rollout.guidance.scale 3 --rollout.guidance.negative bad "
-    "--train lora --tracker none"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch 2 --updates 2 "
+    "--passes.minibatches 1 --final-samples 2 --evaluation.every 0 --sampling.guidance.scale 3 "
+    "--sampling.guidance.negative bad --train lora --tracker none"
 )
 
 
-def trained(recipe: str, name: str, folder: Path, out: Path, *more: str) -> int:
-    """Train on records with images, and return the exit code."""
-    takes = ("image", "last_image") if name in ("wan-last", "wan-both") else ("image",)
-    file = records(name, out.parent, takes)
-    model = ["--model", str(folder), "--prompts", str(file), "--pipeline.text-cache", str(out.parent / "texts")]
-    learnt = more if recipe == "sft" else launch.rewarded(*more)
-    return cli.run(["train", recipe, *model, *SHORT.split(), *ROWS[name].call, *learnt, "--out", str(out)])
+def typed(name: str, folder: Path, work: Path, *more: str, recipe: str = "") -> list[str]:
+    """Write prompts with images, and return the command line that trains a row's pipeline on them, without its output."""
+    takes = (
+        EDITS[name].media if name in UNETS else ("image", "last_image") if name in ("wan-last", "wan-both") else ("image",)
+    )
+    recipe = recipe or ("ddpo" if name in UNETS else "grpo")
+    model = ["--model", str(folder), "--prompts", str(records(name, work, takes))]
+    cached = ["--pipeline.text-cache", str(work / "texts")]
+    return launch.rewarded("train", recipe, *model, *cached, *SHORT.split(), *ROWS[name].call, *more)
+
+
+LOW = ("--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16")
+SINGLE = ("--engine.compute", "float32", "--pipeline.frozen", "float32")
 
 
 @each
 @pytest.mark.long
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute", [SINGLE, LOW], ids=["float32", "bfloat16"])
 def test_a_run_trains_an_adapter_that_the_pipeline_opens(
-    name: str, compute: str, folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, compute: tuple[str, ...], folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """By the command line; the first ratio is exactly 1, and what is exported is evaluated as the run evaluated it."""
     out = tmp_path / "run"
-    low = ["--engine.compute", compute, "--pipeline.frozen", compute]
-    assert trained("grpo", name, folders(name), out, *low) == 0, capfd.readouterr().err
+    assert cli.run([*typed(name, folders(name), tmp_path, *compute), "--out", str(out)]) == 0, capfd.readouterr().err
     updates = [record for record in launch.records(out) if "grad_norm" in record]
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
     assert updates[0]["grad_norm"] > 0
@@ -343,63 +388,105 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
         assert pipeline.transformer_2.peft_config
     else:
         pipeline.load_lora_weights(out / "lora")
-    assert pipeline.transformer.peft_config
-    embedded = any(".add_k_proj.lora_A" in part for part, _ in pipeline.transformer.named_parameters())
+    network = pipeline.unet if name in UNETS else pipeline.transformer
+    assert network.peft_config
+    embedded = any(".add_k_proj.lora_A" in part for part, _ in network.named_parameters())
     assert embedded == (name in ("wan-clip", "wan-both") or name.startswith("qwen"))
-    if compute == "float32" and name in ("wan", "qwen-edit-mixed"):
+    if compute == SINGLE and name in ("wan", "qwen-edit-mixed", *UNETS):
         assert cli.run(["eval", str(out), "--out", str(tmp_path / "table")]) == 0, capfd.readouterr().err
         rows = json.loads((tmp_path / "table" / "table.json").read_text())["rows"]
         expected = json.loads((out / "summary.json").read_text())["jpeg_score_after"]
         assert next(row["mean"] for row in rows if row["evaluator"] == "jpeg") == pytest.approx(expected, rel=1e-5)
 
 
+@each_unet
+@pytest.mark.long
+def test_a_reference_with_another_scale_of_guidance_has_a_kl(
+    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = typed(name, folders(name), tmp_path, "--kl.coef", "0.1", "--kl.guidance", "2", "--rollout.window", "all")
+    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
+    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
+    assert updates[0]["first_pass_max_abs_log_ratio"] == 0
+    assert updates[0]["objective"]["kl_ref"] > 0
+
+
+@each_unet
+@pytest.mark.long
+def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders, tmp_path: Path) -> None:
+    """To the bit: the server is sent the prompts' images."""
+    (folder := tmp_path / "model").symlink_to(folders(name))
+    words = typed(name, folder, tmp_path)[1:]
+    ended = wait([Forked(lambda: cli.run(["train", *words, "--out", str(tmp_path / "run")]), tmp_path / "run.txt")])
+    assert ended.code == 0, ended.output
+    assert pipelines._train_served(words, tmp_path, cli.run, recorded=False) == "yes"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "wan-first-frame", "qwen-edit-plus-mixed"])
 def test_objectives_on_noised_samples_train(
-    name: str, folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At any noise level, which a recorded pipeline does not know."""
-    assert trained("nft", name, folders(name), tmp_path / "run", "--noising.each", "2") == 0, capfd.readouterr().err
+    words = typed(name, folders(name), tmp_path, "--noising.each", "2", recipe="nft")
+    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
     assert [record["grad_norm"] > 0 for record in launch.records(tmp_path / "run") if "grad_norm" in record] == [True] * 2
 
 
 @pytest.mark.long
-def test_edits_have_several_sizes(folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_edits_have_several_sizes(folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Images of any shape with samples of any size."""
-    row = ROWS["qwen-edit-mixed"]
-    sizes = ["--pipeline.sizes", "16x16", "24x16"]
-    start = ["train", "grpo", "--model", str(folders("qwen-edit-mixed")), "--prompts"]
-    file = str(records("qwen-edit-mixed", tmp_path, ("image",)))
-    call = row.call[row.call.index("--pipeline.text-tokens") :]
-    assert cli.run([*start, file, *SHORT.split(), *launch.rewarded(*sizes), *call, "--out", str(tmp_path / "run")]) == 0, (
-        capfd.readouterr().err
-    )
+    words = typed("qwen-edit-mixed", folders("qwen-edit-mixed"), tmp_path, "--pipeline.sizes", "16x16", "24x16")
+    words = words[: (at := words.index("--pipeline.height"))] + words[at + 4 :]
+    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
 
 
-def test_a_last_frame_that_is_not_asked_for_is_refused(
-    folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "takes", "more", "says"),
+    [
+        (
+            "wan",
+            ("image", "last_image"),
+            (),
+            "has a column last_image, which would be ignored: set --pipeline.call to last_image=true",
+        ),
+        ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
+    ],
+)
+def test_images_that_a_run_cannot_use_are_refused_before_it(
+    name: str,
+    takes: tuple[str, ...],
+    more: tuple[str, ...],
+    says: str,
+    folders: Folders,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    file = records("wan", tmp_path, ("image", "last_image"))
-    start = ["train", "grpo", "--model", str(folders("wan")), "--prompts", str(file), *SHORT.split(), *ROWS["wan"].call]
+    """In one line: an image that is not asked for, and one of another size."""
+    words = typed(name, folders(name), tmp_path, *more)
+    records(name, tmp_path, takes)
     capfd.readouterr()
-    assert cli.run([*launch.rewarded(*start), "--out", str(tmp_path / "run")]) == 2
-    said = launch.one_line(capfd.readouterr().err)
-    assert "has a column last_image, which would be ignored: set --pipeline.call to last_image=true" in said
+    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 2
+    assert says in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "qwen-edit-plus-several"])
+@pytest.mark.parametrize("name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "qwen-edit-plus-several", *UNETS])
 def test_samples_are_drawn_of_a_file_of_prompts_with_images(
-    name: str, folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Other images make other samples."""
-    lines, drawn = records(name, tmp_path, ("image",)).read_text().splitlines(), []
-    for number, line in enumerate((lines[0], lines[0].replace(f"{name}-0", f"{name}-2"))):
+    """Other images make other samples; a prompt without one is refused."""
+    takes = EDITS[name].media if name in UNETS else ("image",)
+    lines, drawn = records(name, tmp_path, takes).read_text().splitlines(), []
+    start = ["sample", str(folders(name)), "--steps", "3", "--each", "1", *ROWS[name].call]
+    for number, line in enumerate((lines[0], lines[0].replace(f"{name}-0-0", f"{name}-2-0"))):
         (file := tmp_path / f"{number}.jsonl").write_text(line)
         out = tmp_path / f"{number}.png"
-        start = ["sample", str(folders(name)), "--steps", "3", "--each", "1", *ROWS[name].call]
         assert cli.run([*start, "--prompts", str(file), "--out", str(out)]) == 0, capfd.readouterr().err
         drawn.append(np.asarray(Image.open(out)))
     assert (drawn[0] != drawn[1]).any()
+    capfd.readouterr()
+    assert cli.run([*start, "--prompts", "a red fox", "--out", str(tmp_path / "x.png")]) == 2
+    assert "prompt 'a red fox' has no column image" in launch.one_line(capfd.readouterr().err)

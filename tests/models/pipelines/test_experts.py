@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import experts
-import launch
 import pytest
 import torch
+from helpers import launch
+from helpers.tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
 from safetensors.torch import load_file
-from tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
+from workers import experts
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.world import init_world
@@ -21,7 +21,7 @@ from fluvial.models.pipelines.wan import EXPERTS
 def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None:
     """They agree to run both experts, or one would wait for the other; each expert learns, and is exported to a folder."""
     folder = save(ROWS["wan-experts"], tmp_path / "wan")
-    launch.on_ranks(2, "experts:exported", folder, tmp_path / "two")
+    launch.on_ranks(2, "workers.experts:exported", folder, tmp_path / "two")
     found = load_file(tmp_path / "two" / "gradients.safetensors")
     with init_world() as one:
         expected = experts.update(folder, tmp_path / "one", one)
@@ -89,8 +89,9 @@ def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
     (folder / "prompts.txt").write_text("a red fox\ntwo cats\n")
     typed = (
         f"train grpo --model {folders('wan-experts')} --prompts {folder / 'prompts.txt'} --rewards jpeg --updates 1 "
-        "--minibatches 1 --pipeline.call guidance_scale_2=1.5 --rollout.prompts 2 --rollout.group 2 --rollout.steps 3 "
-        f"--micro-batch 2 --final-samples 2 --eval-every 0 --tracker none --train lora --out {folder / 'run'}"
+        "--passes.minibatches 1 --pipeline.call guidance_scale_2=1.5 --sampling.prompts 2 --sampling.group 2 "
+        f"--sampling.steps 3 --micro-batch 2 "
+        f"--final-samples 2 --evaluation.every 0 --tracker none --train lora --out {folder / 'run'}"
     )
     return [*typed.split(), *SIZE]
 
@@ -99,9 +100,9 @@ def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
 def test_a_run_has_two_scales(folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By the command line: the first ratio is exactly 1; without guidance a second scale is refused."""
     typed = run_of(folders, tmp_path)
-    assert cli.run([*typed, "--rollout.guidance.scale", "1"]) == 2
+    assert cli.run([*typed, "--sampling.guidance.scale", "1"]) == 2
     assert "--pipeline.call has no effect with guidance_scale_2 without guidance" in launch.one_line(capfd.readouterr().err)
-    assert cli.run([*typed, "--rollout.guidance.scale", "4"]) == 0, capfd.readouterr().err
+    assert cli.run([*typed, "--sampling.guidance.scale", "4"]) == 0, capfd.readouterr().err
     (update,) = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert update["first_pass_max_abs_log_ratio"] == 0
     assert update["grad_norm"] > 0

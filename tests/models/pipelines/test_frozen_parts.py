@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pipelines import ROWS, opened
+from helpers.tiny_pipelines import ROWS, opened
 from torch import Tensor
 
-from fluvial.engines.engine.storages import LiveStorages
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.pipelines import base, unfilled
 from fluvial.models.pipelines.base import VaeOptions
 from fluvial.models.quantised import find_quantised

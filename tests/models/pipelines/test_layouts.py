@@ -5,7 +5,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from tiny_pipelines import ROWS
+from helpers.tiny_pipelines import ROWS
 
 from fluvial.models.pipelines.base import TextCond
 from fluvial.models.pipelines.flux import FluxCond

@@ -1,42 +1,23 @@
 """Networks and frozen parts of each adapter: built, filled from a folder, pure per sample, decoded in chunks."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
+from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, opened, sampled, save, start, theirs, wan
 from safetensors.torch import load_file
-from tiny_pipelines import (
-    ROWS,
-    STEPS,
-    conditions,
-    each_row,
-    images_of,
-    opened,
-    sampled,
-    save,
-    start,
-    theirs,
-    wan,
-)
 
 from fluvial.core.sigmas import shifted
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.models import DiffusionModel
 from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.wan import EXPERTS
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @each_row

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_pipelines import ROWS, each_row, opened, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pipelines import ROWS, each_row, opened, start
 from torch import Tensor, nn
 
-from fluvial.engines.engine.flops import FlopCounter
+from fluvial.models.flops import FlopCounter
 from fluvial.models.guidance import Guided, guided_velocity
 from fluvial.models.padding import pad_length, trim, trims_padding
 from fluvial.models.pipelines.base import Pipeline

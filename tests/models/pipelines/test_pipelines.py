@@ -1,41 +1,23 @@
 """Each adapter makes the images of its pipeline, on policy and trainable, and its exports open there."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_model import perturb
-from tiny_pipelines import (
-    ROWS,
-    STEPS,
-    conditions,
-    each_row,
-    images_of,
-    noisy,
-    opened,
-    sampled,
-    start,
-    theirs,
-)
-from tolerances import rounding_tolerance
+from helpers.lora_model import perturb
+from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, noisy, opened, sampled, start, theirs
+from helpers.tolerances import rounding_tolerance
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
-from fluvial.engines.engine.export import export, write_lora
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import LoraConfig, add_lora
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.bits

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lora_model import perturb
-from tiny_pipelines import ROWS, STEPS, each_row, opened
+from helpers.lora_model import perturb
+from helpers.tiny_pipelines import ROWS, STEPS, each_row, opened
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

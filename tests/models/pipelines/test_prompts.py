@@ -9,15 +9,9 @@ from typing import Any
 import optree
 import pytest
 import torch
+from helpers.tiny_pipelines import ROWS, TEXT, each_row, opened, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pipelines import (
-    ROWS,
-    TEXT,
-    each_row,
-    opened,
-    start,
-)
 
 from fluvial.models.pipelines.base import Pipeline
 

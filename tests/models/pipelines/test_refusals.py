@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from helpers.tiny_pipelines import STEPS, each_row, opened
 from safetensors.torch import load_file, save_file
-from tiny_pipelines import (
-    STEPS,
-    each_row,
-    opened,
-)
 
 from fluvial.models.pipelines.base import check_size
 from fluvial.models.pipelines.flux import Flux

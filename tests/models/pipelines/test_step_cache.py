@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_pipelines import ROWS, STEPS, each_row, opened
+from helpers.tiny_pipelines import ROWS, STEPS, each_row, opened
 from torch import Tensor, nn
 from torch.testing import assert_close
 

@@ -3,45 +3,38 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
-import tiny_replayed
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from marks import long
-from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
-from tolerances import Tolerance, rounding_tolerance
+from helpers import tiny_replayed
+from helpers.marks import long
+from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER, opened
+from helpers.tolerances import Tolerance, rounding_tolerance
 from torch import Tensor, nn
 
 from fluvial.core.random import key
 from fluvial.core.transitions import flow_sde
 from fluvial.engines.data.records import as_prompts
-from fluvial.engines.engine.export import export, write_lora
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate, on_device
 from fluvial.models import is_recorded
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay import any_pipeline
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.recipe import Row
+from fluvial.models.replay.recipe import SampleInput
 from fluvial.models.tiny.pipelines import find_call, save
 
 STEPS = 4
 CASES = [name if name == "sana" else long(name) for name in WITHOUT_ADAPTER]
 without_adapter = pytest.mark.parametrize("name", CASES)
 each = pytest.mark.parametrize("name", [*CASES, long("flux-guided")])
-
-
-def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
-    """Return the model of a row."""
-    call = dict(ROWS[name].options)
-    size = {"height": call.pop("height"), "width": call.pop("width"), "steps": STEPS, "scale": call.pop("guidance_scale")}
-    return AnyPipeline(folder, **{**size, "call": call, **options})
 
 
 def pipeline(name: str, folder: Path) -> Any:
@@ -180,13 +173,6 @@ def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(replayed: Ca
     module.register_forward_hook(mix)
     with pytest.raises(ValueError, match=r"SanaPipeline cannot be trained without an adapter: its transformer, replayed"):
         model.check(module, PROMPTS[:2])
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """Return the world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @without_adapter
@@ -334,7 +320,7 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
     assert model.check(model.build().eval(), PROMPTS) < 1e-5
     assert model.known.model.ragged
     (recipe,) = model.known.model.recipes
-    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, Row) and not leaf.repeats]
+    assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, SampleInput) and not leaf.repeats]
 
 
 def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:

@@ -4,26 +4,20 @@ import copy
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
-from tiny_pipelines import flux, sd3
-from tiny_replayed import PROMPTS
+from helpers import tiny_replayed
+from helpers.tiny_replayed import PROMPTS
 from torch import Tensor
 
 from fluvial.core.random import key, normal
 from fluvial.models.replay.any_pipeline import AnyPipeline
-from fluvial.models.replay.checks import (
-    ReplayError,
-    check_chain,
-    check_images,
-    check_initial_noise,
-    check_tail,
-    foreign,
-)
+from fluvial.models.replay.checks import ReplayError, check_chain, check_images, check_initial_noise, check_tail, foreign
+from fluvial.models.tiny.pipelines import build, random_weights, write
 
 STEPS = 4
 SIZE: dict[str, Any] = {"height": 16, "width": 16, "steps": STEPS}
@@ -34,23 +28,14 @@ SHORT = {"max_sequence_length": 12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny pipeline, saved once; the kinds that edit images have the parts of those that do not."""
-    import diffusers
-
+    """The folder of a tiny pipeline, saved once."""
     root = tmp_path_factory.mktemp("pipelines")
-    makers: dict[str, Callable[[], Any]] = {
-        "FluxInpaintPipeline": flux,
-        "FluxImg2ImgPipeline": flux,
-        "StableDiffusion3Img2ImgPipeline": sd3,
-    }
 
     def of(name: str) -> Path:
-        if name not in makers:
+        if name in tiny_replayed.ROWS:
             tiny_replayed.load(name, root / name)
         elif not (root / name).exists():
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                getattr(diffusers, name)(**makers[name]().components).save_pretrained(root / name)
+            write(random_weights(partial(build, name), 0.1), root / name)
         return root / name
 
     return of
@@ -129,7 +114,7 @@ def test_initial_samples_that_are_no_noise_are_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline that scales its noise, or adds something to it."""
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
     kind = type(model._load_pipeline())
     prepare = kind.prepare_latents
     changes: list[Callable[[Tensor], Tensor]] = [
@@ -145,7 +130,7 @@ def test_initial_samples_that_are_no_noise_are_refused(
 @pytest.mark.long
 def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], Path]) -> None:
     """A pipeline that changes its latents after the last step ends in images that the rollout would not make."""
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
     module = model.build().eval()
     model.check(module, PROMPTS[:2])
     pipe = model._load_pipeline()
@@ -206,7 +191,7 @@ def test_a_pipeline_that_lacks_a_property_is_refused(
 ) -> None:
     """As soon as it is run without its transformer."""
     alter, says = ALTERED[name]
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
     alter(monkeypatch, type(model._load_pipeline()))
     refused(lambda: model.known, f"^SanaPipeline cannot be trained without an adapter: {says}$")
 
@@ -215,7 +200,7 @@ def test_a_run_that_differs_from_the_first_or_fails_is_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its schedule is another one, or only the real transformer fails, with one prompt too; sounds are asked of none."""
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
     module, kind = model.build().eval(), type(model._load_pipeline())
     refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
     with monkeypatch.context() as patch:
@@ -249,7 +234,7 @@ def test_an_exception_of_the_pipeline_is_one_line(
 ) -> None:
     """Of any type, with its type and text."""
     kind, says = EXCEPTIONS[method]
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise kind("name 'ftfy' is not defined;\nand a second line")
@@ -262,7 +247,7 @@ def test_an_exception_of_the_pipeline_is_one_line(
 
 def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], Path]) -> None:
     """A processor in the tokenizer's place takes no bare text; a VAE may lack memory."""
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
     shape = model.latent_shape(32, 32)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -297,7 +282,7 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) 
     """FLUX.2 dev has a processor in its tokenizer's place."""
     from transformers import ProcessorMixin
 
-    model = AnyPipeline(folder("sana"), call=_call("sana"), height=32, width=32, steps=STEPS, scale=4.5)
+    model = tiny_replayed.opened("sana", folder("sana"))
     pipe = model._load_pipeline()
     own = pipe.tokenizer
     processor = ProcessorMixin.__new__(type("Processor", (ProcessorMixin,), {}))
@@ -307,11 +292,6 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) 
     model.check_prompt("a fox")
     pipe.tokenizer = None
     refused(lambda: model.check_prompt("a fox"), "^SanaPipeline has no tokenizer: it makes no images from text$")
-
-
-def _call(name: str) -> dict[str, Any]:
-    left_out = ("height", "width", "guidance_scale")
-    return {option: value for option, value in tiny_replayed.ROWS[name].options.items() if option not in left_out}
 
 
 def noise(*shape: int) -> Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 
 import optree
 import pytest
-import tiny_conditioned
 import torch
-from marks import long
+from helpers import tiny_conditioned
+from helpers.marks import long
+from helpers.tiny_conditioned import ROWS
 from PIL import Image
-from tiny_conditioned import ROWS
 from torch import nn
 
 from fluvial.core.random import key
@@ -103,8 +103,8 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
         for step in range(STEPS):
             x = x + (levels[step + 1] - levels[step]) * model.predict(module, x, levels[step].expand(2), cond)
     ours = model.decode(x, asked) if model.sound_rate is None else model.sounds(x, asked).waves
-    # The tiny Z-Image amplifies a rounding of its samples to 8e-6 of the images; one element of FIBO has been off by 1.1e-5.
-    torch.testing.assert_close(ours, torch.cat(theirs).float(), rtol=0, atol=2e-5 if name in ("z-img2img", "fibo") else 1e-5)
+    amplifies = name in ("z-img2img", "fibo", "kandinsky-video")  # a rounding of samples, to 1.7e-5 of the images
+    torch.testing.assert_close(ours, torch.cat(theirs).float(), rtol=0, atol=2e-5 if amplifies else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["kontext", long("fill")])

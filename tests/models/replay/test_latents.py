@@ -18,6 +18,15 @@ def packed(x: Tensor) -> Tensor:
     return (3 * x - torch.arange(4.0)[:, None, None]).flatten(2).transpose(1, 2)
 
 
+def test_any_order_scale_and_offset_is_found() -> None:
+    """Of 600 latents, whose places have three digits."""
+    draws = torch.Generator().manual_seed(0)
+    place, scale, offset = torch.randperm(600, generator=draws), torch.rand(600, generator=draws) - 1.5, torch.randn(600)
+    found = latent_layout(lambda x: (x.flatten(1)[:, place] * scale + offset).view(1, 6, 10, 10), (60, 10), "P")
+    assert torch.equal(found.place, place)
+    torch.testing.assert_close(found.scale, scale)
+
+
 def test_a_scaled_rearrangement_is_inverted() -> None:
     layout = latent_layout(packed, SHAPE, "P")
     x = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
@@ -30,6 +39,7 @@ def test_a_scaled_rearrangement_is_inverted() -> None:
 WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "cut": (lambda x: x[:, :3], "its VAE is given 75 latents, of which 75 depend on the sample, expected 100"),
     "constant": (lambda x: 0 * x, "its VAE is given 100 latents, of which 0 depend on the sample, expected 100"),
+    "summed": (lambda x: packed(x).flatten(1).cumsum(1), "no scaled rearrangement"),
     "bent": (torch.tanh, "its VAE is given latents that are no scaled rearrangement of samples"),
     "doubled": (lambda x: x[:, [0, 0, 1, 2]], "no scaled rearrangement"),
 }

@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.models.replay.places import (
-    Places,
-    blocks,
-    drop_coincidences,
-    find_in_input,
-    find_in_output,
-    find_whole,
-    locate,
-)
+from fluvial.models.replay.places import Places, blocks, drop_coincidences, find_in_input, find_in_output, find_whole, locate
 
 
 def samples(*shape: int, seed: int = 0) -> Tensor:

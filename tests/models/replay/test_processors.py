@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import tiny_conditioned
 import torch
+from helpers import tiny_conditioned
 
 from fluvial.models.pipelines.folder import quietly
 from fluvial.models.replay.any_pipeline import AnyPipeline

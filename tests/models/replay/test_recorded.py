@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
-from marks import long
-from tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
+from helpers import tiny_replayed
+from helpers.marks import long
+from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
 from fluvial.core import gaussian
@@ -21,7 +21,7 @@ from fluvial.core.step import policy_loss
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.replay.capture import _sought, _sources, frozen_networks
 from fluvial.models.replay.combinations import Combination, Fitted, _list_known
-from fluvial.models.replay.recipe import Fixed, Latent, Made, Row
+from fluvial.models.replay.recipe import Fixed, Latent, Made, SampleInput
 from fluvial.models.replay.recorded import Recording, check_replay, cut, record, replay
 from fluvial.models.replay.scheduler import RecordingScheduler
 
@@ -113,7 +113,7 @@ def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str
     (recipe,) = recording.model.recipes
     leaves = recipe.calls[0].leaves
     assert sum(isinstance(leaf, Latent) for leaf in leaves) == 1
-    assert sorted(leaf.each_step for leaf in leaves if isinstance(leaf, Row)) == [False, False, True]
+    assert sorted(leaf.each_step for leaf in leaves if isinstance(leaf, SampleInput)) == [False, False, True]
     assert sorted(tuple(leaf.shape) for leaf in recording.cond[0]) == [(3, 2, 24), (3, 2, 24, 16), (3, STEPS, 2)]
     pipe = load("flux")
     leaves = recorded(pipe, "flux").model.recipes[0].calls[0].leaves
@@ -466,7 +466,7 @@ def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> N
     given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
     kinds, rows, _ = _sources(given, x, made, False, partial(_sought, single=False, known=()))
     assert kinds[:3] == [Latent(x.dtype, 1), Made(x.dtype, 1, 0), Made(x.dtype, 0, 1)]
-    assert [type(kind) for kind in kinds[3:]] == [Row, Fixed]
+    assert [type(kind) for kind in kinds[3:]] == [SampleInput, Fixed]
     assert torch.equal(rows[0][:, 0], second + 1)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_replayed
 import torch
 from diffusers import (
     DDIMScheduler,
@@ -14,6 +13,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FlowMatchHeunDiscreteScheduler,
 )
+from helpers import tiny_replayed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stored
-import tiny_sounds
 import torch
 from diffusers import DiffusionPipeline
+from helpers import stored, tiny_sounds
 
 from fluvial.core.random import key
 from fluvial.core.table import Record

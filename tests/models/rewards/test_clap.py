@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards
 from scipy.signal import resample as scipy_resample
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

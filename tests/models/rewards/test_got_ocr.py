@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_rewards
 import torch
+from helpers import tiny_rewards
 from PIL import Image
 
 from fluvial.models.rewards.got_ocr import END, GotOcr

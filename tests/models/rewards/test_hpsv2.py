@@ -1,18 +1,18 @@
 """HPSv2.1: weights of open_clip, converted, against open_clip's own mathematics in numpy."""
 
 import html
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import ftfy
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
-import wheels
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards, wheels
+from helpers.numpy_towers import Array
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards import table
@@ -169,16 +169,7 @@ def test_a_missing_package_is_one_line(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_gradients_batches_and_videos(folder: Path) -> None:
-    reward = Hpsv2(folder, heads=(HEADS, HEADS), frames=3)
-    images = tiny_rewards.images().requires_grad_()
-    scores = reward(images, PROMPTS)
-    (grad,) = torch.autograd.grad(scores.sum(), images)
-    assert grad.flatten(1).norm(dim=1).min() > 0
-    single = torch.cat([reward(images[i : i + 1].detach(), [prompt]) for i, prompt in enumerate(PROMPTS)])
-    torch.testing.assert_close(single, scores.detach(), rtol=1e-5, atol=1e-6)
-    video = images.detach().transpose(0, 1)[None]
-    mean = reward(images.detach(), PROMPTS[:1] * 3).mean()
-    torch.testing.assert_close(reward(video, PROMPTS[:1])[0], mean, rtol=1e-5, atol=1e-6)
+    tiny_rewards.check_images(partial(Hpsv2, folder, heads=(HEADS, HEADS)), PROMPTS)
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:

@@ -1,17 +1,17 @@
 """Similarity of an edit to its source: DINOv2 in numpy, and the distance of LPIPS' own wheel on the same features."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
-import wheels
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards, wheels
+from helpers.numpy_towers import Array
 from torch import Tensor
 
 from fluvial.engines.scoring.signature import signature_of
@@ -103,14 +103,7 @@ def test_an_image_that_is_kept_has_the_highest_score(name: str, folder: Path) ->
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_batches_and_videos(name: str, folder: Path) -> None:
-    reward, images = KINDS[name](folder, frames=2), tiny_rewards.images().requires_grad_()
-    scores = reward(images, PROMPTS, before())
-    (grad,) = torch.autograd.grad(scores.sum(), images)
-    assert grad.flatten(1).norm(dim=1).min() > 0
-    torch.testing.assert_close(KINDS[name](folder, batch=1)(images.detach(), PROMPTS, before()), scores.detach())
-    video = images.detach().transpose(0, 1)[None]  # the first and the last frame
-    mean = reward(images.detach()[[0, 2]], PROMPTS[:2], before()[:1] * 2).mean()
-    torch.testing.assert_close(reward(video, PROMPTS[:1], before()[:1])[0], mean)
+    tiny_rewards.check_images(partial(KINDS[name], folder), PROMPTS, before())
 
 
 def test_blocks_that_the_model_lacks_are_refused(folder: Path) -> None:

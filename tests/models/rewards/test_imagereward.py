@@ -1,14 +1,15 @@
 """ImageReward: published names of tensors, converted, against BLIP's mathematics in numpy."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
 import torch
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards
+from helpers.numpy_towers import Array
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, normal
@@ -129,17 +130,7 @@ def test_scores_are_the_formula(folder: Path) -> None:
 
 
 def test_gradients_batches_and_videos(folder: Path) -> None:
-    reward = ImageReward(folder, heads=(HEADS, HEADS), batch=2)
-    images = tiny_rewards.images().requires_grad_()
-    scores = reward(images, PROMPTS)
-    (grad,) = torch.autograd.grad(scores.sum(), images)
-    assert grad.flatten(1).norm(dim=1).min() > 0
-    single = torch.cat([reward(images[i : i + 1].detach(), [prompt]) for i, prompt in enumerate(PROMPTS)])
-    torch.testing.assert_close(single, scores.detach(), rtol=1e-5, atol=1e-6)
-    videos = torch.stack([images.detach().transpose(0, 1), images.detach().flip(0).transpose(0, 1) * 0.5])
-    found = reward(videos, PROMPTS[:2])
-    for video, prompt, score in zip(videos, PROMPTS, found, strict=False):
-        torch.testing.assert_close(score, reward(video.transpose(0, 1), [prompt] * 3).mean(), rtol=1e-5, atol=1e-6)
+    tiny_rewards.check_images(partial(ImageReward, folder, heads=(HEADS, HEADS)), PROMPTS)
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:

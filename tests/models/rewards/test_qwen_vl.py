@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_qwen_vl as tiny
-import tiny_rewards
 import torch
-import wheels
+from helpers import tiny_qwen_vl as tiny
+from helpers import tiny_rewards, wheels
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn

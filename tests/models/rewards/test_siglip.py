@@ -1,14 +1,14 @@
 """SigLIP similarity on a tiny model, against its formula in numpy."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_towers as nt
 import pytest
-import tiny_rewards
-import torch
-from numpy_towers import Array
+from helpers import numpy_towers as nt
+from helpers import tiny_rewards
+from helpers.numpy_towers import Array
 from scipy.special import expit
 
 from fluvial.models.rewards.clip import Siglip
@@ -79,16 +79,7 @@ def test_scores_are_the_formula(folder: Path) -> None:
 
 
 def test_gradients_batches_and_videos(folder: Path) -> None:
-    reward = Siglip(folder, batch=2, form="probability")
-    images = tiny_rewards.images().requires_grad_()
-    scores = reward(images, PROMPTS)
-    (grad,) = torch.autograd.grad(scores.sum(), images)
-    assert grad.flatten(1).norm(dim=1).min() > 0
-    single = torch.cat([reward(images[i : i + 1].detach(), [prompt]) for i, prompt in enumerate(PROMPTS)])
-    torch.testing.assert_close(single, scores.detach(), rtol=1e-5, atol=1e-6)
-    video = images.detach().transpose(0, 1)[None]
-    mean = reward(images.detach(), PROMPTS[:1] * 3).mean()
-    torch.testing.assert_close(reward(video, PROMPTS[:1])[0], mean, rtol=1e-5, atol=1e-6)
+    tiny_rewards.check_images(partial(Siglip, folder, form="probability"), PROMPTS)
 
 
 def test_another_architecture_is_named(folder: Path, tmp_path: Path) -> None:

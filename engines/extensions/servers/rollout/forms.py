@@ -26,7 +26,7 @@ from fluvial.models.pipelines.layouts import PLAIN, embed_guidance, find_layout
 NOT_LAID_OUT = "rollout_noise_std_devs"  # debug tensor of a number per step
 
 
-class Form:
+class ReplyForm:
     """The form of the replies to a request."""
 
     def __init__(self, request: RolloutRequest, model: DiffusionModel, event: tuple[int, ...]) -> None:

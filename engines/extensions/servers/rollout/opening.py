@@ -6,17 +6,17 @@ from typing import Literal
 
 import torch
 
-from fluvial.engines.engine.determinism import fresh_copy
-from fluvial.engines.engine.files import find_shared_folder
 from fluvial.engines.engine.parallelize import cast_samples
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.wire.shared_folder import find_shared_folder
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.jobs.weights import WEIGHTS, base_model, is_run
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.models.device import default_device, is_accelerator
+from fluvial.models.host_values import fresh_copy
 from fluvial.models.protocol import Weights
 
 Dtype = Literal["auto", "float32", "bfloat16"]

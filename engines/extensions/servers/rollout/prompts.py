@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-from pathlib import Path
 from stat import S_ISREG
 
 from fluvial.engines.data.records import Prompt
@@ -69,17 +68,13 @@ def _file(image: str, policy: Policy, most_bytes: int) -> bytes:
             raise RequestError(400, f"image_path holds {image!r}, which is no file")
         if (size := path.stat().st_size) > most_bytes:
             raise RequestError(413, f"{image!r} has {size} bytes, expected at most {most_bytes}")
-        found = _read(path)
+        try:
+            found = path.read_bytes()
+        except OSError as error:
+            raise RequestError(400, f"{str(path)!r} cannot be read: {error.strerror}") from None
     if len(found) > most_bytes:
         raise RequestError(413, f"an image of image_path has {len(found)} bytes, expected at most {most_bytes}")
     return found
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise RequestError(400, f"{str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def check_file(file: bytes, name: str, most_pixels: int) -> bytes:

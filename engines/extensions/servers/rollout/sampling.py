@@ -11,12 +11,12 @@ from fluvial.core import gaussian
 from fluvial.core.checks import per_sample
 from fluvial.core.random import Key, fold_in, normal
 from fluvial.core.rollout import Step
-from fluvial.core.table import Plan, mask, plan
+from fluvial.core.table import StepPlan, mask, plan
 from fluvial.core.transitions import Sampler
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.batching import Batcher
-from fluvial.engines.extensions.servers.rollout.forms import Form
+from fluvial.engines.extensions.servers.rollout.forms import ReplyForm
 from fluvial.engines.extensions.servers.rollout.orders import Recipe, SampleOrder, words
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.response import RolloutSample
@@ -116,7 +116,7 @@ def _generate(
     samples = []
     for row, order in enumerate(orders):
         asked = order.request
-        form = Form(asked, policy.model, recipe.shape)
+        form = ReplyForm(asked, policy.model, recipe.shape)
         traced, env = asked.rollout_return_dit_trajectory, asked.rollout_return_denoising_env
         samples.append(
             RolloutSample(
@@ -188,7 +188,7 @@ def _choose_latents(order: SampleOrder, row: int, latents: Mapping[int, Tensor])
     return torch.stack(chosen).cpu() if chosen else latents[max(latents)][row][None][:0].cpu()
 
 
-def _debug(names: Collection[str], steps: _Steps, keys: Key, table: Plan) -> dict[str, Tensor]:
+def _debug(names: Collection[str], steps: _Steps, keys: Key, table: StepPlan) -> dict[str, Tensor]:
     """Return what each step was computed from, `[B, T, ...]`; the noise is drawn again from the key of each sample."""
     noise_keys, stochastic = fold_in(keys, Stream.STEPS), mask(table.stochastic, len(table.levels) - 1, torch.device("cpu"))
 

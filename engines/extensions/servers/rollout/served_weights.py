@@ -15,12 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fluvial.engines.engine.export import base_tensors, components
-from fluvial.engines.engine.files import weight_files
 from fluvial.engines.errors import UsageError
+from fluvial.engines.export.model_folder import base_tensors, components
 from fluvial.engines.extensions.servers.asgi import RequestError
 from fluvial.engines.extensions.servers.rollout.adapters import MOST_LOADED, Adapter, Applied, merge_adapters
 from fluvial.engines.extensions.wire.weight_buckets import FACTORS, UNKNOWN, SharedBucket, adapter_checksum, checksum
+from fluvial.engines.files import weight_files
 from fluvial.models.device import is_accelerator
 from fluvial.models.digests import digest_tensor
 from fluvial.models.lora import LoraConfig, LowRank, adapter_parameters, add_lora, lora_layers

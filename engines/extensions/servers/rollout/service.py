@@ -28,11 +28,12 @@ from fluvial.engines.extensions.servers.rollout.orders import SampleOrder, Serve
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.request import RolloutRequest, read_request
 from fluvial.engines.extensions.wire.response import MSGPACK, RolloutSample, write_response
+from fluvial.engines.extensions.wire.weight_buckets import PRECISIONS
 from fluvial.models.device import is_accelerator
 from fluvial.models.replay.media import list_arguments
 
 GENERATE = "/rollout/generate"
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # sglang's names
+NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 class RolloutService:
@@ -178,8 +179,8 @@ class RolloutService:
             "num_gpus": int(is_accelerator(self.policy.device)),
             "task_type": task,
             "supported_task_types": [task],
-            "dit_precision": PRECISIONS.get(dtype, str(dtype)),
-            "vae_precision": PRECISIONS.get(encoders, str(encoders)),
+            "dit_precision": NAMES.get(dtype, str(dtype)),
+            "vae_precision": NAMES.get(encoders, str(encoders)),
             "pipeline_name": self.policy.name,
             "pipeline_class": str(getattr(model, "pipeline", type(model).__name__)),
         }

@@ -1,16 +1,16 @@
 """Faults, each planted into a run: the checks of `dry_runs.check` find every one."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from dry_runs import check
+from helpers.dry_runs import check
 from torch import Tensor
 
 from fluvial.engines.extensions.dryrun.run import dry_run
 from fluvial.engines.extensions.simulate.device import Accelerator
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.handwriting.model import Handwriting
 
@@ -52,7 +52,7 @@ def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch)
     report = dry_run(RECIPES["grpo"]())
     reads = [wait for wait in report.phase("rollout").waits if wait.kind == "read"]
     assert "test_faults.py" in reads[0].line
-    assert reads[0].times >= RECIPES["grpo"]().rollout.steps
+    assert reads[0].times >= RECIPES["grpo"]().method.sampling.steps
     with pytest.raises(AssertionError, match="reads of the update"):
         check(report)
 
@@ -77,8 +77,8 @@ def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.Mon
 
 def test_an_extra_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that are freed between two micro-batches."""
-    config = replace(RECIPES["grpo"](), update_micro_batch=8)
-    config = replace(config, engine=replace(config.engine, replicas=1, compute="bfloat16"))  # sharded by FSDP2
+    config = with_values(RECIPES["grpo"](), {"engine.update_micro_batch": 8})
+    config = with_values(config, {"engine.replicas": 1, "engine.compute": "bfloat16"})  # sharded by FSDP2
     check(dry_run(config, ranks=8), units=5)
 
     def around(predict: Predict) -> Predict:
@@ -99,9 +99,9 @@ def test_an_extra_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_micro_batch_that_does_not_fit_is_found() -> None:
     """On a GPU that has room for one of 8 and not for one of 256."""
     gpu = Accelerator(memory=64 * 2**20)
-    config = replace(RECIPES["grpo"](), micro_batch=8, update_micro_batch=8)
+    config = with_values(RECIPES["grpo"](), {"engine.micro_batch": 8, "engine.update_micro_batch": 8})
     check(dry_run(config, accelerator=gpu))
-    large = dry_run(replace(config, update_micro_batch=256), accelerator=gpu)
+    large = dry_run(with_values(config, {"engine.update_micro_batch": 256}), accelerator=gpu)
     assert not large.is_well
     assert large.phase("update").peak > gpu.memory
     with pytest.raises(AssertionError, match="bytes"):

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_conditioned
-import tiny_pipelines
-import tiny_replayed
-import tiny_unet_edits
-from dry_runs import between, check, gathers, reductions, simulations
+from helpers import tiny_conditioned, tiny_pipelines, tiny_replayed
+from helpers.dry_runs import between, check, gathers, reductions, simulations
 from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
@@ -22,10 +19,10 @@ from fluvial.engines.extensions.dryrun.run import _complete, dry_run
 from fluvial.engines.extensions.simulate.collectives import describe_call
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
 from fluvial.engines.extensions.simulate.mode import SimulatedMode
-from fluvial.engines.run.config import AsyncConfig, PipelineConfig, TrainConfig
+from fluvial.engines.run.config import PipelineConfig, TrainConfig, with_values
 from fluvial.engines.run.job import of_run
 from fluvial.engines.run.recipes import RECIPES
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.window import AllSteps
@@ -58,7 +55,9 @@ def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
     height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
     config = RECIPES[recipe or ("ddpo" if name in ("sd1", "sdxl") else "grpo")](str(saved))
     pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
-    return replace(config, train="lora", micro_batch=2, update_micro_batch="rollout", pipeline=pipeline)
+    return with_values(
+        config, {"train": "lora", "engine.micro_batch": 2, "engine.update_micro_batch": "rollout", "pipeline": pipeline}
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -87,9 +86,19 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     prompts = (str(tmp_path / "prompts.txt"),)
     config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=prompts, rewards=("jpeg",))
     call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
-    rollout = RolloutConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
-    changes: dict[str, Any] = {"pipeline": PipelineConfig(height=height, width=width, call=call), "rollout": rollout}
-    passes: dict[str, Any] = {"micro_batch": 2, "update_micro_batch": "rollout", "updates": 1, "minibatches": 1}
+    rollout = SamplingConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
+    changes: dict[str, Any] = {
+        "pipeline.height": height,
+        "pipeline.width": width,
+        "pipeline.call": call,
+        "sampling": rollout,
+    }
+    passes: dict[str, Any] = {
+        "engine.micro_batch": 2,
+        "engine.update_micro_batch": "rollout",
+        "updates": 1,
+        "passes.minibatches": 1,
+    }
     report = dry_run(replace(config, train="lora", **passes, **changes), ranks=ranks)
     check(report)
     assert report.phase("rollout").flops > 0
@@ -102,8 +111,8 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
 )
 def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
     """The image of each prompt is read; the encoders of images have no values."""
-    row = tiny_unet_edits.ROWS.get(name)
-    takes, shape = (("image",), (16, 16)) if row is None else (row.media, tiny_unet_edits.SIZE)
+    row, folder = tiny_conditioned.EDITS.get(name), str(tiny_conditioned.save(name, tmp_path / name))
+    takes, shape = (("image",), (16, 16)) if row is None else (row.media, tiny_conditioned.SIZE)
     records = [
         {"prompt": text, **{argument: f"{argument}-{text}.png" for argument in takes}} for text in ("foxes", "owls", "cats")
     ]
@@ -112,16 +121,16 @@ def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
             tiny_conditioned.draw_image(tmp_path / record[argument], number, shape)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     size: dict[str, Any] = {"height": 32, "width": 32} if name == "qwen-edit" else {"height": 16, "width": 32, "frames": 5}
-    if row is None:
-        config = RECIPES["grpo"](str(tiny_conditioned.save(name, tmp_path / name)))
-    else:
-        config = RECIPES["ddpo"](str(tiny_unet_edits.save(row, tmp_path / name)))
+    config = RECIPES["grpo" if row is None else "ddpo"](folder)
+    if row is not None:
         call = tuple(f"{argument}={value}" for argument, value in row.call.items())
         size = {"height": shape[0], "width": shape[1], "call": call}
     pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")
     given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "rewards": ("jpeg",)}
     given |= {"train": "lora", "pipeline": pipeline}
-    report = dry_run(replace(config, **given, micro_batch=2, update_micro_batch="rollout"), ranks=2)
+    report = dry_run(
+        with_values(config, {**given, "engine.micro_batch": 2, "engine.update_micro_batch": "rollout"}), ranks=2
+    )
     check(report)
     assert report.phase("rollout").flops > 0
 
@@ -140,7 +149,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_every_setting_of_the_engine_runs(name: str) -> None:
     """On 8 ranks."""
     config = RECIPES["grpo"]()
-    report = dry_run(replace(config, engine=replace(config.engine, **ENGINES[name])), ranks=8)
+    report = dry_run(with_values(config, {f"engine.{field}": value for field, value in ENGINES[name].items()}), ranks=8)
     assert report.error is None
     assert report.fits
     if name == "phases":  # the optimizer's state is on the host during the rollout
@@ -152,7 +161,7 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
 def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
     """On 8 ranks with whole copies, with one read-back per update."""
     config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
-    report = dry_run(replace(config, engine=replace(config.engine, base=base)), ranks=8)
+    report = dry_run(with_values(config, {"engine.base": base}), ranks=8)
     check(report)
     assert report.phase("update").count_waits("read") == 1
 
@@ -164,7 +173,7 @@ def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_pa
     config = adapter("sd3", tmp_path)
     settings: dict[str, Any] = {"comm": comm, "offload": offload, "replicas": 1}
     engine = replace(config.engine, **settings)
-    report = dry_run(replace(config, engine=engine), ranks=8)
+    report = dry_run(with_values(config, {"engine": engine}), ranks=8)
     assert report.error is None, report.error
 
 
@@ -172,7 +181,7 @@ def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
     """Each computes with half of them, so its passes are shorter."""
     config = adapter("qwen-image", tmp_path)
     alone = dry_run(config, ranks=8)
-    shared = dry_run(replace(config, engine=replace(config.engine, context_parallel=2)), ranks=8)
+    shared = dry_run(with_values(config, {"engine.context_parallel": 2}), ranks=8)
     assert shared.error is None
     assert any(each.ranks == 2 for each in shared.phase("rollout").communication)
     assert shared.phase("rollout").flops < alone.phase("rollout").flops
@@ -180,7 +189,7 @@ def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
 
 def test_rollouts_ahead_of_the_updates_run_beside_them() -> None:
     """Their thread is simulated too, and their peak is added to the update's."""
-    config = replace(RECIPES["nft"](), asynchronous=AsyncConfig(ahead=1))
+    config = with_values(RECIPES["nft"](), {"rollout.ahead": 1})
     alone, ahead = dry_run(RECIPES["nft"](), ranks=2), dry_run(config, ranks=2)
     assert ahead.error is None
     assert ahead.concurrent > 0
@@ -211,7 +220,7 @@ def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monk
 
     monkeypatch.setattr(SimulatedMode, "_collective", noted)
     config = adapter("wan-experts", tmp_path)
-    config = replace(config, asynchronous=AsyncConfig(ahead=1), correction=CorrectionConfig("truncate"))
+    config = with_values(config, {"rollout.ahead": 1, "correction": CorrectionConfig("truncate")})
     report = dry_run(config, ranks=8)
     assert report.error is None
     assert report.phase("rollout").flops > 0
@@ -226,8 +235,7 @@ def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) 
     config = adapter("sd3", tmp_path)
     sharded = replace(config, train="full", optimizer=replace(config.optimizer, lr=1e-4))
     keep, reshard = (
-        dry_run(replace(sharded, engine=replace(config.engine, comm=comm)), ranks=8).phase("decode")
-        for comm in ("keep", "reshard")
+        dry_run(with_values(sharded, {"engine.comm": comm}), ranks=8).phase("decode") for comm in ("keep", "reshard")
     )
     assert keep.peak > reshard.peak
     held = sum(line.bytes for line in keep.lines if "fsdp" in line.line)
@@ -236,12 +244,12 @@ def test_a_decode_beside_gathered_parameters_says_what_it_costs(tmp_path: Path) 
 
 def test_gathers_of_an_update_are_those_promised() -> None:
     """One per block and one for the rest, on 8 ranks, with two micro-batches as with one."""
-    config = replace(RECIPES["grpo"](), update_micro_batch=8)
-    config = replace(config, engine=replace(config.engine, replicas=1, compute="bfloat16"))  # sharded by FSDP2
+    config = with_values(RECIPES["grpo"](), {"engine.update_micro_batch": 8})
+    config = with_values(config, {"engine.replicas": 1, "engine.compute": "bfloat16"})  # sharded by FSDP2
     report = dry_run(config, ranks=8)
     assert report.micro_batches > 1
     check(report, units=UNITS["handwriting"])
-    resharded = dry_run(replace(config, engine=replace(config.engine, comm="reshard")), ranks=8)
+    resharded = dry_run(with_values(config, {"engine.comm": "reshard"}), ranks=8)
     assert gathers(resharded.phase("update")) > 2 * UNITS["handwriting"]
 
 
@@ -264,9 +272,9 @@ COMPARING: dict[str, tuple[str, dict[str, Any]]] = {
 def comparing(name: str) -> TrainConfig:
     """Return a run that compares policies, sharded by FSDP2, with one update per rollout."""
     base, kl = COMPARING[name]
-    config = replace(RECIPES[base](), epochs=1, minibatches=1)
+    config = with_values(RECIPES[base](), {"passes.epochs": 1, "passes.minibatches": 1})
     engine = replace(config.engine, replicas=1, compute="bfloat16")
-    return replace(config, kl=replace(config.kl, **kl), engine=engine)
+    return with_values(config, {**{f"kl.{k}": v for k, v in kl.items()}, "engine": engine})
 
 
 @pytest.mark.parametrize("name", COMPARING)
@@ -303,7 +311,7 @@ def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
 def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak, FLOPs, collectives and host waits, with text encoders and parameters that are gathered in every pass."""
     config = adapter("sd3", tmp_path)
-    config = replace(config, train="full", engine=replace(config.engine, comm="reshard"))
+    config = with_values(config, {"train": "full", "engine.comm": "reshard"})
     short = dry_run(config, ranks=2)
     monkeypatch.setattr(Repeated, "_of", lambda self, kind, call: call())
     whole = dry_run(config, ranks=2)
@@ -319,8 +327,10 @@ def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: 
 def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     """A run of ten times as many samples holds ten times as many trajectories."""
     config = RECIPES["grpo"]()
-    few = replace(config, micro_batch=4, update_micro_batch="rollout", rollout=replace(config.rollout, prompts=2, group=4))
-    many = replace(few, rollout=replace(few.rollout, prompts=20))
+    few = with_values(
+        config, {"engine.micro_batch": 4, "engine.update_micro_batch": "rollout", "sampling.prompts": 2, "sampling.group": 4}
+    )
+    many = with_values(few, {"sampling.prompts": 20})
     reports = [dry_run(each) for each in (few, many)]
     stored = [report.phase("update").stored for report in reports]
     assert stored[0] == 0

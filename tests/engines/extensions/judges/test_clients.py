@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_servers import FakeServer, chat_reply, client
+from helpers import fake_servers
+from helpers import tiny_jobs as tiny
+from helpers.fake_servers import chat_reply, client, loopback
 from PIL import Image
 from torch import Tensor
 
+from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.judges.formats import FlowFactory, FlowGrpo, UniRL
 from fluvial.engines.extensions.judges.images import spread
@@ -338,4 +341,22 @@ def test_wrong_options_are_one_line(name: str, options: dict[str, str], says: st
 def test_images_and_prompts_must_be_as_many() -> None:
     with pytest.raises(RunError, match="3 images came with 2 prompts"):
         FlowFactory(client({}))(images(), PROMPTS[:2])
-    assert isinstance(FakeServer({}), FakeServer)
+
+
+def test_a_run_learns_from_a_vlm_judge_and_stops_without_one(tmp_path: Path) -> None:
+    """The VLM judge finds bright images good; a run whose server is away ends in one line before its first rollout."""
+    vlm = fake_servers.YesNo()
+    with init_world() as world:
+        with loopback(vlm) as url:
+            config = tiny.config(tmp_path / "run", rewards=(f"vlm_yes_no:url={url},timeout=20",))
+            run = tiny.Run(config, world, tiny.job())
+            record = run.rollout()
+        assert 0 < record["reward"]["mean"] < 1
+        assert all(text.startswith('Does this image show "') for text in vlm.questions)
+        assert len(set(vlm.questions)) >= 2
+        assert any(bool(tensor.any()) for tensor in run.gradient().values())
+        away = tiny.config(tmp_path / "away", rewards=(f"vlm_yes_no:url={url},patience=0",))
+        with pytest.raises(
+            RunError, match=r"reward 'vlm_yes_no': http://127.0.0.1:\d+/v1/models cannot be reached: .*refused"
+        ):
+            tiny.Run(away, world, tiny.job()).rollout()

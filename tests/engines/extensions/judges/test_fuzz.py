@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 import torch
-from fake_servers import chat_reply, client
+from helpers.fake_servers import chat_reply, client
 from hypothesis import given
 from hypothesis import strategies as st
 

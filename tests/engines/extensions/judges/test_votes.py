@@ -6,9 +6,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import asgi
 import pytest
 import torch
+from helpers import asgi
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_servers import chat_reply, client
+from helpers.fake_servers import chat_reply, client
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -121,7 +121,7 @@ def test_a_failed_comparison_does_not_count() -> None:
     assert torch.isnan(found).tolist() == [True, False, False]
     with pytest.raises(RunError, match="content policy"):
         WinRate(client(wrong), model="m")(images(1, 2), PROMPTS[:2], 0)
-    with pytest.raises(RunError, match=r"a group has one: set rollout\.group to 2 or more"):
+    with pytest.raises(RunError, match=r"a group has one: set sampling\.group to 2 or more"):
         WinRate(client(right), model="m")(images(1), PROMPTS[:1], 0)
 
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import handwriting_jobs
 import pytest
-import tiny_pipelines
 import torch
+from helpers import handwriting_jobs, tiny_pipelines
 from rich.console import Console
 
 from fluvial.engines.engine.config import EngineConfig
@@ -19,7 +18,8 @@ from fluvial.engines.extensions.plan import fit
 from fluvial.engines.extensions.plan.fit import fit_config, plan_of
 from fluvial.engines.extensions.plan.plan import GIB, PlanConfig
 from fluvial.engines.extensions.plan.plan import plan as planned
-from fluvial.engines.run.config import PipelineConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.run.recipes import RECIPES
 from fluvial.engines.run.trainer import Trainer
 
@@ -28,10 +28,10 @@ CPU = torch.device("cpu")
 
 def asked(out: Path, share: float) -> TrainConfig:
     """Return a run of adapters that may take a share of what it takes as it is, beside the reserve."""
-    config = handwriting_jobs.config(out, train="lora", micro_batch=8, engine=EngineConfig(fit="80GiB"))
+    config = handwriting_jobs.config(out, train="lora", **{"engine.micro_batch": 8, "engine.fit": "80GiB"})
     need = planned("handwriting", plan_of(config, "handwriting", 1, CPU), device=CPU).need
     memory = PlanConfig.reserve_gib * GIB + share * need
-    return replace(config, engine=EngineConfig(fit=f"{memory / 2**20:.6f}MiB"))
+    return with_values(config, {"engine.fit": f"{memory / 2**20:.6f}MiB"})
 
 
 @pytest.mark.long
@@ -51,7 +51,7 @@ def test_a_run_trains_with_the_settings_that_fit(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) -> None:
     found = fit_config(asked(tmp_path, 0.2), ranks=1, device=CPU)[0]
-    assert (found.engine.base, found.micro_batch) != ("auto", 8)
+    assert (found.engine.base, found.engine.micro_batch) != ("auto", 8)
     with pytest.raises(RunError, match=r"handwriting does not fit into .* the least is") as error:
         fit_config(asked(tmp_path, 0.001), ranks=1, device=CPU)
     assert "\n" not in str(error.value)
@@ -66,34 +66,36 @@ def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: p
     """Into a cache of the run, unless one is named."""
     saved = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     pipeline = PipelineConfig(height=64, width=64)
-    config = replace(RECIPES["grpo"](str(saved)), out=tmp_path, train="lora", micro_batch=2, pipeline=pipeline)
-    config = replace(config, engine=replace(config.engine, fit="24GiB"))
+    config = with_values(
+        RECIPES["grpo"](str(saved)), {"out": tmp_path, "train": "lora", "engine.micro_batch": 2, "pipeline": pipeline}
+    )
+    config = with_values(config, {"engine.fit": "24GiB"})
     found, _ = fit_config(config, ranks=1, device=CPU)
     assert found.pipeline.text_cache == tmp_path / "encoded" / "texts"
     assert found.pipeline.text_base == "auto"
-    named = replace(config, pipeline=replace(pipeline, text_cache=tmp_path / "mine"))
+    named = with_values(config, {"pipeline": replace(pipeline, text_cache=tmp_path / "mine")})
     assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_cache == tmp_path / "mine"
     monkeypatch.setattr(fit, "text_encoder_bytes", lambda name, base, dtype: {None: 40, "int8": 20, "nf4": 17}[base] * GIB)
     assert fit_config(named, ranks=1, device=CPU)[0].pipeline.text_base == "nf4"
     with pytest.raises(RunError, match=r"do not fit into 22GiB .* 17.00 GiB with --pipeline.text-base nf4"):
-        fit_config(replace(named, engine=replace(config.engine, fit="22GiB")), ranks=1, device=CPU)
+        fit_config(with_values(named, {"engine.fit": "22GiB"}), ranks=1, device=CPU)
 
 
 @pytest.mark.long
 def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> None:
     """FLUX's take 9.3 GiB in bfloat16, beside a network in int8, which the plan chooses for 24 GiB and takes 12.8."""
     config = replace(RECIPES["grpo"]("black-forest-labs/FLUX.1-dev"), out=tmp_path, train="lora", prompts=("x.txt",))
-    config = replace(config, rollout=replace(config.rollout, prompts=1))
+    config = with_values(config, {"sampling.prompts": 1})
     device = torch.device("cuda")
     fits = partial(fit_config, ranks=1, device=device)
     for memory, base in (("24GiB", "int8"), ("48GiB", "auto")):
-        found = fits(replace(config, engine=EngineConfig(fit=memory, base="int8", checkpointing="block")))[0]
+        found = fits(with_values(config, {"engine.fit": memory, "engine.base": "int8", "engine.checkpointing": "block"}))[0]
         assert (found.engine.base, found.pipeline.text_base) == ("int8", base)
 
 
 @pytest.mark.parametrize(("model", "says"), [("words", "there is no transformer 'words'"), ("UNET", "inputs of UNet2D")])
 def test_networks_without_a_closed_form_are_refused(tmp_path: Path, model: str, says: str) -> None:
-    config = handwriting_jobs.config(tmp_path, engine=EngineConfig(fit="24GiB"))
+    config = handwriting_jobs.config(tmp_path, **{"engine.fit": "24GiB"})
     if model == "UNET":
         model = str(tiny_pipelines.save(tiny_pipelines.ROWS["sd1"], tmp_path / "sd1"))
     with pytest.raises(UsageError, match=says):

@@ -1,32 +1,24 @@
 """Live storages against what is worked out on paper, and the engine's accounting against what an engine holds."""
 
 import copy
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import Net, data, squared
+from helpers.tiny_models import Net, data, squared
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.storages import LiveStorages
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.extensions.plan.check import measure
 from fluvial.engines.extensions.plan.memory import Accounting, Stretch, account, activations
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, add_lora
 from fluvial.models.quantised import FORMATS
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def test_a_storage_counts_once_and_until_it_is_freed() -> None:

@@ -22,18 +22,16 @@ from fluvial.engines import plugins
 from fluvial.engines.cli import main as cli
 from fluvial.engines.cli.runs import describe_run
 from fluvial.engines.cli.train import _recipe
-from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published import runs as published
 from fluvial.engines.extensions.published.resolve import ASSUMED, resolve, side_by_side
 from fluvial.engines.extensions.published.runs import find, load_published
-from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.recipes import grpo
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in, select
 from fluvial.models import LoraConfig
-from fluvial.models.lora import LowRank, add_lora, lora_layers
+from fluvial.models.lora import add_lora, lora_layers
 from fluvial.models.pipelines.sd3 import SD3
 from fluvial.models.rewards.table import REWARD_MODELS
 from fluvial.models.shapes import MODELS
@@ -44,7 +42,7 @@ ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 
 
 @cache
-def config_of(name: str) -> TrainConfig:
+def config_of(name: str) -> Any:
     """Return a published run as fluvial runs it."""
     return resolve(find(name))
 
@@ -88,7 +86,7 @@ def test_the_clients_of_runs_have_the_options_that_are_set() -> None:
 def test_a_published_run_is_a_configuration(name: str) -> None:
     """It round-trips through JSON, and its deviations name settings, in words."""
     run = find(name)
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     record = as_record(config)
     assert read_record(json.loads(json.dumps(record))) == config
     assert config.model == RUNS[name].model
@@ -105,16 +103,16 @@ def test_what_is_published_is_ours_or_a_deviation(name: str) -> None:
     assert set(run.published) | set(run.deviations) <= set(rows)
     if run.needs:
         return
-    tables = {path.rpartition(".")[0] for path in flat_record(name)} | {"rollout.sampler", "noising"}
+    tables = {path.rpartition(".")[0] for path in flat_record(name)} | {"sampling.sampler", "noising"}
     for path, value in run.published.items():
-        if path not in flat_record(name) and path not in tables and path not in run.deviations:
+        if path not in flat_record(name) and path not in tables and path not in {**run.deviations, **run.fixed}:
             assert published.always()[path] == value, path
 
 
 @cache
 def flat_record(name: str) -> dict[str, Any]:
     """Return the values of a run's configuration by dotted name."""
-    return published.flat(as_record(config_of(name)))
+    return {published.as_flag(field): value for field, value in published.flat(as_record(config_of(name))).items()}
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -135,22 +133,22 @@ def test_no_setting_is_unsaid(name: str) -> None:
 # Settings that were wrong, or were read in another source than that of the run.
 READ_AGAIN: dict[tuple[str, str], Any] = {
     **{
-        (name, "rollout.guidance.negative"): " "
+        (name, "sampling.guidance.negative"): " "
         for name, run in RUNS.items()
-        if run.settings["model"].value.startswith("Qwen/") and run.settings.get("rollout.guidance.scale", (1.0,))[0] == 4.0
+        if run.settings["model"].value.startswith("Qwen/") and run.settings.get("sampling.guidance.scale", (1.0,))[0] == 4.0
     },
-    ("verl_omni/sd3.5-medium/dpo-offline-lora", "rollout.guidance.negative"): " ",
-    ("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo", "rollout.guidance.negative"): " ",
-    ("flow_grpo/sd3.5-medium/ocr", "rollout.guidance.negative"): "",
-    ("flow_grpo/wan2.1-t2v-1.3b/ocr", "rollout.guidance.negative"): "",
+    ("verl_omni/sd3.5-medium/dpo-offline-lora", "sampling.guidance.negative"): " ",
+    ("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo", "sampling.guidance.negative"): " ",
+    ("flow_grpo/sd3.5-medium/ocr", "sampling.guidance.negative"): "",
+    ("flow_grpo/wan2.1-t2v-1.3b/ocr", "sampling.guidance.negative"): "",
     ("flow_grpo/sd3.5-medium/pickscore-fast", "advantage.drop_zero"): False,
     ("flow_grpo/sd3.5-medium/pickscore-fast", "optimizer.ema_repeats"): 2,
     ("flow_grpo/flux.1-dev/geneval-fast", "optimizer.ema_repeats"): 6,
     ("flow_grpo/flux.1-dev/pickscore-fast", "optimizer.ema_repeats"): 6,
     ("flow_cps/flux.1-dev/pickscore", "optimizer.ema_repeats"): 6,
-    ("flow_grpo/bagel-7b/pickscore-full", "rollout.window.draw"): "call",
-    ("flow_cps/qwen-image/pickscore", "rollout.window.low"): 3,
-    ("flow_cps/qwen-image/pickscore", "rollout.window.high"): 5,
+    ("flow_grpo/bagel-7b/pickscore-full", "sampling.window.draw"): "call",
+    ("flow_cps/qwen-image/pickscore", "sampling.window.low"): 3,
+    ("flow_cps/qwen-image/pickscore", "sampling.window.high"): 5,
     ("miles_diffusion/qwen-image/ocr", "advantage.clip"): 5.0,
     ("miles_diffusion/qwen-image/ocr", "advantage.eps"): 1e-4,
     ("miles_diffusion/qwen-image/ocr", "optimizer.eps"): 1e-8,
@@ -160,8 +158,18 @@ READ_AGAIN: dict[tuple[str, str], Any] = {
     ("flow_factory/flux.1-dev/awm", "optimizer.ema_decay"): 0.3,
     ("flow_factory/sd3.5-medium/nft", "optimizer.ema_decay"): 0.5,
     ("flow_factory/sd3.5-medium/crd-ocr", "optimizer.ema_decay"): 0.995,
-    ("dancegrpo/sd1.4/hpsv2", "rollout.window.high"): None,  # the last step takes noise, too, and is not trained
-    ("dancegrpo/sd1.4/hpsv2", "rollout.trained.fraction"): 0.98,
+    # Flow-GRPO's average takes in the weights once per micro-batch of a GPU; others follow per update, or per rollout.
+    ("flow_grpo/sd3.5-medium/ocr", "optimizer.ema_repeats"): 576 // (32 * 9),
+    ("flow_grpo/sd3.5-medium/ocr-4gpu", "optimizer.ema_repeats"): 128 // (4 * 8),
+    ("tempflow_grpo/sd3.5-medium/geneval", "optimizer.ema_repeats"): 2,
+    ("flow_factory/flux.1-dev/grpo", "optimizer.ema_interval"): 4 * 2,
+    ("dancegrpo/flux.1-dev/hpsv2-8gpu", "optimizer.ema_interval"): 2,
+    ("ddpo/sd1.4/prompt_image_alignment", "engine.micro_batch"): 4,
+    ("ddpo/sd1.4/prompt_image_alignment", "checkpoint.every"): 2,
+    **{(f"awm/sd3.5-medium/{task}", "data.seed"): 42 for task in ("geneval", "ocr", "pickscore")},
+    ("unirl/qwen-image/nft", "pipeline.text_tokens"): 512,
+    ("dancegrpo/sd1.4/hpsv2", "sampling.window.high"): None,  # the last step takes noise, too, and is not trained
+    ("dancegrpo/sd1.4/hpsv2", "trained.fraction"): 0.98,
 }
 
 
@@ -171,11 +179,11 @@ def test_what_the_sources_of_these_settings_state() -> None:
     for (name, path), value in READ_AGAIN.items():
         assert flat_record(name)[path] == value, (name, path)
         assert value is None or rows_of(name)[path].why != ASSUMED, (name, path)
-    assert rows_of("flow_grpo/qwen-image/pickscore")["rollout.guidance.negative"][1:3] == ('" "', '" "')
+    assert rows_of("flow_grpo/qwen-image/pickscore")["sampling.guidance.negative"][1:3] == ('" "', '" "')
     source = rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["advantage.drop_zero"].source
     assert source is not None
     assert source.repo == "IamCreateAI/FlowCPS"
-    assert rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["rollout.shared_noise"].published.startswith("true: 2 x 9")
+    assert rows_of("flow_grpo/sd3.5-medium/pickscore-fast")["sampling.shared_noise"].published.startswith("true: 2 x 9")
 
 
 def test_an_assumed_setting_is_said_to_be() -> None:
@@ -218,7 +226,7 @@ def test_rewards_are_the_built_in_ones(name: str) -> None:
     """Every reward that a run names comes with fluvial; one that does not is a deviation that says what to do."""
     known = built_in()
     run = find(name)
-    config, deviations = resolve(run), run.deviations
+    config, deviations = config_of(run.name), run.deviations
     for text in config.rewards:
         assert parse(text, plugins.names("rewards", known), field="rewards").name in known
     if config.makes_samples and not config.rewards:
@@ -233,9 +241,13 @@ def test_diffusion_dpo_draws_timesteps_of_the_whole_schedule() -> None:
     """t is uniform over 1,000 timesteps; the one that diffusers' scheduler lacks is a deviation."""
     for name in ("diffusion_dpo/sd1.5/pickapic", "diffusion_dpo/sdxl/pickapic"):
         run = find(name)
-        config, deviations = resolve(run), run.deviations
-        assert (config.rollout.steps, config.noising.each, config.noising.levels.kind) == (999, 1, "schedule")
-        assert deviations["rollout.steps"].published == "t uniform over timesteps 0 to 999"
+        config, deviations = config_of(run.name), run.deviations
+        assert (config.method.sampling.steps, config.method.noising.each, config.method.noising.levels.kind) == (
+            999,
+            1,
+            "schedule",
+        )
+        assert deviations["sampling.steps"].published == "t uniform over timesteps 0 to 999"
         assert config.pipeline.latents == "sample"
 
 
@@ -243,18 +255,18 @@ def test_the_pairs_of_verl_omni_are_noised_at_logit_normal_levels() -> None:
     """The shift of SD3's scheduler is the mean of the logit; Qwen-Image's has none."""
     sd3 = config_of("verl_omni/sd3.5-medium/dpo-offline-lora")
     qwen = config_of("verl_omni/qwen-image/ocr-online-dpo")
-    found: Any = (sd3.noising.levels, qwen.noising.levels)
+    found: Any = (sd3.method.noising.levels, qwen.method.noising.levels)
     assert [levels.kind for levels in found] == ["logit_normal"] * 2
     assert [levels.mean for levels in found] == pytest.approx([math.log(3), 0])
-    assert sd3.rollout.guidance.scale == 4.0
-    assert (sd3.updates, sd3.minibatches, sd3.rollout.prompts) == (4000, 4, 16)
-    assert (qwen.updates, qwen.minibatches, qwen.rollout.prompts) == (600, 2, 32)
+    assert sd3.method.sampling.guidance.scale == 4.0
+    assert (sd3.updates, sd3.method.passes.minibatches, sd3.method.sampling.prompts) == (4000, 4, 16)
+    assert (qwen.updates, qwen.method.passes.minibatches, qwen.method.sampling.prompts) == (600, 2, 32)
 
 
 def clip_of(name: str) -> tuple[float, float]:
     """Return the clip range of a run."""
-    objective: Any = config_of(name).objective
-    return objective.clip_low, objective.clip_high
+    method: Any = config_of(name).method
+    return method.clip_low, method.clip_high
 
 
 def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
@@ -262,41 +274,18 @@ def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
     assert clip_of("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo") == (1e-4, 1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith(("ddpo/", "d3po/", "alignprop/"))])
-def test_adapters_of_the_stable_diffusion_runs_are_those_of_their_libraries(name: str) -> None:
-    """Rank 4 without a scale, on attention alone: diffusers 0.17.1 and trl 0.11.4."""
-    lora = config_of(name).lora
-    assert (lora.rank, lora.alpha, lora.form) == (4, 4.0, LowRank("gaussian"))
-    assert set(lora.targets or ()) == ATTENTION
-
-
 def test_d3po_compares_20_pairs_per_epoch() -> None:
     """Two batches of 10 prompts with two images each; the published updates of single pairs are a deviation."""
     run = find("d3po/sd1.5/compressibility")
-    config, deviations = resolve(run), run.deviations
-    assert (config.rollout.prompts, config.rollout.group, config.updates) == (20, 2, 400)
-    assert deviations["minibatches"].published == "20 updates of 1 pair"
+    config, deviations = config_of(run.name), run.deviations
+    assert (config.method.sampling.prompts, config.method.sampling.group, config.updates) == (20, 2, 400)
+    assert deviations["passes.minibatches"].published == "20 updates of 1 pair"
 
 
 def test_an_older_flow_grpo_fast_has_64_prompts() -> None:
     """32 GPUs make 4 batches of one prompt each, and two calls share a prompt: 64 groups of 18."""
     config = config_of("flow_grpo/sd3.5-medium/pickscore-fast")
-    assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (64, 18, 2)
-
-
-@pytest.mark.parametrize("name", ["unirl/qwen-image/nft", "miles_diffusion/qwen-image/ocr"])
-def test_mlps_of_qwen_image_are_adapted_where_published(name: str) -> None:
-    """12 targets: the attention and both MLPs."""
-    targets = config_of(name).lora.targets or ()
-    assert len(targets) == 12
-    assert sum("mlp" in target for target in targets) == 4
-
-
-def test_flow_factory_does_not_adapt_proj_mlp() -> None:
-    """Its 12 default targets of FLUX are named, in place of the model's own."""
-    targets = config_of("flow_factory/flux.1-dev/grpo").lora.targets or ()
-    assert len(targets) == 12
-    assert not any("proj_mlp" in target for target in targets)
+    assert (config.method.sampling.prompts, config.method.sampling.group, config.method.passes.minibatches) == (64, 18, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("tempflow_grpo/")])
@@ -333,16 +322,16 @@ def test_the_second_attention_of_sd3_is_not_adapted() -> None:
 
 def test_dgpos_beta_and_reference() -> None:
     """beta_dpo is 100 at the cited commit, and the reference of the preference is the base model (use_ema_ref false)."""
-    objective: Any = config_of("dgpo/sd3.5-medium/geneval").objective
-    assert (objective.beta, objective.reference) == (100.0, "base")
+    method = config_of("dgpo/sd3.5-medium/geneval").method
+    assert (method.beta, method.reference) == (100.0, "base")
     assert not any("101" in line for line in find("dgpo/sd3.5-medium/geneval").unusual)
 
 
 def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
     """12 targets, and 8 of the first 9 steps drawn at random."""
     run = find("unirl/hunyuanvideo-1.5/dancegrpo")
-    config, deviations = resolve(run), run.deviations
-    window: Any = config.rollout.window
+    config, deviations = config_of(run.name), run.deviations
+    window: Any = config.method.sampling.window
     assert config.model == "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     assert len(config.lora.targets or ()) == 12
     assert (window.kind, window.size, window.low, window.high) == ("scattered", 8, 0, 9)
@@ -353,17 +342,13 @@ def test_dancegrpo_sums_the_losses_of_its_rewards() -> None:
     """The weight of the second is 0, so that one reward is left."""
     run = find("dancegrpo/hunyuanvideo/videoalign-vq")
     assert run.published["advantage.combine"].startswith("the losses of both rewards are summed")
-    assert config_of(run.name).advantage.extremes == 4
+    assert config_of(run.name).method.advantage.extremes == 4
 
 
-def test_settings_that_were_called_not_stated() -> None:
-    """DDPO alignment's micro-batch and checkpoints, AWM's data seed, SPO-SDXL's adapter, UniRL's text length."""
-    alignment = config_of("ddpo/sd1.4/prompt_image_alignment")
-    assert (alignment.micro_batch, alignment.checkpoint_every) == (4, 2)
-    assert all(config_of(f"awm/sd3.5-medium/{task}").data_seed == 42 for task in ("geneval", "ocr", "pickscore"))
+def test_the_adapter_of_spo_is_stated() -> None:
+    """Its method is one that fluvial lacks."""
     spo = find("spo/sdxl/4k-prompts").settings
     assert (spo["lora.alpha"].value, set(spo["lora.targets"].value)) == (64, ATTENTION)
-    assert config_of("unirl/qwen-image/nft").pipeline.text_tokens == 512
 
 
 # What single runs do.
@@ -372,17 +357,18 @@ def test_settings_that_were_called_not_stated() -> None:
 def test_flow_grpo_leaves_the_last_step_out() -> None:
     """9 of the 10 stochastic steps are trained on, the noisiest; samples without advantage are dropped."""
     config = config_of("flow_grpo/sd3.5-medium/ocr")
-    rollout = config.rollout
-    assert (rollout.steps, rollout.window.kind, rollout.trained.kind, rollout.trained.count(10)) == (10, "all", "first", 9)
-    assert config.advantage.drop_zero
-    assert config.kl.weight_of(rollout.sampler.rule) == "rate"
+    sampling, trained = config.method.sampling, config.method.trained
+    assert (sampling.steps, sampling.window.kind, trained.kind, trained.count(10)) == (10, "all", "first", 9)
+    assert config.method.advantage.drop_zero
+    assert config.method.kl.weight_of(sampling.sampler.rule) == "rate"
 
 
 def test_dance_decodes_the_clean_estimate() -> None:
     """The last step takes no noise, and 60 % of the others are trained on."""
-    rollout = config_of("dancegrpo/flux.1-dev/hpsv2-16gpu").rollout
-    assert rollout.window.range(rollout.steps) == (0, 15)
-    assert (rollout.trained.count(15), rollout.trained.kind) == (9, "random")
+    method = config_of("dancegrpo/flux.1-dev/hpsv2-16gpu").method
+    sampling, trained = method.sampling, method.trained
+    assert sampling.window.range(sampling.steps) == (0, 15)
+    assert (trained.count(15), trained.kind) == (9, "random")
 
 
 def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
@@ -403,14 +389,14 @@ def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
 
 def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
     """0 for 75 updates, then 0.0075 per update up to 0.999."""
-    objective: Any = config_of("diffusion_nft/sd3.5-medium/ocr").objective
-    decays = [objective.old.decay(updates // 2, updates) for updates in (75, 77, 1000)]
+    method = config_of("diffusion_nft/sd3.5-medium/ocr").method
+    decays = [method.old.decay(updates // 2, updates) for updates in (75, 77, 1000)]
     assert decays == pytest.approx([0.0, 0.015, 0.999])
 
 
 def test_a_method_that_fluvial_lacks_is_said_to_be() -> None:
     """Its settings are listed, and training it is an error of one line."""
-    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such objective, which needs the gradient"):
+    with pytest.raises(UsageError, match="is a run of SRPO, and fluvial has no such method, which needs the gradient"):
         resolve(find("srpo/flux.1-dev/hpsv2"))
     assert sorted({run.algorithm for run in RUNS.values() if run.needs}) == ["BranchGRPO", "GARDO", "SPO", "SRPO"]
     assert rows_of("srpo/flux.1-dev/hpsv2")["optimizer.lr"].published == "5e-06"
@@ -426,7 +412,7 @@ def test_runs_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     columns = {line.split()[0]: line.split() for line in lines if line}
     assert columns["setting"] == ["setting", "published", "ours", "source", "why"]
     assert columns["optimizer.lr"][1:3] == ["0.0003", "0.0003"]
-    assert columns["checkpoint_every"][1:4] == ["60", "rollouts", "120"]
+    assert columns["checkpoint.every"][1:4] == ["60", "rollouts", "120"]
     assert columns["engine.compute"][1:5] == ["fp16", "auto", "-", "[precision]"]
     assert any("int(10*0.99) = 9" in line for line in lines)
     assert any("ltt0716/flow_grpo_official" in line for line in lines)
@@ -443,7 +429,7 @@ def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
     printed = describe_run(find(name))
     assert all(setting in printed for setting in rows_of(name))
     if RUNS[name].needs:
-        with pytest.raises(UsageError, match="has no such objective"):
+        with pytest.raises(UsageError, match="has no such method"):
             _recipe(name)
     else:
         assert _recipe(name)() == config_of(name)
@@ -451,7 +437,7 @@ def test_every_run_is_printed_and_trained_by_its_name(name: str) -> None:
 
 def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What `config` prints is what `--config` reads, and flags go on top of it."""
-    typed = ["grpo", "--rollout.group", "4", "--out", str(tmp_path / "run")]
+    typed = ["grpo", "--sampling.group", "4", "--out", str(tmp_path / "run")]
     assert cli.run(["config", *typed, "--json"]) == 0
     first = capsys.readouterr().out
     path = tmp_path / "run.json"
@@ -465,22 +451,24 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
     toml.write_text(capsys.readouterr().out)
     assert cli.run(["config", str(toml), "--json"]) == 0
     assert capsys.readouterr().out == first
-    toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[rollout]\ngroup = 4\n')
+    toml.write_text(f'out = "{tmp_path}"\nupdates = 6\n[method]\nname = "grpo"\n[method.sampling]\ngroup = 4\n')
     assert cli.run(["config", str(toml), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rollout"]["group"] == 4
+    assert json.loads(capsys.readouterr().out)["method"]["sampling"]["group"] == 4
     toml.write_text(
-        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[rollout]\ngroup = 4\n'
-        '[rollout.window]\nkind = "random"\nsize = 2\n[rollout.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
-        '[kl]\ncoef = 0.1\nweight = "mse"\n'
+        f'out = "{tmp_path}"\nprompt_order = "distinct"\n[method]\nname = "grpo"\n[method.sampling]\ngroup = 4\n'
+        '[method.sampling.window]\nkind = "random"\nsize = 2\n'
+        '[method.sampling.window.tail]\nsolver = "dpmpp_2m"\nfraction = 0.4\n'
+        '[method.kl]\ncoef = 0.1\nweight = "mse"\n'
     )
     assert cli.run(["config", str(toml), "--json"]) == 0
     printed = capsys.readouterr().out
-    assert json.loads(printed)["rollout"]["window"]["tail"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
+    assert json.loads(printed)["method"]["sampling"]["window"]["tail"] == {"solver": "dpmpp_2m", "fraction": 0.4, "least": 1}
     path.write_text(printed)
     assert cli.run(["config", "--config", str(path), "--kl.weight", "exact", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again.pop("kl") == {**json.loads(printed).pop("kl"), "weight": "exact"}
-    assert again == {name: value for name, value in json.loads(printed).items() if name != "kl"}
+    expected = json.loads(printed)
+    expected["method"]["kl"]["weight"] = "exact"
+    assert again == expected
 
 
 @pytest.mark.parametrize(
@@ -503,34 +491,24 @@ def test_a_file_that_is_no_configuration(
 def test_ddpos_statistics_and_last_step() -> None:
     """256 prompts of one sample with the last 16 rewards of each; Stable Diffusion's schedule ends with a noisy step."""
     run = find("ddpo/sd1.4/compressibility")
-    config, deviations = resolve(run), run.deviations
-    assert (config.rollout.prompts, config.rollout.group, config.minibatches) == (256, 1, 4)
-    assert (config.advantage.history, config.advantage.history_min, config.advantage.eps) == (16, 16, 1e-6)
-    assert not any(name.startswith("rollout") for name in deviations)
+    config, deviations = config_of(run.name), run.deviations
+    assert (config.method.sampling.prompts, config.method.sampling.group, config.method.passes.minibatches) == (256, 1, 4)
+    assert (config.method.advantage.history, config.method.advantage.history_min, config.method.advantage.eps) == (
+        16,
+        16,
+        1e-6,
+    )
+    assert not any(name.startswith("sampling") for name in deviations)
     scheduler = DDIMScheduler(1000, 0.00085, 0.012, beta_schedule="scaled_linear", set_alpha_to_one=False, steps_offset=1)
     scheduler.set_timesteps(50)
     assert ddim(scheduler.alphas_cumprod[scheduler.timesteps[-1]], scheduler.final_alpha_cumprod, eta=1.0).std > 0
-
-
-def test_averages_of_published_runs() -> None:
-    """Flow-GRPO's takes in the weights once per micro-batch of a GPU; others follow per update, or per rollout."""
-
-    def optimizer(name: str) -> OptimizerConfig:
-        return config_of(name).optimizer
-
-    repeats = {name: optimizer(f"flow_grpo/sd3.5-medium/{name}").ema_repeats for name in ("ocr", "ocr-4gpu")}
-    assert repeats == {"ocr": 576 // (32 * 9), "ocr-4gpu": 128 // (4 * 8)}
-    assert optimizer("tempflow_grpo/sd3.5-medium/geneval").ema_repeats == 2
-    assert optimizer("diffusion_nft/sd3.5-medium/ocr").ema_repeats == 1
-    assert optimizer("flow_factory/flux.1-dev/grpo").ema_interval == 4 * 2
-    assert optimizer("dancegrpo/flux.1-dev/hpsv2-8gpu").ema_interval == 2
 
 
 def test_windows_of_published_runs() -> None:
     """Per call (Flow-GRPO-Fast), per sample (verl-omni), moving (MixGRPO, UniRL), one by one (UniRL)."""
 
     def window(name: str) -> Any:
-        return config_of(name).rollout.window
+        return config_of(name).method.sampling.window
 
     assert window("flow_grpo/sd3.5-medium/geneval-fast-nocfg").draw == "call"
     assert window("verl_omni/qwen-image/ocr-flowdppo").draw == "sample"
@@ -543,18 +521,18 @@ def test_windows_of_published_runs() -> None:
 def test_a_trunk_of_branches() -> None:
     """TempFlow-GRPO branches 6 times at each of the 9 trained steps; 4 initial noises share a prompt."""
     for task in ("flux.1-dev/hpsv3", "sd3.5-medium/geneval"):
-        rollout = config_of(f"tempflow_grpo/{task}").rollout
-        window: Any = rollout.window
-        assert (window.samples, window.size, window.range(rollout.steps)) == (6, 1, (0, 9))
-        assert window.trunk(rollout.steps, rollout.group) == 54
-        assert (rollout.prompts, rollout.group) == (48, 4 * 54)
+        sampling = config_of(f"tempflow_grpo/{task}").method.sampling
+        window: Any = sampling.window
+        assert (window.samples, window.size, window.range(sampling.steps)) == (6, 1, (0, 9))
+        assert window.trunk(sampling.steps, sampling.group) == 54
+        assert (sampling.prompts, sampling.group) == (48, 4 * 54)
 
 
 def test_levels_of_published_runs() -> None:
     """One of each part without the first (AWM), the noisiest (UniRL), those above a level (Flow-Factory)."""
 
     def levels(name: str) -> tuple[Any, ...]:
-        noising = config_of(name).noising
+        noising = config_of(name).method.noising
         found: Any = noising.levels
         return noising.each, noising.draw, found.kind, found.highest, found.skip
 
@@ -575,16 +553,16 @@ def test_models_that_cannot_be_trained_as_published() -> None:
 def test_an_offline_run_takes_its_pairs_from_a_folder() -> None:
     """Diffusion-DPO's have no rollout; the online ones make as many updates as their pairs give."""
     offline = config_of("diffusion_dpo/sd1.5/pickapic")
-    assert (offline.makes_samples, offline.rollout.prompts, offline.minibatches) == (False, 2048, 1)
+    assert (offline.makes_samples, offline.method.sampling.prompts, offline.method.passes.minibatches) == (False, 2048, 1)
     online = config_of("verl_omni/qwen-image/ocr-online-dpo")
-    assert (online.makes_samples, online.minibatches, online.rollout.prompts) == (True, 2, 32)
+    assert (online.makes_samples, online.method.passes.minibatches, online.method.sampling.prompts) == (True, 2, 32)
 
 
 # How blocks are put together.
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "far": {"source": {"repo": "a/b", "path": "x", "commit": "1"}, "settings": {"seed": 1, "kl": {"coef": 0.5}}, "gpus": 8},
-    "guess": {"assumed": {"seed": 9, "micro_batch": 4}, "unusual": ["first"]},
+    "guess": {"assumed": {"seed": 9, "engine.micro_batch": 4}, "unusual": ["first"]},
     "near": {
         "extends": ["far", "guess"],
         "source": {"path": "y"},
@@ -603,25 +581,31 @@ def test_a_run_extends_blocks() -> None:
     """Later blocks come before earlier ones; each setting keeps the source of its block; what is stated is not assumed."""
     run = composed(extends=["near"], settings={"kl": {"coef": 0.1}}, unusual=["second"], gpus=4)
     values = {path: setting.value for path, setting in run.settings.items()}
-    assert values == {"seed": 1, "kl.coef": 0.1, "micro_batch": 4, "rollout.window.kind": "random", "rollout.window.size": 2}
+    assert values == {
+        "seed": 1,
+        "kl.coef": 0.1,
+        "engine.micro_batch": 4,
+        "sampling.window.kind": "random",
+        "sampling.window.size": 2,
+    }
     paths = {path: setting.source and setting.source.path for path, setting in run.settings.items()}
     assert paths == {
         "seed": "x",
         "kl.coef": "y",
-        "micro_batch": None,
-        "rollout.window.kind": "y",
-        "rollout.window.size": "y",
+        "engine.micro_batch": None,
+        "sampling.window.kind": "y",
+        "sampling.window.size": "y",
     }
     assert (run.unusual, run.gpus) == (("first", "second"), 4)
-    assert run.overlay()["rollout"] == {"window": {"kind": "random", "size": 2}}
+    assert run.overlay()["method"]["sampling"] == {"window": {"kind": "random", "size": 2}}
 
 
 def test_another_variant_of_a_union_drops_the_fields_of_the_first() -> None:
     """A block that sets another kind inherits no field of the other variant; one that sets the same kind does."""
     scattered = composed(extends=["near"], settings={"rollout": {"window": {"kind": "all", "high": 5}}})
-    assert scattered.overlay()["rollout"]["window"] == {"kind": "all", "high": 5}
+    assert scattered.overlay()["method"]["sampling"]["window"] == {"kind": "all", "high": 5}
     same = composed(extends=["near"], settings={"rollout": {"window": {"kind": "random", "high": 5}}})
-    assert same.overlay()["rollout"]["window"] == {"kind": "random", "size": 2, "high": 5}
+    assert same.overlay()["method"]["sampling"]["window"] == {"kind": "random", "size": 2, "high": 5}
 
 
 def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
@@ -631,6 +615,6 @@ def test_a_run_that_states_nothing_is_assumed_throughout() -> None:
             source=BLOCKS["far"]["source"], settings={"model": "m", "train": "lora", "objective": {"name": objective}}
         )
         rows = {row.setting: row for row in side_by_side(run)}
-        assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "objective.name"}
-        assert rows.keys() == published.flat(as_record(resolve(run))).keys()
+        assert {name for name, row in rows.items() if row.why != ASSUMED} == {"model", "train", "method.name"}
+        assert [*rows] == [published.as_flag(name) for name in published.flat(as_record(resolve(run)))]
         assert {row.published for row in rows.values() if row.why == ASSUMED} == {"not stated"}

@@ -1,22 +1,21 @@
 """Needs of single published runs: branches, windows of a run, a guided reference, best-of-n, distinct prompts."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
+from helpers.spied_runs import ODE, STEPS, Spied
 from hypothesis import given
 from hypothesis import strategies as st
-from spied_runs import ODE, STEPS, Spied
 
 from fluvial.core.random import key
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.methods.table import Nft
 from fluvial.engines.run import trainer as trainers
-from fluvial.engines.run.config import KLConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.run.validate import check_model
 from fluvial.engines.sampling.generate import Guidance
@@ -27,13 +26,6 @@ from fluvial.engines.scoring.advantages import AdvantageConfig, extreme
 from fluvial.models.pipelines.wan import Wan
 
 BRANCHES = replace(STEPS, group=12, window=Branches(1, 2, high=3))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @given(st.integers(1, 3), st.integers(0, 2), st.integers(2, 4), st.lists(st.integers(0, 200), min_size=1, max_size=9))
@@ -47,7 +39,7 @@ def test_branches_take_the_places_in_turn(size: int, low: int, branches: int, id
 
 def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
     """A trunk's samples start alike and differ in one step; each is compared with those of its own step alone."""
-    run = Spied(tiny.config(tmp_path, rollout=BRANCHES, micro_batch=6), one)
+    run = Spied(tiny.config(tmp_path, sampling=BRANCHES, **{"engine.micro_batch": 6}), one)
     run.rollout()
     trajectory, step = run.trajectories[0], run.updates[0].items
     # 2 prompts of 2 trunks of 3 places of 2 branches.
@@ -64,17 +56,17 @@ def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"group": 8}, r"rollout.group is 8, expected a multiple of 6"),
-        ({"shared_noise": True}, r"rollout.shared_noise has no effect with rollout.window branches"),
-        ({"sampler": Ode()}, r"rollout.window is 'branches', expected all: ode has no stochastic steps"),
-        ({"window": Branches(5, 2)}, r"rollout.window has 5 stochastic steps in steps 0 to 4 of 4"),
+        ({"group": 8}, r"sampling.group is 8, expected a multiple of 6"),
+        ({"shared_noise": True}, r"sampling.shared_noise has no effect with sampling.window branches"),
+        ({"sampler": Ode()}, r"sampling.window is 'branches', expected all: ode has no stochastic steps"),
+        ({"window": Branches(5, 2)}, r"sampling.window has 5 stochastic steps in steps 0 to 4 of 4"),
     ],
 )
 def test_branches_that_cannot_be(changes: dict[str, Any], says: str) -> None:
     """They are errors."""
     with pytest.raises(ValueError, match=says):
         replace(BRANCHES, **changes)
-    with pytest.raises(ValueError, match=r"rollout.window.samples is 1, expected"):
+    with pytest.raises(ValueError, match=r"sampling.window.samples is 1, expected"):
         Branches(1, 1)
     names = {field.name for field in fields(Branches)}
     assert not names & {"draw", "every", "share_prefix", "tail"}
@@ -85,7 +77,7 @@ def test_windows_of_a_run(one: World, tmp_path: Path) -> None:
     found = {}
     for seed in (0, 1):
         rollout = replace(STEPS, prompts=12, group=2, window=RandomWindow(1, draw="run"))
-        run = Spied(tiny.config(tmp_path, rollout=rollout, updates=3, micro_batch=8, seed=seed), one)
+        run = Spied(tiny.config(tmp_path, sampling=rollout, updates=3, seed=seed, **{"engine.micro_batch": 8}), one)
         for _ in range(3):
             run.rollout()
         steps = [trajectory.steps.flatten() for trajectory in run.trajectories]
@@ -102,7 +94,11 @@ def test_a_reference_with_guidance_of_its_own(one: World, tmp_path: Path, scale:
     """The reference's prediction is that of the base model with kl.guidance, whatever the policy's is (CRD)."""
     rollout = replace(ODE, guidance=Guidance(scale=2.0 if scale == 1 else 1.0))
     config = tiny.config(
-        tmp_path, rollout=rollout, objective=Nft(), train="lora", kl=KLConfig(0.1, guidance=scale), micro_batch=8
+        tmp_path,
+        sampling=rollout,
+        method=Nft(),
+        train="lora",
+        **{"engine.micro_batch": 8, "kl.coef": 0.1, "kl.guidance": scale},
     )
     assert config.is_guided
     run = Spied(config, one)
@@ -118,9 +114,9 @@ def test_a_reference_with_guidance_of_its_own(one: World, tmp_path: Path, scale:
 
 def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
     """It is an error without a reference, where the update has none either, and for a pipeline without an adapter."""
-    with pytest.raises(ValueError, match=r"kl.guidance has no effect with nft and kl.coef 0, without a reference"):
-        tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora", kl=KLConfig(guidance=3.0))
-    guided = tiny.config(tmp_path, rollout=ODE, objective=Nft(), train="lora", kl=KLConfig(0.1, guidance=3.0))
+    with pytest.raises(ValueError, match=r"kl.guidance has no effect with kl.coef 0, without a reference"):
+        tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora", **{"kl.guidance": 3.0})
+    guided = tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora", **{"kl.coef": 0.1, "kl.guidance": 3.0})
     with pytest.raises(ValueError, match=r"kl.guidance is 3, expected None: handwriting has no adapter"):
         check_model(guided, "velocity", recorded=True)
     conditional = replace(ODE, guidance=Guidance(scale=2.0, update="conditional"))
@@ -128,8 +124,8 @@ def test_guidance_of_a_reference_that_there_is_not(tmp_path: Path) -> None:
         ValueError, match=r"kl.guidance is 3, expected None or 1: prompts have images, and so has the negative"
     ):
         check_model(guided, "velocity", conditioned=True)
-    with pytest.raises(ValueError, match=r"kl.guidance has no effect with rollout.guidance.update conditional"):
-        replace(guided, rollout=conditional)
+    with pytest.raises(ValueError, match=r"kl.guidance has no effect with sampling.guidance.update conditional"):
+        with_values(guided, {"sampling": conditional})
 
 
 @given(st.integers(0, 3), st.lists(st.floats(-5, 5), min_size=12, max_size=12), st.randoms())
@@ -151,7 +147,10 @@ def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None
     """DanceGRPO's best-of-n: the others are not computed and not counted, and their group's mean is of all."""
     found = {}
     for extremes in (0, 1):
-        run = Spied(tiny.config(tmp_path, rollout=STEPS, advantage=AdvantageConfig(extremes=extremes), micro_batch=8), one)
+        run = Spied(
+            tiny.config(tmp_path, sampling=STEPS, advantage=AdvantageConfig(extremes=extremes), **{"engine.micro_batch": 8}),
+            one,
+        )
         run.rollout()
         found[extremes] = run.updates[0]
     whole, part = found[0].items, found[1].items
@@ -160,7 +159,7 @@ def test_an_update_on_the_best_and_the_worst(one: World, tmp_path: Path) -> None
     assert torch.equal(whole.signal[rows], part.signal)
     assert len(part.sample.unique()) == 4
     with pytest.raises(ValueError, match=r"advantage.extremes is 3, expected at most half of the 4 that are compared"):
-        tiny.config(tmp_path, rollout=STEPS, advantage=AdvantageConfig(extremes=3))
+        tiny.config(tmp_path, sampling=STEPS, advantage=AdvantageConfig(extremes=3))
 
 
 def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:
     for seeds in ((0, 5), (1, 5), (0, 6)):
         rollout = replace(STEPS, prompts=3, group=2)
         config = tiny.config(
-            tmp_path, rollout=rollout, prompt_order="distinct", seed=seeds[0], data_seed=seeds[1], updates=4
+            tmp_path, sampling=rollout, seed=seeds[0], updates=4, **{"data.order": "distinct", "data.seed": seeds[1]}
         )
         run = Spied(config, one)
         drawn = []
@@ -180,7 +179,7 @@ def test_distinct_prompts_of_a_rollout(one: World, tmp_path: Path) -> None:
         assert len({tuple(prompts) for prompts in drawn}) > 1
         found[seeds] = drawn
     assert found[0, 5] == found[1, 5] != found[0, 6]
-    more = Spied(tiny.config(tmp_path, rollout=replace(STEPS, prompts=6, group=2), prompt_order="distinct"), one)
+    more = Spied(tiny.config(tmp_path, sampling=replace(STEPS, prompts=6, group=2), **{"data.order": "distinct"}), one)
     more.rollout()
     assert set(more.prompts[:8:2]) == set(tiny.PROMPTS)
 
@@ -195,7 +194,7 @@ def test_wan_is_evaluated_with_the_solver_that_it_is_served_with(
     monkeypatch.setattr(trainers, "evaluate", lambda *args, **options: seen.append(options["solver"]))
     served = replace(tiny.job(), model=Served())
     for job in (tiny.job(), served):
-        with Trainer(tiny.config(tmp_path, rollout=STEPS), job, one) as trainer:
+        with Trainer(tiny.config(tmp_path, sampling=STEPS), job, one) as trainer:
             trainer.evaluate()
     assert seen == ["euler", "unipc"]
 

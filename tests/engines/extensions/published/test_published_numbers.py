@@ -7,13 +7,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import pytest
-from published_settings import stated
+from helpers.published_settings import stated
 
 from fluvial.engines.extensions.published.resolve import resolve
-from fluvial.engines.extensions.published.runs import PublishedRun, flat, load_published
+from fluvial.engines.extensions.published.runs import PublishedRun, as_flag, flat, load_published
+from fluvial.engines.run.config import TrainConfig
 from fluvial.engines.run.record import as_record
 from fluvial.engines.sampling.samplers import sampler_rule
 
@@ -25,7 +27,8 @@ SAMPLERS = {"ddim_eta": "ddim", "dpm2_ode": "ode", "euler_ode": "ode"}
 
 def leaves_of(run: PublishedRun) -> dict[str, Any]:
     """Return the values of a run's configuration; of a method that fluvial lacks, those that its source states."""
-    return flat(run.overlay()) if run.needs else flat(as_record(resolve(run)))
+    leaves = flat(run.overlay()) if run.needs else flat(as_record(resolve(run)))
+    return {**{as_flag(name): value for name, value in leaves.items()}, **run.fixed}
 
 
 LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}
@@ -33,52 +36,50 @@ LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}
 
 def per_rollout(leaves: Leaves) -> int:
     """Return the number of updates per rollout."""
-    return int(leaves.get("minibatches", 1) * leaves.get("epochs", 1))
+    return int(leaves.get("passes.minibatches", 1) * leaves.get("passes.epochs", 1))
 
 
 def window(leaves: Leaves) -> tuple[int, int]:
     """Return the first step that may take noise, and the one after the last."""
-    high = leaves.get("rollout.window.high")
-    return leaves.get("rollout.window.low") or 0, leaves["rollout.steps"] if high is None else high
+    high = leaves.get("sampling.window.high")
+    return leaves.get("sampling.window.low") or 0, leaves["sampling.steps"] if high is None else high
 
 
 def places(leaves: Leaves) -> int:
     """Return at how many steps a trunk branches; the published counts are per step."""
     low, high = window(leaves)
-    return high - low if leaves.get("rollout.window.kind") == "branches" else 1
+    return high - low if leaves.get("sampling.window.kind") == "branches" else 1
 
 
 def trained(leaves: Leaves) -> int:
     """Return the number of steps of a sample that are trained on."""
     low, high = window(leaves)
-    kind, sampler = leaves["rollout.window.kind"], leaves["rollout.sampler.kind"]
+    kind, sampler = leaves["sampling.window.kind"], leaves["sampling.sampler.kind"]
     # The schedule of Stable Diffusion ends below an alpha_bar of 1, so that its last DDIM step takes noise.
-    ends_clean = (
-        sampler != "ddim" and sampler_rule(sampler).last_step_is_deterministic and leaves["rollout.form"] != "unscaled"
-    )
+    ends_clean = sampler != "ddim" and sampler_rule(sampler).last_step_is_deterministic and leaves["form"] != "unscaled"
     if kind == "branches":
         return places(leaves)
-    recorded: int = leaves.get("rollout.window.size") or high - low
-    recorded -= int(kind == "all" and high == leaves["rollout.steps"] and ends_clean)
-    return math.floor(leaves.get("rollout.trained.fraction", 1) * recorded + 1e-9)
+    recorded: int = leaves.get("sampling.window.size") or high - low
+    recorded -= int(kind == "all" and high == leaves["sampling.steps"] and ends_clean)
+    return math.floor(leaves.get("trained.fraction", 1) * recorded + 1e-9)
 
 
 def samples_per_rollout(leaves: Leaves) -> float:
     """Return the number of samples of a rollout; of a trunk that branches, per step."""
-    return float(leaves["rollout.prompts"] * leaves["rollout.group"] / places(leaves))
+    return float(leaves["sampling.prompts"] * leaves["sampling.group"] / places(leaves))
 
 
 def samples_per_update(leaves: Leaves) -> float:
     """Return the number of samples, or of given pairs, behind an optimizer step."""
-    if leaves.get("objective.preferences"):
-        return float(leaves["rollout.prompts"] / leaves["minibatches"])
-    kept = 2 * leaves["advantage.extremes"] / leaves["rollout.group"] or 1
-    return float(samples_per_rollout(leaves) * kept / leaves["minibatches"])
+    if leaves.get("preferences"):
+        return float(leaves["sampling.prompts"] / leaves["passes.minibatches"])
+    kept = 2 * leaves.get("advantage.extremes", 0) / leaves["sampling.group"] or 1
+    return float(samples_per_rollout(leaves) * kept / leaves["passes.minibatches"])
 
 
 def shares_noise(leaves: Leaves) -> bool:
     """Return whether samples that are compared start from the same noise."""
-    return bool(leaves["rollout.shared_noise"] or leaves["rollout.window.kind"] == "branches")
+    return bool(leaves["sampling.shared_noise"] or leaves["sampling.window.kind"] == "branches")
 
 
 def first_of(*names: str) -> Callable[[Leaves], Any]:
@@ -90,11 +91,7 @@ def decay(leaves: Leaves) -> Any:
     """Return the largest decay of the averaged weights: of the evaluated ones, of a KL's, or of those that sample."""
     if leaves.get("optimizer.ema_decay"):
         return leaves["optimizer.ema_decay"]
-    return (
-        leaves["kl.ema_cap"]
-        if leaves.get("kl.ema_coef")
-        else leaves.get("objective.old.cap", leaves.get("objective.old_cap"))
-    )
+    return leaves["kl.ema_cap"] if leaves.get("kl.ema_coef") else leaves.get("old.cap", leaves.get("old_cap"))
 
 
 # Field -> the setting that has its value.
@@ -102,10 +99,10 @@ PLACES = {
     "adam_eps": "optimizer.eps",
     "advantage_eps": "advantage.eps",
     "advantage_std_ddof": "advantage.ddof",
-    "data_seed": "data_seed",
+    "data_seed": "data.seed",
     "eval_sampling_steps": "evaluation.steps",
     "finetune": "train",
-    "inner_epochs": "epochs",
+    "inner_epochs": "passes.epochs",
     "kl_coef": "kl.coef",
     "learning_rate": "optimizer.lr",
     "lora_alpha": "lora.alpha",
@@ -113,19 +110,19 @@ PLACES = {
     "lora_rank": "lora.rank",
     "lr_warmup_steps": "optimizer.warmup",
     "max_grad_norm": "optimizer.max_grad_norm",
-    "micro_batch_per_gpu": "micro_batch",
+    "micro_batch_per_gpu": "engine.micro_batch",
     "noise_levels_per_sample": "noising.each",
     "num_frames": "pipeline.frames",
-    "prompts_per_rollout": "rollout.prompts",
+    "prompts_per_rollout": "sampling.prompts",
     "resolution_height": "pipeline.height",
     "resolution_width": "pipeline.width",
-    "sampler": "rollout.sampler.kind",
+    "sampler": "sampling.sampler.kind",
     "seed": "seed",
     "text_max_length": "pipeline.text_tokens",
     "time_shift": "pipeline.shift",
     "total_updates": "updates",
-    "train_sampling_steps": "rollout.steps",
-    "updates_per_rollout": "minibatches",
+    "train_sampling_steps": "sampling.steps",
+    "updates_per_rollout": "passes.minibatches",
     "weight_decay": "optimizer.weight_decay",
     "zero_advantage_filter": "advantage.drop_zero",
 }
@@ -134,59 +131,60 @@ READ: dict[str, tuple[str, Callable[[Leaves], Any]]] = {
     **{field: (setting, first_of(setting)) for field, setting in PLACES.items()},
     "adam_beta1": ("optimizer.betas", lambda leaves: leaves["optimizer.betas"][0]),
     "adam_beta2": ("optimizer.betas", lambda leaves: leaves["optimizer.betas"][1]),
-    "advantage_clip": ("advantage.clip", first_of("objective.adv_clip", "advantage.clip")),
-    "advantage_scale": ("advantage.scale", lambda leaves: leaves["advantage.scale"].replace("batch", "global")),
+    "advantage_clip": ("advantage.clip", first_of("adv_clip", "advantage.clip")),
+    # Of pairs only the order within a group counts, so that DPO has no scale.
+    "advantage_scale": ("advantage.scale", lambda leaves: leaves.get("advantage.scale", "group").replace("batch", "global")),
     "ema_decay": ("optimizer.ema_decay", decay),
-    "eval_interval": ("eval_every", lambda leaves: leaves["eval_every"] / per_rollout(leaves)),
+    "eval_interval": ("evaluation.every", lambda leaves: leaves["evaluation.every"] / per_rollout(leaves)),
     "lora_targets": ("lora.targets", lambda leaves: set(leaves["lora.targets"])),
-    "noise_level": ("rollout.sampler.eta", lambda leaves: leaves.get("rollout.sampler.eta", 0.0)),
+    "noise_level": ("sampling.sampler.eta", lambda leaves: leaves.get("sampling.sampler.eta", 0.0)),
     "optimizer": ("optimizer.name", lambda leaves: OPTIMIZERS[leaves["optimizer.name"]]),
-    "ratio_clip_high": ("objective.clip_high", first_of("objective.clip_high", "objective.clip")),
-    "ratio_clip_low": ("objective.clip_low", first_of("objective.clip_low", "objective.clip")),
-    "samples_per_prompt": ("rollout.group", lambda leaves: leaves["rollout.group"] / places(leaves)),
-    "samples_per_rollout": ("rollout.prompts", samples_per_rollout),
-    "samples_per_update": ("minibatches", samples_per_update),
-    "save_interval": ("checkpoint_every", lambda leaves: leaves["checkpoint_every"] / per_rollout(leaves)),
-    "shared_initial_noise": ("rollout.shared_noise", shares_noise),
+    "ratio_clip_high": ("clip_high", first_of("clip_high", "clip")),
+    "ratio_clip_low": ("clip_low", first_of("clip_low", "clip")),
+    "samples_per_prompt": ("sampling.group", lambda leaves: leaves["sampling.group"] / places(leaves)),
+    "samples_per_rollout": ("sampling.prompts", samples_per_rollout),
+    "samples_per_update": ("passes.minibatches", samples_per_update),
+    "save_interval": ("checkpoint.every", lambda leaves: leaves["checkpoint.every"] / per_rollout(leaves)),
+    "shared_initial_noise": ("sampling.shared_noise", shares_noise),
     "total_epochs": ("updates", lambda leaves: leaves["updates"] / per_rollout(leaves)),
-    "trained_steps_per_sample": ("rollout.trained", trained),
+    "trained_steps_per_sample": ("trained", trained),
 }
 # Number of a single loss -> the setting that has its value; the others are told in words.
 EXTRAS = {
-    "aesthetic_target": "objective.target",
+    "aesthetic_target": "target",
     "advantage_rescale_max": "advantage.rescale",
-    "beta": "objective.beta",
-    "compress_ratio": "rollout.window.tail.fraction",
-    "crd_beta": "objective.beta",
-    "crd_loss_type": "objective.match",
-    "d3po_beta": "objective.beta",
-    "dpo_beta": "objective.beta",
+    "beta": "beta",
+    "compress_ratio": "sampling.window.tail.fraction",
+    "crd_beta": "beta",
+    "crd_loss_type": "match",
+    "d3po_beta": "beta",
+    "dpo_beta": "beta",
     "ema_kl_beta": "kl.ema_coef",
     "ema_kl_coef": "kl.ema_coef",
-    "ema_ref_max_decay": "objective.old_cap",
-    "ema_ref_ramp_rate": "objective.old_rise",
-    "eps": "objective.eps",
-    "ghuber_power": "objective.power",
-    "iters_per_group": "rollout.window.every",
-    "iters_per_window": "rollout.window.every",
-    "kl_mask_threshold": "objective.kl_threshold",
-    "loss_coeff": "objective.scale",
-    "nft_beta": "objective.beta",
-    "nft_mix_beta": "objective.beta",
-    "overlap_step": "rollout.window.stride",
-    "adaptive_weight_floor": "objective.weight_min",
-    "ramp_rate": "objective.old.rise",
+    "ema_ref_max_decay": "old_cap",
+    "ema_ref_ramp_rate": "old_rise",
+    "eps": "eps",
+    "ghuber_power": "power",
+    "iters_per_group": "sampling.window.every",
+    "iters_per_window": "sampling.window.every",
+    "kl_mask_threshold": "kl_threshold",
+    "loss_coeff": "scale",
+    "nft_beta": "beta",
+    "nft_mix_beta": "beta",
+    "overlap_step": "sampling.window.stride",
+    "adaptive_weight_floor": "weight_min",
+    "ramp_rate": "old.rise",
     "stat_buffer_size": "advantage.history",
     "stat_min_count": "advantage.history_min",
-    "switch_ema_ref": "objective.old_samples_from",
+    "switch_ema_ref": "old_samples_from",
 }
 # In the source's own words or unit alone, under these settings; what they mean is compared in other fields, or by hand.
 WORDS: dict[str, tuple[str, ...]] = {
-    "dataset": ("prompts", "objective.preferences"),
+    "dataset": ("prompts", "preferences"),
     "ema_interval": ("optimizer.ema_interval",),
-    "loss_weighting": ("objective", "objective.scale", "objective.weight_min", "objective.weighting"),
+    "loss_weighting": ("method", "scale", "weight_min", "weighting"),
     "noise_level_draw": ("noising",),
-    "timestep_fraction": ("rollout.trained", "rollout.window", "noising", "noising.levels"),
+    "timestep_fraction": ("trained", "sampling.window", "noising", "noising.levels"),
 }
 
 
@@ -219,11 +217,12 @@ def is_said(name: str, field: str, value: Any) -> bool:
         return SPECIAL[field](run, leaves, value)
     if field.startswith("loss_extra."):
         setting = EXTRAS.get(field.removeprefix("loss_extra."))
-        moves = leaves.get("rollout.window.kind") != "random"  # a window that stays has no number of rollouts per place
-        if setting is not None and (moves or not setting.startswith("rollout.window.")):
+        moves = leaves.get("sampling.window.kind") != "random"  # a window that stays has no number of rollouts per place
+        if setting is not None and (moves or not setting.startswith("sampling.window.")):
             return same(leaves.get(setting), value)
-        inside = ("objective.", "kl.", "advantage.", "rollout.window.", "noising.")
-        return any(same(ours, value) for other, ours in leaves.items() if other.startswith(inside)) or told(run, value)
+        of_run = {each.name for each in fields(TrainConfig)}
+        inside = [ours for other, ours in leaves.items() if other.partition(".")[0] not in of_run]
+        return any(same(ours, value) for ours in inside) or told(run, value)
     return told(run, value, WORDS[field]) if field in WORDS else True  # the others are texts without a number
 
 
@@ -242,7 +241,7 @@ def _is_run(run: PublishedRun, leaves: Leaves, field: str, value: Any) -> bool:
         return True
     if field == "total_updates":  # of trainer steps, each of several updates
         return same(leaves["updates"] / per_rollout(leaves), value) and told(run, value, (setting,))
-    if field == "noise_level" and leaves["rollout.sampler.kind"] == "cps":
+    if field == "noise_level" and leaves["sampling.sampler.kind"] == "cps":
         return math.isclose(math.sin(read(leaves) * math.pi / 2), math.sin(value * math.pi / 2), abs_tol=1e-9)
     return any(setting == other or other.startswith(f"{setting}.") for other in run.deviations)
 
@@ -259,19 +258,19 @@ def _has_interval(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
 
 
 def _has_range(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
-    return list(window(leaves)) == value or told(run, value, ("rollout.window",))
+    return list(window(leaves)) == value or told(run, value, ("sampling.window",))
 
 
 def _has_window(run: PublishedRun, leaves: Leaves, value: Any) -> bool:
     if value == 0:
-        return leaves["rollout.sampler.kind"] in ("ode", "sa_solver")
-    kind = leaves["rollout.window.kind"]
-    return kind in ("all", "branches") if value == "all" else same(leaves.get("rollout.window.size"), value)
+        return leaves["sampling.sampler.kind"] in ("ode", "sa_solver")
+    kind = leaves["sampling.window.kind"]
+    return kind in ("all", "branches") if value == "all" else same(leaves.get("sampling.window.size"), value)
 
 
 def _has_guidance(setting: str) -> Callable[[PublishedRun, Leaves, Any], bool]:
     """Return whether the scale is that of two passes, or the one that a distilled network gets."""
-    words = ("guidance.embedded", "rollout.guidance.scale")
+    words = ("guidance.embedded", "sampling.guidance.scale")
     return lambda run, leaves, value: same(leaves[setting], value) or told(run, value, words)
 
 
@@ -281,7 +280,7 @@ SPECIAL: dict[str, Callable[[PublishedRun, Leaves, Any], bool]] = {
     "eval_guidance_scale": _has_guidance("evaluation.guidance"),
     "sde_window_range": _has_range,
     "sde_window_size": _has_window,
-    "train_guidance_scale": _has_guidance("rollout.guidance.scale"),
+    "train_guidance_scale": _has_guidance("sampling.guidance.scale"),
 }
 
 

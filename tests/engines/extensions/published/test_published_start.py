@@ -2,13 +2,11 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_conditioned
-import tiny_pipelines
+from helpers import tiny_conditioned, tiny_pipelines
 
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.prompt_sets import PROMPT_SETS
@@ -16,7 +14,8 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.published import takes
 from fluvial.engines.extensions.published.resolve import resolve
 from fluvial.engines.extensions.published.runs import find, load_published
-from fluvial.engines.run.presets import on_gpus
+from fluvial.engines.run.config import with_values
+from fluvial.engines.run.recipes import on_gpus
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
 
@@ -38,7 +37,7 @@ def test_a_run_starts_or_says_what_to_bring(name: str) -> None:
         assert ("--prompts" in missing) == (not config.prompts)
         assert ("--rewards" in missing) == (not config.rewards)
     else:
-        assert missing == ["--objective.preferences"]
+        assert missing == ["--preferences"]
     if any(reward.startswith("ocr") for reward in config.rewards):
         assert config.prompts == ("@ocr",)
     if any("form=geneval" in reward for reward in config.rewards):
@@ -56,31 +55,33 @@ def test_most_runs_start_as_they_are() -> None:
 def test_other_hardware_keeps_the_samples_of_an_update() -> None:
     config = resolve(find(OCR))
     said = takes.choose_accumulation(config, published=32, gpus=2)
-    assert config.rollout.batch == 48 * 24
+    assert config.method.sampling.batch == 48 * 24
     assert said.startswith("published on 32 GPUs, here 2: an update keeps its 576 samples, 288 per GPU")
     assert said.endswith("accumulated over 32 micro-batches of up to 9")
-    assert "micro-batches" not in takes.choose_accumulation(replace(config, micro_batch="auto"), published=32, gpus=2)
+    assert "micro-batches" not in takes.choose_accumulation(
+        with_values(config, {"engine.micro_batch": "auto"}), published=32, gpus=2
+    )
 
 
 @pytest.mark.parametrize(("preset", "groups"), [("1gpu", 4), ("2gpus", 8), ("8gpu", 32), ("12gpu", 48), ("64gpu", 48)])
 def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, groups: int) -> None:
     published = resolve(find(OCR))
     found, said = on_gpus(published, preset)
-    assert found == replace(published, rollout=replace(published.rollout, prompts=groups), micro_batch="auto")
+    assert found == with_values(published, {"sampling.prompts": groups, "engine.micro_batch": "auto"})
     assert said.startswith(f"--preset {preset}: ")
-    assert ("rollout.prompts" in said) == (groups != 48)
+    assert ("sampling.prompts" in said) == (groups != 48)
     assert f"{groups * 24} samples" in said
 
 
 def test_a_preset_of_four_gpus_is_the_published_run_of_four() -> None:
     """As many groups as flow_grpo's own run of 4 GPUs has."""
     found, _ = on_gpus(resolve(find(OCR)), "4gpu")
-    assert found.rollout.prompts == resolve(find(SMALL_RUN)).rollout.prompts
+    assert found.method.sampling.prompts == resolve(find(SMALL_RUN)).method.sampling.prompts
 
 
 def test_a_preset_keeps_a_group_per_update() -> None:
-    config = replace(resolve(find(OCR)), minibatches=6, updates=1998)
-    assert on_gpus(config, "1gpu")[0].rollout.prompts == 6
+    config = with_values(resolve(find(OCR)), {"passes.minibatches": 6, "updates": 1998})
+    assert on_gpus(config, "1gpu")[0].method.sampling.prompts == 6
 
 
 @pytest.mark.parametrize("preset", ["", "gpu", "0gpu", "1", "-1gpu", "1gpux", "1.5gpu"])
@@ -114,14 +115,22 @@ def test_a_run_on_the_command_line_says_what_is_not_as_published(
 def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a recipe and of a published run; what is typed beside it comes last."""
     model = ["--model", "stabilityai/stable-diffusion-3.5-medium", "--prompts", "@ocr"]
-    config, said = said_of(capsys, "grpo", "--preset", "1gpu", *model, "--rollout.group", "12")
-    assert (config["rollout"]["prompts"], config["rollout"]["group"], config["micro_batch"]) == (4, 12, "auto")
+    config, said = said_of(capsys, "grpo", "--preset", "1gpu", *model, "--sampling.group", "12")
+    assert (
+        config["method"]["sampling"]["prompts"],
+        config["method"]["sampling"]["group"],
+        config["engine"]["micro_batch"],
+    ) == (
+        4,
+        12,
+        "auto",
+    )
     assert said == (
-        "fluvial: --preset 1gpu: rollout.prompts 4 in place of 48; a rollout has 96 samples, published 1152; every "
+        "fluvial: --preset 1gpu: sampling.prompts 4 in place of 48; a rollout has 96 samples, published 1152; every "
         "other setting stays\n"
     )
-    config, _ = said_of(capsys, OCR, "--preset=2gpu", "--rollout.prompts", "6")
-    assert config["rollout"]["prompts"] == 6
+    config, _ = said_of(capsys, OCR, "--preset=2gpu", "--sampling.prompts", "6")
+    assert config["method"]["sampling"]["prompts"] == 6
     assert "keeps its" not in said_of(capsys, OCR, "--preset", "2gpu")[1]
 
 
@@ -131,7 +140,7 @@ def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         (["config", "grpo", "--preset", "1gpu"], "--preset has no effect with handwriting"),
         (["config", OCR, "--preset", "one"], "--preset is 'one', expected a number of GPUs"),
         (["config", OCR, "--preset"], "--preset is"),
-        (["config", "diffusion_dpo/sd1.5/pickapic", "--preset", "1gpu"], "--preset has no effect with an objective"),
+        (["config", "diffusion_dpo/sd1.5/pickapic", "--preset", "1gpu"], "--preset has no effect with a method"),
         (["train", OCR, "--preset", "1gpu", "--resume"], "--preset has no effect with --resume"),
         (["sample", "handwriting", "--prompts", "@ocr"], "--prompts holds the prompt set @ocr, expected texts"),
         (["plan", "flow_grpo/sd3-medium/ocr"], f"did you mean {OCR}?"),
@@ -175,10 +184,9 @@ def test_a_plan_names_what_to_bring_and_what_cannot_be_computed(capsys: pytest.C
     assert "memory   the memory of " in shown
 
 
-TINY = "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2"
-TINY += (
-    " --minibatches 1 --checkpoint-every 2 --final-samples 2 --eval-every 0 --evaluation.steps 2 --optimizer.ema-interval 1"
-)
+TINY = "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout --updates 2"
+TINY += " --passes.minibatches 1 --checkpoint.every 2 --final-samples 2 --evaluation.every 0 --evaluation.steps 2"
+TINY += " --optimizer.ema-interval 1"
 
 
 @pytest.mark.long
@@ -210,7 +218,7 @@ def test_the_list_says_what_to_bring(capsys: pytest.CaptureFixture[str]) -> None
     listed = {run["name"]: run["to_bring"] for run in json.loads(capsys.readouterr().out)}
     assert listed[OCR] == []
     assert listed["flow_grpo/sd3.5-medium/geneval"] == ["a reward server"]
-    assert listed["gardo/sd3.5-medium/ocr"] == ["an objective that fluvial lacks"]
+    assert listed["gardo/sd3.5-medium/ocr"] == ["a method that fluvial lacks"]
 
 
 EDITS = {
@@ -236,7 +244,7 @@ def test_a_published_run_of_edits_trains_on_prompts_with_images(
     (tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, lines)))
     words = ["--model", str(tiny_conditioned.save(model, tmp_path / model)), "--prompts", str(tmp_path / "edits.jsonl")]
     words += ["--rewards", "jpeg", "--pipeline.height", "16", "--pipeline.width", "16", *call]
-    words += TINY.replace("--rollout.steps 3", "").replace("--evaluation.steps 2", "").split()  # those of the run
+    words += TINY.replace("--sampling.steps 3", "").replace("--evaluation.steps 2", "").split()  # those of the run
     assert cli.run(["train", name, *words, "--out", str(tmp_path / "run")]) == 0
     said = capfd.readouterr()
     assert "asked for" not in said.out + said.err

@@ -2,22 +2,19 @@
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
-import asgi
 import httpx2
-import launch
 import optree
 import pytest
-import rollout_servers
-import tiny_jobs as tiny
 import torch
-from marks import long
+from helpers import asgi, launch, rollout_servers
+from helpers import tiny_jobs as tiny
+from helpers.marks import long
 from torch import Tensor
 
 from fluvial.core.random import key
@@ -25,15 +22,15 @@ from fluvial.core.transitions import bind
 from fluvial.engines.cli import main as cli
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.data.sizes import Size
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.remote.requests import Asking
 from fluvial.engines.extensions.wire import client
 from fluvial.engines.extensions.wire.response import read_response
-from fluvial.engines.methods.table import Nft
+from fluvial.engines.methods import Grpo, Nft
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance, Requests, Sampling, SharedPrefix, StochasticSteps
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, SaSolver, Stochastic
@@ -67,7 +64,7 @@ class Model(tiny.Tiny):
 MODEL = Model()
 
 
-class Row(NamedTuple):
+class RequestCase(NamedTuple):
     """Another value of a field that a sample depends on.
 
     Args:
@@ -92,52 +89,65 @@ GUIDED = {"scale": 2.0, "negative": "4"}
 PROMPTS = [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("1")]
 AGAINST = [Prompt("1", negative="5"), Prompt("1", negative="3"), Prompt("2"), Prompt("1", negative="5")]
 # By object and field. Each object is one that `generate` takes, so that a sample depends on nothing else but the weights.
-CARRIED: dict[str, list[Row]] = {
-    "Requests.prompts": [Row(requests={"prompts": [Prompt("3")] * COUNT})],
-    "Requests.ids": [Row(requests={"ids": (1, 2, 8, 9)})],
-    "Requests.key": [Row(requests={"key": key(2**40)})],
-    "Requests.initial_ids": [Row(requests={"initial_ids": (2, 2, 0, 0)})],
-    "Prompt.text": [Row(requests={"prompts": [Prompt("0"), Prompt("3"), Prompt("0"), Prompt("1")]})],
-    "Prompt.negative": [Row(guidance=GUIDED, requests={"prompts": AGAINST})],
-    "Guidance.scale": [Row(guidance=GUIDED), Row(guidance={**GUIDED, "scale": 3.5}), Row(guidance={"scale": 0.0})],
-    "Guidance.negative": [Row(guidance={**GUIDED, "negative": ""}), Row(guidance={**GUIDED, "negative": "2"})],
-    "Guidance.forwards": [Row(guidance={**GUIDED, "forwards": "two"}, same=True)],
-    "Sampling.shape": [Row(sampling=shaped((1, 2, 8))), Row(sampling=shaped((1, 4, 2, 2)))],
-    "Sampling.schedule": [Row(sampling={"schedule": MODEL.schedule(6, tiny.SHAPE)})],
-    "Sampling.guidance": [Row(guidance=GUIDED)],
-    "Sampling.stochastic": [Row(rollout={"sampler": Ode()}, stochastic=None)],
-    "Sampling.autocast": [Row(sampling={"autocast": True})],
+CARRIED: dict[str, list[RequestCase]] = {
+    "Requests.prompts": [RequestCase(requests={"prompts": [Prompt("3")] * COUNT})],
+    "Requests.ids": [RequestCase(requests={"ids": (1, 2, 8, 9)})],
+    "Requests.key": [RequestCase(requests={"key": key(2**40)})],
+    "Requests.initial_ids": [RequestCase(requests={"initial_ids": (2, 2, 0, 0)})],
+    "Prompt.text": [RequestCase(requests={"prompts": [Prompt("0"), Prompt("3"), Prompt("0"), Prompt("1")]})],
+    "Prompt.negative": [RequestCase(guidance=GUIDED, requests={"prompts": AGAINST})],
+    "Guidance.scale": [
+        RequestCase(guidance=GUIDED),
+        RequestCase(guidance={**GUIDED, "scale": 3.5}),
+        RequestCase(guidance={"scale": 0.0}),
+    ],
+    "Guidance.negative": [
+        RequestCase(guidance={**GUIDED, "negative": ""}),
+        RequestCase(guidance={**GUIDED, "negative": "2"}),
+    ],
+    "Guidance.forwards": [RequestCase(guidance={**GUIDED, "forwards": "two"}, same=True)],
+    "Sampling.shape": [RequestCase(sampling=shaped((1, 2, 8))), RequestCase(sampling=shaped((1, 4, 2, 2)))],
+    "Sampling.schedule": [RequestCase(sampling={"schedule": MODEL.schedule(6, tiny.SHAPE)})],
+    "Sampling.guidance": [RequestCase(guidance=GUIDED)],
+    "Sampling.stochastic": [RequestCase(rollout={"sampler": Ode()}, stochastic=None)],
+    "Sampling.autocast": [RequestCase(sampling={"autocast": True})],
     "Sampling.prefix": [
-        Row(
+        RequestCase(
             sampling={"prefix": SharedPrefix(1, 2)},
             stochastic={"window": (1, 2)},
             requests={"initial_ids": (0, 0, 1, 1), "prompts": [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("2")]},
         )
     ],
-    "Sampling.text_tokens": [Row(sampling={"text_tokens": 2})],
-    "Sampling.after": [Row(sampling={"after": Tail(fraction=0.5)}, stochastic={"window": (0, 1)})],
-    "Sampling.reuse": [Row(sampling={"reuse": "all"}, same=True), Row(sampling={"reuse": "outside_blocks"}, same=True)],
-    "Sampling.final": [Row(sampling={"final": False}, stochastic={"window": (1,)}), Row(sampling={"final": False})],
+    "Sampling.text_tokens": [RequestCase(sampling={"text_tokens": 2})],
+    "Sampling.after": [RequestCase(sampling={"after": Tail(fraction=0.5)}, stochastic={"window": (0, 1)})],
+    "Sampling.reuse": [
+        RequestCase(sampling={"reuse": "all"}, same=True),
+        RequestCase(sampling={"reuse": "outside_blocks"}, same=True),
+    ],
+    "Sampling.final": [
+        RequestCase(sampling={"final": False}, stochastic={"window": (1,)}),
+        RequestCase(sampling={"final": False}),
+    ],
     "StochasticSteps.transition": [
-        *(Row(rollout={"sampler": Stochastic(name, eta=ETA)}) for name in ("cps", "dance_sde", "wan_sde")),
-        Row(rollout={"sampler": Stochastic(eta=0.9)}),
+        *(RequestCase(rollout={"sampler": Stochastic(name, eta=ETA)}) for name in ("cps", "dance_sde", "wan_sde")),
+        RequestCase(rollout={"sampler": Stochastic(eta=0.9)}),
     ],
     "StochasticSteps.window": [
-        Row(stochastic={"window": (1, 2)}),
-        Row(stochastic={"window": lambda ids: torch.tensor([[own % 3, own % 3 + 1] for own in ids])}),
+        RequestCase(stochastic={"window": (1, 2)}),
+        RequestCase(stochastic={"window": lambda ids: torch.tensor([[own % 3, own % 3 + 1] for own in ids])}),
     ],
-    "StochasticSteps.record": [Row(stochastic={"record": False})],
-    "StochasticSteps.form": [Row(stochastic={"form": "unscaled"}), Row(stochastic={"form": "no_const"})],
-    "StochasticSteps.reduction": [Row(stochastic={"reduction": "sum"})],
-    "StochasticSteps.keep_velocity": [Row(stochastic={"keep_velocity": True})],
+    "StochasticSteps.record": [RequestCase(stochastic={"record": False})],
+    "StochasticSteps.form": [RequestCase(stochastic={"form": "unscaled"}), RequestCase(stochastic={"form": "no_const"})],
+    "StochasticSteps.reduction": [RequestCase(stochastic={"reduction": "sum"})],
+    "StochasticSteps.keep_velocity": [RequestCase(stochastic={"keep_velocity": True})],
 }
 # A value that changes nothing of what is asked for: of the update, of rewards and metrics, or a choice of kernels.
-LOCAL: dict[str, Row] = {
-    "Guidance.gradient": Row(guidance={**GUIDED, "gradient": "conditional"}),
-    "Guidance.update": Row(guidance={**GUIDED, "update": "conditional"}),
-    "StochasticSteps.implementation": Row(stochastic={"implementation": "reference"}),
+LOCAL: dict[str, RequestCase] = {
+    "Guidance.gradient": RequestCase(guidance={**GUIDED, "gradient": "conditional"}),
+    "Guidance.update": RequestCase(guidance={**GUIDED, "update": "conditional"}),
+    "StochasticSteps.implementation": RequestCase(stochastic={"implementation": "reference"}),
     **{
-        f"Prompt.{name}": Row(requests={"prompts": [replace(prompt, **{name: value}) for prompt in PROMPTS]})
+        f"Prompt.{name}": RequestCase(requests={"prompts": [replace(prompt, **{name: value}) for prompt in PROMPTS]})
         for name, value in cast(
             dict[str, Any],
             {
@@ -155,10 +165,13 @@ LOCAL: dict[str, Row] = {
 }
 # No run with servers has them.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Sampling.solver": ({"sampler": Ode("unipc")}, r"rollout.sampler.solver is 'unipc', expected euler: servers"),
-    "Sampling.eta": ({"sampler": SaSolver(0.5)}, r"rollout.sampler.solver is 'sa_solver', expected euler: servers"),
+    "Sampling.solver": ({"sampling.sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
+    "Sampling.eta": (
+        {"sampling.sampler": SaSolver(0.5)},
+        r"sampling.sampler.solver is 'sa_solver', expected euler: servers",
+    ),
     "Sampling.step_cache": (
-        {"step_cache": 0.1, "window": RandomWindow(2)},
+        {"rollout.step_cache": 0.1, "sampling.window": RandomWindow(2), "engine.compile": False},
         r"rollout.step_cache is 0\.1, expected 0: .*servers",
     ),
 }
@@ -177,38 +190,23 @@ def test_the_tables_have_every_field_of_what_samples_are_made_from() -> None:
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
 def server() -> rollout_servers.Server:
     """The rollout server of the model, as `fluvial serve` has it."""
     return rollout_servers.served(rollout_servers.policy(model=MODEL), micro_batch=COUNT)
 
 
-def asked_for(row: Row) -> tuple[Requests, Sampling, RolloutConfig]:
+def asked_for(row: RequestCase) -> tuple[Requests, Sampling, SamplingConfig]:
     """Return what a row asks for."""
-    rollout = RolloutConfig(
-        **{
-            "steps": tiny.STEPS,
-            "sampler": Stochastic(eta=ETA),
-            "source": URL,
-            "servers": ServersConfig(patience=1),
-            **row.rollout,
-        }
-    )
+    config = SamplingConfig(**{"steps": tiny.STEPS, "sampler": Stochastic(eta=ETA), **row.rollout})
     schedule = row.sampling.get("schedule", MODEL.schedule(tiny.STEPS, tiny.SHAPE))
     stochastic = None
     if row.stochastic is not None:
         window = range(len(schedule.timesteps))
-        sampler = bind(rollout.sampler.kind, rollout.sampler.eta, schedule.levels)
+        sampler = bind(config.sampler.kind, config.sampler.eta, schedule.levels)
         stochastic = StochasticSteps(**{"transition": sampler, "window": window, **row.stochastic})
     sampling = {"shape": tiny.SHAPE, "schedule": schedule, "guidance": Guidance(**row.guidance), "stochastic": stochastic}
     requests = {"prompts": PROMPTS, "ids": IDS, "key": key(3), **row.requests}
-    return Requests(**requests), Sampling(**{**sampling, **row.sampling}), rollout
+    return Requests(**requests), Sampling(**{**sampling, **row.sampling}), config
 
 
 class Made(NamedTuple):
@@ -220,9 +218,9 @@ class Made(NamedTuple):
     inside: Chunk
 
 
-def made(row: Row, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
+def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
     """Return the samples of a row, by the server and in process."""
-    requests, sampling, rollout = asked_for(row)
+    requests, sampling, config = asked_for(row)
     bodies, replies, transport = list[Any](), list[bytes](), asgi.Transport(server.app)
     handle = transport.handle_request
 
@@ -241,7 +239,8 @@ def made(row: Row, server: rollout_servers.Server, world: World, monkeypatch: py
     inside = InProcess(MODEL, lambda: nullcontext(module))
     sync = SimpleNamespace(push=lambda *args, **options: {}, repeat=lambda peer: None, close=lambda: None)
     source = Remote(
-        rollout,
+        RolloutConfig(source=URL, servers=ServersConfig(patience=1)),
+        config,
         MODEL,
         behaviour=lambda: nullcontext(module),
         adapter=lambda version: "default",
@@ -271,7 +270,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 def plain(server: rollout_servers.Server, one: World) -> Made:
     """The samples of no change, and of guidance alone."""
     with pytest.MonkeyPatch.context() as patch:
-        return made(Row(), server, one, patch)
+        return made(RequestCase(), server, one, patch)
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, number) for name in CARRIED for number in range(len(CARRIED[name]))])
@@ -300,7 +299,7 @@ def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One step has two, and W steps in a row W + 1; the final ones are sent only where they are needed."""
-    row = Row(stochastic={"window": window}, sampling={"final": final})
+    row = RequestCase(stochastic={"window": window}, sampling={"final": final})
     samples = [sample for reply in made(row, server, one, monkeypatch).replies for sample in read_response(reply)]
     assert [len(cast(Any, sample.dit_trajectory).latents) for sample in samples] == [count] * COUNT
 
@@ -309,10 +308,10 @@ def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
     ("changes", "final"),
     [
         ({}, False),
-        ({"rollout": {"store": Path("stored")}}, True),
-        ({"objective": Nft(), "train": "lora", "rollout": {"sampler": Ode()}}, True),
+        ({"rollout.store": Path("stored")}, True),
+        ({"method": Nft(), "train": "lora", "sampling.sampler": Ode()}, True),
         ({"rewards": ("latent",)}, True),
-        ({"rollout": {"source": "", "servers": ServersConfig()}}, True),
+        ({"rollout.source": "", "rollout.servers": ServersConfig()}, True),
     ],
 )
 def test_final_latents_are_asked_for_where_they_are_needed(
@@ -330,9 +329,8 @@ def test_final_latents_are_asked_for_where_they_are_needed(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "_direct", lambda url: asgi.Transport(server.app))
-    asked = {"steps": tiny.STEPS, "prompts": 2, "group": 2, "source": URL, "servers": ServersConfig(patience=1)}
-    rollout = RolloutConfig(**{**asked, **changes.get("rollout", {})})
-    config = tiny.config(tmp_path / "run", **{**changes, "rollout": rollout})
+    asked = {"sampling": SamplingConfig(2, 2, steps=tiny.STEPS), "rollout.source": URL}
+    config = tiny.config(tmp_path / "run", **{**asked, "rollout.servers": ServersConfig(patience=1), **changes})
     job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
     with Trainer(config, job, one) as trainer:
         root = key(1)
@@ -380,12 +378,11 @@ def test_each_image_of_a_list_is_sent() -> None:
 
 def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> None:
     """A request has files: it is refused before the network is built."""
-    rollout = RolloutConfig(steps=tiny.STEPS, prompts=2, group=2, source=URL)
     prompts = [Prompt("0"), Prompt("1", media={"video": tmp_path})]
     job = replace(tiny.job(model=Unbuilt()), prompts=tuple(prompts))
     shown = f"{tmp_path}, a folder of frames, in video"
     with pytest.raises(UsageError, match=f"^prompt '1' has {re.escape(shown)}, which no server is sent: "):
-        Trainer(tiny.config(tmp_path / "run", rollout=rollout), job, one)
+        Trainer(tiny.config(tmp_path / "run", **{"rollout.source": URL}), job, one)
     with pytest.raises(AssertionError, match="the network is built"):
         Trainer(tiny.config(tmp_path / "run"), job, one)
 
@@ -397,7 +394,7 @@ def test_what_samples_do_not_depend_on_stays_with_the_trainer(
     """Metadata and images of a prompt are there for the rewards."""
     row = LOCAL[name]
     found = made(row, server, one, monkeypatch)
-    without = made(Row(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
+    without = made(RequestCase(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
     assert same(bits(found.served), bits(without.served))
     assert found.bodies == without.bodies
     assert [*found.served.prompts] == [*asked_for(row)[0].prompts]
@@ -408,7 +405,7 @@ def test_a_server_with_another_schedule_is_found_out(
 ) -> None:
     """Its levels are no field of a request."""
     levels = MODEL.schedule(tiny.STEPS, tiny.SHAPE).levels ** 1.1
-    row = Row(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
+    row = RequestCase(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
     with pytest.raises(RunError, match=r"was made at sigma .* serve with the trainer's scheduler and shift"):
         made(row, server, one, monkeypatch)
 
@@ -416,11 +413,15 @@ def test_a_server_with_another_schedule_is_found_out(
 @pytest.mark.parametrize("name", [*REFUSED, "StochasticSteps.transition"])
 def test_what_no_server_can_do_is_refused_when_the_run_is_configured(name: str) -> None:
     """In one line that names the field; without servers it is taken."""
-    custom = {"sampler": Stochastic(own_sampler, eta=ETA)}, r"rollout.sampler is '.*own_sampler', expected one of flow_sde"
+    custom = (
+        {"sampling.sampler": Stochastic(own_sampler, eta=ETA)},
+        r"sampling.sampler is '.*own_sampler', expected one of flow_sde",
+    )
     changes, says = REFUSED.get(name, custom)
-    RolloutConfig(**changes)
+    needed = {"method": Grpo() if name.startswith(("Stochastic", "Sampling.step")) else Nft(), "train": "lora", **changes}
+    tiny.config(Path("out"), **needed)
     with pytest.raises(UsageError, match=says) as caught:
-        RolloutConfig(source=URL, **changes)
+        tiny.config(Path("out"), **needed, **{"rollout.source": URL})
     assert "\n" not in str(caught.value)
 
 
@@ -432,12 +433,14 @@ def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["nft", "--rollout.sampler", "ode", "--rollout.sampler.solver", "unipc"], "--rollout.sampler.solver is 'unipc'"),
-        long(["nft", "--rollout.sampler", "sa_solver"], "'sa_solver', expected euler: servers return Euler's latents alone"),
+        (["nft", "--sampling.sampler", "ode", "--sampling.sampler.solver", "unipc"], "--sampling.sampler.solver is 'unipc'"),
         long(
-            ["grpo", "--rollout.window", "random", "--rollout.step-cache", "0.1"], "--rollout.step-cache is 0.1, expected 0"
+            ["nft", "--sampling.sampler", "sa_solver"], "'sa_solver', expected euler: servers return Euler's latents alone"
         ),
-        long(["grpo", "--rollout.sampler", "test_conditions:own_sampler"], "expected one of flow_sde"),
+        long(
+            ["grpo", "--sampling.window", "random", "--rollout.step-cache", "0.1"], "--rollout.step-cache is 0.1, expected 0"
+        ),
+        long(["grpo", "--sampling.sampler", "test_conditions:own_sampler"], "expected one of flow_sde"),
     ],
 )
 def test_the_command_line_refuses_it_before_anything_is_loaded(

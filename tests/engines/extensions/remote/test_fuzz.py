@@ -4,10 +4,10 @@ import contextlib
 import copy
 from typing import Any, cast
 
-import fake_rollouts
 import msgpack
-import tiny_jobs as tiny
 import torch
+from helpers import fake_rollouts
+from helpers import tiny_jobs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from torch import nn
 
 from fluvial.core.random import key

@@ -5,8 +5,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import launch
 import pytest
+from helpers import launch
 
 UPDATES = 40
 VICTIMS = ("server", "trainer") * 5

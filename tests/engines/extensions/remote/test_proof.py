@@ -3,49 +3,42 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
-from fake_rollouts import FakeRollouts
-from fake_servers import loopback
-from marks import long
+from helpers import tiny_jobs as tiny
+from helpers.fake_rollouts import FakeRollouts
+from helpers.fake_servers import loopback
+from helpers.marks import long
 from torch import Tensor
 
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.export import weights
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.weights import gather_weights
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
 from fluvial.engines.run import sampler
-from fluvial.engines.run.config import CorrectionConfig, TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import AsyncConfig, RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.source import Holder
 
-ROLLOUT = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ROLLOUT = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 UPDATES = 4
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def config(ahead: int) -> TrainConfig:
     """Return a run with a correction, which would train on the samples of any policy."""
     return tiny.config(
-        None,  # type: ignore[arg-type]
+        Path("out"),
         updates=UPDATES,
-        micro_batch=4,
-        rollout=ROLLOUT,
-        asynchronous=AsyncConfig(ahead),
+        sampling=ROLLOUT,
         correction=CorrectionConfig("truncate", threshold=2.0),
         optimizer=OptimizerConfig(lr=0.02),
+        **{"engine.micro_batch": 4, "rollout.ahead": ahead},
     )
 
 
@@ -63,7 +56,9 @@ class Sync:
     def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
         """Copy the weights."""
         self.pushed.append(version)
-        given = {name: tensor.clone() for name, tensor in weights(engine.module, adapter=None, merge=False, dtype=None)}
+        given = {
+            name: tensor.clone() for name, tensor in gather_weights(engine.module, adapter=None, merge=False, dtype=None)
+        }
         for place, fake in enumerate(self.fakes):
             wrong = version in self.bad.get(place, ())
             fake.module.load_state_dict({name: tensor + 0.1 * wrong for name, tensor in given.items()})
@@ -94,8 +89,8 @@ def opened(
     """Yield a run whose samples two servers make."""
     fakes = [FakeRollouts(tiny.Tiny().build()) for _ in range(2)]
     with loopback(fakes[0]) as first, loopback(fakes[1]) as second:
-        served = replace(ROLLOUT, source=f"{first},{second}", servers=ServersConfig(timeout=5, patience=1))
-        with Trainer(replace(config(ahead), rollout=served), tiny.job(), world) as trainer:
+        served = {"rollout.source": f"{first},{second}", "rollout.servers": ServersConfig(timeout=5, patience=1)}
+        with Trainer(with_values(config(ahead), served), tiny.job(), world) as trainer:
             source: Any = trainer.sampler.source
             source.sync.close()
             source.sync = sync = Sync(fakes, bad or {})

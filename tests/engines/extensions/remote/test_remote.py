@@ -14,25 +14,25 @@ from typing import Any, cast
 
 import optree
 import pytest
-import tiny_jobs as tiny
 import torch
-from fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, respond
-from fake_servers import loopback
+from helpers import tiny_jobs as tiny
+from helpers.fake_rollouts import MICRO_BATCH, FakeRollouts, Fault, changed, of_trajectory, respond
+from helpers.fake_servers import loopback
 from torch import nn
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote import servers
 from fluvial.engines.extensions.remote.remote import Remote
 from fluvial.engines.extensions.wire.client import UnreachableError
 from fluvial.engines.methods.table import Dppo, Nft
 from fluvial.engines.run.batch import RolloutPlan
-from fluvial.engines.run.config import CorrectionConfig
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.generate import Chunk, Guidance
 from fluvial.engines.sampling.in_process import InProcess
 from fluvial.engines.sampling.samplers import Ode, Stochastic
@@ -41,15 +41,8 @@ from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.sampling.window import Branches, RandomWindow
 from fluvial.models.pipelines.base import check_still
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 QUICK = ServersConfig(timeout=5, patience=1)
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(autouse=True)
@@ -90,13 +83,14 @@ class FakeSync:
 
 @contextmanager
 def served(
-    *fakes: FakeRollouts, world: World, rollout: RolloutConfig = STEPS, config: ServersConfig = QUICK
+    *fakes: FakeRollouts, world: World, sampling: ReadingConfig = STEPS, config: ServersConfig = QUICK, **rollout: Any
 ) -> Iterator[Remote]:
     """Yield a source of servers that run."""
     with ExitStack() as stack:
         urls = ",".join(stack.enter_context(loopback(fake)) for fake in fakes)
         source = Remote(
-            replace(rollout, source=urls, servers=config),
+            RolloutConfig(source=urls, servers=config, **rollout),
+            sampling,
             tiny.Tiny(),
             behaviour=lambda: nullcontext(fakes[0].module),
             adapter=lambda version: "default",
@@ -117,15 +111,15 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
     config, rollout = replace(QUICK, in_flight=2), replace(STEPS, group=8)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with served(fake, world=one, rollout=rollout, config=config):
+        with served(fake, world=one, sampling=rollout, config=config):
             pass
     expected = f"at most 16 at a time: it computes {filled / 16:.3g} times as many; serve with --micro-batch 16 or less"
     assert [expected in str(warning.message) for warning in said] == [True] * says
 
 
-def planned(world: World, rollout: RolloutConfig = STEPS, **changes: Any) -> RolloutPlan:
+def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
-    config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
+    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
         return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
@@ -145,7 +139,7 @@ VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"sampler": Stochastic("dance_sde", eta=0.5)}, {}),
     ({"sampler": Stochastic("cps", eta=0.5)}, {}),
-    ({"window": RandomWindow(2), "form": "no_const", "reduction": "sum"}, {}),
+    ({"window": RandomWindow(2)}, {"form": "no_const", "reduction": "sum"}),
     ({"window": RandomWindow(1, high=3, draw="sample")}, {}),
     ({"window": RandomWindow(1, high=3, draw="call")}, {}),
     ({"shared_noise": True}, {}),
@@ -153,7 +147,7 @@ VARIED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window": Branches(1, 2, high=2)}, {}),
     ({"window": RandomWindow(1, high=2, tail=Tail(fraction=0.5))}, {}),
     ({"guidance": Guidance(2.0, "3")}, {}),
-    ({}, {"objective": Dppo(), "train": "lora"}),
+    ({}, {"method": Dppo(), "train": "lora"}),
 ]
 
 
@@ -164,7 +158,7 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
     plan = planned(one, asked, **changes)
     inside = InProcess(tiny.Tiny(), lambda: nullcontext(fakes[0].module))
     inside.push(cast(Engine, None), 3)
-    with served(*fakes, world=one, rollout=asked) as source:
+    with served(*fakes, world=one, sampling=asked) as source:
         found, expected = chunks(source, plan), chunks(inside, plan)
     for own, other in zip(found, expected, strict=True):
         assert [*own.prompts] == [*other.prompts]
@@ -179,8 +173,8 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
 def test_deterministic_samples_are_their_last_latents_alone(one: World) -> None:
     """Objectives that train on clean samples record no steps."""
     rollout, fake = replace(STEPS, sampler=Ode()), FakeRollouts(net())
-    plan = planned(one, rollout, objective=Nft(), train="lora")
-    with served(fake, world=one, rollout=rollout) as source:
+    plan = planned(one, rollout, method=Nft(), train="lora")
+    with served(fake, world=one, sampling=rollout) as source:
         found = chunks(source, plan)
     expected = chunks(InProcess(tiny.Tiny(), lambda: nullcontext(fake.module)), plan)
     assert all(torch.equal(own.trajectory.final, other.trajectory.final) for own, other in zip(found, expected, strict=True))
@@ -191,7 +185,7 @@ def test_requests_to_sglang_have_its_fields_alone(one: World) -> None:
     """One per prompt, with a seed each; the trajectory is taken from the reply, and is scored alike here."""
     rollout, fake = replace(STEPS, window=RandomWindow(2)), FakeRollouts(net(), "sglang")
     plan = planned(one, rollout)
-    with served(fake, world=one, rollout=rollout) as source:
+    with served(fake, world=one, sampling=rollout) as source:
         made = chunks(source, plan)
         handshake = source.compare_with_servers(
             plan.requests._replace(prompts=[Prompt("1")] * 4, ids=range(4), key=key(8)), plan.sampling
@@ -214,7 +208,7 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
     """For some windows they are as many as the four steps, and not the timesteps of these."""
     rollout = replace(STEPS, window=RandomWindow(size, low=low, high=low + size))
     fake, plan = FakeRollouts(net(), "sglang"), planned(one, rollout)
-    with served(fake, world=one, rollout=rollout) as source:
+    with served(fake, world=one, sampling=rollout) as source:
         assert len(chunks(source, plan)) == 2
         fake.faults = [of_trajectory(timesteps=lambda value: value + torch.eye(len(value))[-1])] * 9
         with pytest.raises(RunError, match="has timestep 1, expected 0"):
@@ -225,10 +219,7 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
     "rollout",
     [
         {"sampler": Stochastic("dance_sde", eta=0.5)},
-        {"form": "no_const"},
-        {"reduction": "sum"},
         {"shared_noise": True},
-        {"autocast": True},
         {"window": RandomWindow(2, low=1, share_prefix=True)},
         {"window": RandomWindow(1, high=3, draw="sample")},
         {"window": Branches(1, 2, high=2)},
@@ -238,9 +229,20 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
 )
 def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -> None:
     """When the run is built, in one line that names the field."""
-    with pytest.raises(UsageError, match=r"rollout\..*sglang|rollout\.(sampler|form)") as caught:
-        served(FakeRollouts(net(), "sglang"), world=one, rollout=replace(STEPS, **rollout)).__enter__()
+    with pytest.raises(UsageError, match=r"sampling\..*sglang") as caught:
+        served(FakeRollouts(net(), "sglang"), world=one, sampling=replace(STEPS, **rollout)).__enter__()
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_sglang_does_not_compute_are_refused(one: World) -> None:
+    """In one line that names the setting, with autocast when the run is built, and for a form when it is first asked."""
+    with pytest.raises(UsageError, match=r"rollout.autocast is True; sglang"):
+        served(FakeRollouts(net(), "sglang"), world=one, autocast=True).__enter__()
+    for name, value in {"form": "no_const", "reduction": "sum"}.items():
+        plan = planned(one, STEPS, **{name: value})
+        says = rf"{name} is {value}.*; sglang cannot do this"
+        with served(FakeRollouts(net(), "sglang"), world=one) as source, pytest.raises(UsageError, match=says):
+            chunks(source, plan)
 
 
 def hang_up(handler: Any) -> None:
@@ -426,7 +428,9 @@ def test_images_have_the_size_of_the_samples(
 @contextmanager
 def trainer_of(*fakes: FakeRollouts, world: World) -> Iterator[tuple[Trainer, Remote]]:
     """Yield a trainer that corrects for differences of the servers that make its samples."""
-    config = tiny.config(cast(Any, None), rollout=STEPS, micro_batch=MICRO_BATCH, correction=CorrectionConfig("truncate"))
+    config = tiny.config(
+        cast(Any, None), sampling=STEPS, correction=CorrectionConfig("truncate"), **{"engine.micro_batch": MICRO_BATCH}
+    )
     with served(*fakes, world=world) as source, Trainer(config, tiny.job(), world) as trainer:
         trainer.config = trainer.loop.config = trainer.run.config = trainer.sampler.config = replace(
             config, rollout=source.rollout
@@ -505,7 +509,8 @@ def test_nothing_hangs_without_servers(one: World) -> None:
     """Neither when the run is built, nor later."""
     with pytest.raises(RunError, match="cannot be reached"):
         Remote(
-            replace(STEPS, source="http://127.0.0.1:9", servers=QUICK),
+            RolloutConfig(source="http://127.0.0.1:9", servers=QUICK),
+            STEPS,
             tiny.Tiny(),
             behaviour=lambda: nullcontext(net()),
             adapter=lambda version: "default",
@@ -547,10 +552,10 @@ def test_the_handshake_says_how_far_servers_are(one: World) -> None:
 def test_addresses_of_another_kind_are_refused(source: str) -> None:
     """When the configuration is made."""
     with pytest.raises(ValueError, match="expected addresses of servers"):
-        replace(STEPS, source=source)
+        RolloutConfig(source=source)
 
 
 def test_settings_of_servers_need_servers() -> None:
     """They would do nothing."""
     with pytest.raises(ValueError, match=r"rollout.servers has no effect without servers"):
-        replace(STEPS, servers=QUICK)
+        RolloutConfig(servers=QUICK)

@@ -5,34 +5,42 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import launch
 import pytest
-import tiny_conditioned
-import tiny_pipelines
 import torch
-from marks import long
+from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.marks import long
 
 from fluvial.engines.cli import main as cli
+from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run import train
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.job import handwriting
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.run.jobs.settings import MachineConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.window import RandomWindow
 
 ROLLOUT = (
-    "--rollout.prompts 2 --rollout.group 2 --rollout.steps 3 --micro-batch 2 --update-micro-batch rollout "
-    "--updates 2 --minibatches 1"
+    "--sampling.prompts 2 --sampling.group 2 --sampling.steps 3 --micro-batch 2 --update-micro-batch rollout "
+    "--updates 2 --passes.minibatches 1"
 )
-REST = "--final-samples 2 --eval-every 0 --checkpoint-every 2 --tracker none --update-micro-batch rollout"
+REST = "--final-samples 2 --evaluation.every 0 --checkpoint.every 2 --tracker none --update-micro-batch rollout"
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("name", ["handwriting", long("sd3"), long("qwen-image")])
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [("handwriting", "lora"), long("handwriting", "full"), long("sd3", "lora"), long("qwen-image", "lora")],
+)
 def test_two_updates_with_a_server_have_the_bits_of_those_without(
-    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, train: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The adapter is pushed after each update; the handshake finds no difference, and neither does a rollout."""
-    model, size = ["handwriting"], ["--rollout.window", "random", "--rollout.window.size", "1", "--rollout.window.high", "2"]
+    """The adapter, or all weights, are pushed after each update; the handshake finds no difference, nor does a rollout."""
+    monkeypatch.setenv("ADMIN", "secret")
+    model, size = (
+        ["handwriting"],
+        ["--sampling.window", "random", "--sampling.window.size", "1", "--sampling.window.high", "2"],
+    )
     if name != "handwriting":
         row = tiny_pipelines.ROWS[name]
         model = [str(tiny_pipelines.save(row, tmp_path / name))]
@@ -42,11 +50,13 @@ def test_two_updates_with_a_server_have_the_bits_of_those_without(
     weights = tmp_path / "weights"
     weights.mkdir()
     run = ["train", "grpo", "--model", *model, *prompts, *size, *ROLLOUT.split(), *REST.split()]
+    run += ["--train", train]
     assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
     options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
     asked = [] if name == "handwriting" else size
-    with launch.start("serve", *model, *options, *asked) as server:
+    with launch.start("serve", *model, *options, *asked, FLUVIAL_SERVE_ADMIN_KEY="secret") as server:
         served = ["--rollout.source", server.address(), "--rollout.servers.weights-folder", str(weights)]
+        served += ["--rollout.servers.admin-env", "ADMIN"]
         assert cli.run([*run, *served, "--out", str(tmp_path / "served")]) == 0, capfd.readouterr().err
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
     records = launch.records(tmp_path / "served")
@@ -76,9 +86,9 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
     call = [f"{name}={json.dumps(value)}" for name, value in row.call.items()]
     opened = ["--pipeline.height", "16", "--pipeline.width", "16", "--pipeline.call", *call]
     prompted = ["--prompts", str(prompts)]
-    scale, guidance = str(row.scale), ["--rollout.window", "random", "--rollout.window.size", "1"]
+    scale, guidance = str(row.scale), ["--sampling.window", "random", "--sampling.window.size", "1"]
     run = ["train", "grpo", "--model", *model, *launch.rewarded(*prompted), *opened, *ROLLOUT.split(), *REST.split()]
-    run += [*guidance, "--rollout.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
+    run += [*guidance, "--sampling.guidance.scale", scale, "--engine.compute", "float32", "--pipeline.frozen", "float32"]
     assert cli.run([*run, "--out", str(tmp_path / "inside")]) == 0, capfd.readouterr().err
     options = ["--port", "0", "--micro-batch", "2", "--weights-root", str(weights), "--steps", "3"]
     options += ["--guidance.scale", scale, *opened]
@@ -113,16 +123,14 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
             servers.pop(0).kill()
         return 1 - images.flatten(1).mean(1)
 
-    small = RolloutConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
+    small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
     config = TrainConfig(
         tmp_path / "inside",
-        rollout=small,
-        micro_batch=2,
-        update_micro_batch="rollout",
         updates=3,
-        final_samples=2,
-        eval_every=0,
         tracker="none",
+        method=Grpo(sampling=small),
+        engine=MachineConfig(micro_batch=2, update_micro_batch="rollout"),
+        evaluation=EvaluationConfig(final_samples=2, every=0),
     )
     job = replace(handwriting(), rewards={"dark": dark})
     train(config, job)
@@ -131,9 +139,9 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
     options = ["serve", "handwriting", "--port", "0", "--micro-batch", "2", "--weights-root", str(weights)]
     with launch.start(*options) as first, launch.start(*options) as second:
         urls = ",".join(map(launch.Process.address, (first, second)))
-        asked = replace(small, source=urls, servers=ServersConfig(weights_folder=weights))
+        asked = RolloutConfig(source=urls, servers=ServersConfig(weights_folder=weights))
         servers.append(first)
-        train(replace(config, out=tmp_path / "served", rollout=asked), job)
+        train(with_values(config, {"out": tmp_path / "served", "rollout": asked}), job)
         assert first.poll() is not None
         assert second.poll() is None
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")

@@ -21,19 +21,18 @@ import msgpack
 import PIL.Image
 import PIL.ImageOps
 import pytest
-import real_sglang
-import tiny_conditioned
-import tiny_jobs as tiny
 import torch
-from fake_rollouts import MICRO_BATCH, respond
-from fake_servers import loopback
+from helpers import real_sglang, tiny_conditioned
+from helpers import tiny_jobs as tiny
+from helpers.fake_rollouts import MICRO_BATCH, respond
+from helpers.fake_servers import loopback
+from helpers.weight_servers import adapted, base, engine_of, move, served
 from safetensors.torch import load_file
-from weight_servers import adapted, base, engine_of, move, served
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.remote import replies
 from fluvial.engines.extensions.remote.remote import Remote
@@ -41,7 +40,7 @@ from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.methods.table import Dppo
 from fluvial.engines.run.batch import RolloutPlan
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig, ServersConfig
+from fluvial.engines.sampling.config import ReadingConfig, RolloutConfig, SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps
 from fluvial.engines.sampling.samplers import SAMPLERS, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
@@ -52,13 +51,6 @@ from fluvial.models.pipelines.open import open_model
 
 pytestmark = pytest.mark.long  # it installs a wheel
 NEAR = 1e-5  # of log-probs, in nats per dimension
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 class Sglang:
@@ -147,12 +139,13 @@ def image_loader() -> Callable[[str], bytes]:
 
 
 @contextmanager
-def source_of(server: Sglang, rollout: RolloutConfig, world: World) -> Iterator[Remote]:
+def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[Remote]:
     """Open the client of a server that has the weights already."""
     sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
         source = Remote(
-            replace(rollout, source=url, servers=ServersConfig(timeout=60, patience=1)),
+            RolloutConfig(source=url, servers=ServersConfig(timeout=60, patience=1)),
+            sampling,
             server.model,
             behaviour=lambda: nullcontext(server.module),
             adapter=lambda version: "default",
@@ -167,9 +160,9 @@ def source_of(server: Sglang, rollout: RolloutConfig, world: World) -> Iterator[
             source.close()
 
 
-def planned(world: World, rollout: RolloutConfig, **changes: Any) -> RolloutPlan:
+def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutPlan:
     """Return the first rollout of a run."""
-    config = tiny.config(cast(Any, None), rollout=rollout, micro_batch=MICRO_BATCH, **changes)
+    config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
         return trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
@@ -181,8 +174,8 @@ ROLLOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a window at the end": ({"window": RandomWindow(3, low=1)}, {}),
     "cps": ({"sampler": Stochastic("cps", eta=0.5)}, {}),
     "guidance": ({"guidance": Guidance(2.0, "3")}, {}),
-    "residuals": ({"form": "unscaled"}, {}),
-    "velocities": ({}, {"objective": Dppo(), "train": "lora"}),
+    "residuals": ({}, {"form": "unscaled"}),
+    "velocities": ({}, {"method": Dppo(), "train": "lora"}),
 }
 
 
@@ -192,7 +185,7 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
     """Its log-probs are the trainer's, its steps lead from latents to latents, and its images come from the last ones."""
     monkeypatch.setattr(replies, "find_layout", lambda model: layout)
     changes, others = ROLLOUTS[name]
-    asked = replace(RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
+    asked = replace(SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5)), **changes)
     plan = planned(one, asked, **others)
     server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
     with source_of(server, asked, one) as source:
@@ -226,7 +219,7 @@ def test_sglang_edits_images(one: World, monkeypatch: pytest.MonkeyPatch, tmp_pa
     shape = model.latent_shape(16, 16)
     files = [tiny_conditioned.draw_image(tmp_path / f"{number}.png", number) for number in range(3)]
     prompts = [Prompt("a red fox", media={"image": (files[row], files[row + 1])}) for row in (0, 0, 1, 1)]
-    rollout = RolloutConfig(prompts=2, group=2, steps=3, sampler=Stochastic(eta=0.5))
+    rollout = SamplingConfig(prompts=2, group=2, steps=3, sampler=Stochastic(eta=0.5))
     schedule = model.schedule(3, shape)
     steps = StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1))
     sampling = Sampling(shape, schedule, Guidance(2.0, "dull"), stochastic=steps)
@@ -251,7 +244,7 @@ def test_sglang_takes_the_image_alone(one: World) -> None:
         Conditioned.takes = takes  # type: ignore[attr-defined]
         with (
             pytest.raises(UsageError, match=r"takes no images with a prompt, .* have .*image.*: use fluvial serve"),
-            source_of(Sglang(PLAIN, None, model=model), RolloutConfig(prompts=2, group=2), one),
+            source_of(Sglang(PLAIN, None, model=model), SamplingConfig(prompts=2, group=2), one),
         ):
             pass
 

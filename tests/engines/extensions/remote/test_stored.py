@@ -3,41 +3,34 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.remote import stored
 from fluvial.engines.methods.table import Dppo, Nft
-from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.config import TrainConfig, with_values
 from fluvial.engines.run.trainer import Trainer
-from fluvial.engines.sampling.config import RolloutConfig
+from fluvial.engines.sampling.config import RolloutConfig, SamplingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import RandomWindow
 
-STEPS = RolloutConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
     """Return a run of two rollouts, in two chunks each."""
-    return tiny.config(out, **{"updates": 2, "micro_batch": 4, "rollout": STEPS, **changes})
+    return tiny.config(out, **{"updates": 2, "engine.micro_batch": 4, "sampling": STEPS, **changes})
 
 
 def trained(run: TrainConfig, one: World) -> dict[str, Tensor]:
@@ -52,7 +45,7 @@ def trained(run: TrainConfig, one: World) -> dict[str, Tensor]:
 def folder(one: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the rollouts of a run."""
     out = tmp_path_factory.mktemp("run")
-    trained(config(out, rollout=replace(STEPS, store=out / "stored")), one)
+    trained(config(out, sampling=STEPS, **{"rollout.store": out / "stored"}), one)
     return out / "stored"
 
 
@@ -60,27 +53,26 @@ def folder(one: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {},
-        {"rollout": replace(STEPS, window=RandomWindow(2))},
-        {"rollout": replace(STEPS, window=RandomWindow(1, draw="call"))},
-        {"rollout": replace(STEPS, window=RandomWindow(2, high=3, draw="sample"), form="no_const")},
-        {"objective": Dppo(), "train": "lora"},
-        {"objective": Nft(), "train": "lora", "rollout": replace(STEPS, sampler=Ode("dpmpp_2m"))},
+        {"sampling": replace(STEPS, window=RandomWindow(2))},
+        {"sampling": replace(STEPS, window=RandomWindow(1, draw="call"))},
+        {"sampling": replace(STEPS, window=RandomWindow(2, high=3, draw="sample")), "form": "no_const"},
+        {"method": Dppo(), "train": "lora"},
+        {"method": Nft(), "train": "lora", "sampling": replace(STEPS, sampler=Ode("dpmpp_2m"))},
     ],
     ids=["all steps", "a window", "a window per chunk", "a window per sample", "predictions kept", "clean samples"],
 )
 def test_replayed_rollouts_give_the_weights_to_the_bit(one: World, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Of the run that stored them, whose own weights storing does not change."""
     run = config(tmp_path, **changes)
-    rollout = run.rollout
     expected = trained(run, one)
-    kept = trained(replace(run, rollout=replace(rollout, store=tmp_path / "stored")), one)
-    replayed = trained(replace(run, rollout=replace(rollout, source=f"replayed:{tmp_path / 'stored'}")), one)
+    kept = trained(with_values(run, {"rollout.store": tmp_path / "stored"}), one)
+    replayed = trained(with_values(run, {"rollout.source": f"replayed:{tmp_path / 'stored'}"}), one)
     assert all(torch.equal(kept[name], tensor) and torch.equal(replayed[name], tensor) for name, tensor in expected.items())
 
 
 def test_replaying_calls_no_network(one: World, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollout is read; scored images and versions are the stored ones."""
-    run = config(tmp_path, rollout=replace(STEPS, source=f"replayed:{folder}"))
+    run = config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{folder}"})
     with Trainer(run, tiny.job(), one) as trainer:
         trainer.update()  # the weights are no longer those of the first rollout
         seen, generate = list[stored.Chunk](), trainer.sampler.source.generate
@@ -112,7 +104,7 @@ def test_a_chunk_is_as_old_as_its_oldest_sample(one: World, folder: Path, tmp_pa
     edited(lambda index: [chunk.update(version=5 - number, negatives=None) for number, chunk in enumerate(index["chunks"])])(
         copy
     )
-    run = config(tmp_path, micro_batch=8, rollout=replace(STEPS, source=f"replayed:{copy}"))
+    run = config(tmp_path, sampling=STEPS, **{"engine.micro_batch": 8, "rollout.source": f"replayed:{copy}"})
     with Trainer(run, tiny.job(), one) as trainer:
         plan = trainer.sampler.plan(*first_rollout(trainer))
         (chunk,) = trainer.sampler.source.generate(plan.requests, plan.sampling, micro_batch=8)
@@ -127,7 +119,11 @@ def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:
 
 def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) -> None:
     """A sample is found by its id, whichever chunk it was made in."""
-    run = config(tmp_path, micro_batch=2, rollout=replace(STEPS, source=f"replayed:{folder}"), max_log_ratio=1e-2)
+    run = config(
+        tmp_path,
+        sampling=STEPS,
+        **{"engine.micro_batch": 2, "rollout.source": f"replayed:{folder}", "rollout.max_log_ratio": 1e-2},
+    )
     found, expected = trained(run, one), trained(config(tmp_path), one)
     assert all(torch.allclose(found[name], tensor, atol=1e-5) for name, tensor in expected.items())
 
@@ -230,7 +226,7 @@ def test_a_damaged_folder_is_one_line(
     copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy)
     with (
-        Trainer(config(tmp_path, rollout=replace(STEPS, source=f"replayed:{copy}")), tiny.job(), one) as trainer,
+        Trainer(config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{copy}"}), tiny.job(), one) as trainer,
         pytest.raises(RunError, match=says) as caught,
     ):
         trainer.update()
@@ -242,9 +238,9 @@ def test_a_damaged_folder_is_one_line(
     ("changes", "says"),
     [
         ({"seed": 1}, "has no rollout of key .* use the seed"),
-        ({"rollout": replace(STEPS, sampler=Stochastic(eta=0.6))}, "its coefficient"),
-        ({"rollout": replace(STEPS, window=RandomWindow(2))}, "other stochastic steps"),
-        ({"objective": Dppo(), "train": "lora"}, "has no predictions"),
+        ({"sampling": replace(STEPS, sampler=Stochastic(eta=0.6))}, "its coefficient"),
+        ({"sampling": replace(STEPS, window=RandomWindow(2))}, "other stochastic steps"),
+        ({"method": Dppo(), "train": "lora"}, "has no predictions"),
     ],
 )
 def test_a_run_that_asks_for_other_rollouts_is_one_line(
@@ -252,14 +248,14 @@ def test_a_run_that_asks_for_other_rollouts_is_one_line(
 ) -> None:
     """It names what differs."""
     run = config(tmp_path, **changes)
-    run = replace(run, rollout=replace(run.rollout, source=f"replayed:{folder}"))
+    run = with_values(run, {"rollout.source": f"replayed:{folder}"})
     with Trainer(run, tiny.job(), one) as trainer, pytest.raises(RunError, match=says):
         trainer.update()
 
 
 def test_a_rollout_that_ends_early_is_not_stored(one: World, tmp_path: Path) -> None:
     """A reward that raises ends the run; of the rollout there is nothing, not even a partial file."""
-    run = config(tmp_path, rollout=replace(STEPS, store=tmp_path / "stored"))
+    run = config(tmp_path, sampling=STEPS, **{"rollout.store": tmp_path / "stored"})
     with Trainer(run, tiny.job(), one) as trainer:
         generate = trainer.sampler.source.source.generate  # type: ignore[attr-defined]
 
@@ -277,12 +273,12 @@ def test_a_rollout_that_is_written_again_replaces_the_first(
     one: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resumed run repeats the rollout it was killed in; a process that dies while it writes leaves whole ones alone."""
-    rollout = replace(STEPS, store=tmp_path / "stored")
-    trained(config(tmp_path, updates=1, rollout=rollout), one)
+    rollout = RolloutConfig(store=tmp_path / "stored")
+    trained(config(tmp_path, updates=1, sampling=STEPS, rollout=rollout), one)
     before = {path.name: path.read_bytes() for path in (tmp_path / "stored").iterdir()}
     with pytest.raises(UsageError, match="which holds rollouts already"):
-        trained(config(tmp_path, updates=1, rollout=rollout), one)
-    resumed = config(tmp_path, updates=1, rollout=rollout, resume=True)
+        trained(config(tmp_path, updates=1, sampling=STEPS, rollout=rollout), one)
+    resumed = config(tmp_path, updates=1, sampling=STEPS, rollout=rollout, resume=True)
     trained(resumed, one)
     assert {path.name: path.read_bytes() for path in (tmp_path / "stored").iterdir()} == before
 
@@ -312,7 +308,7 @@ def test_a_rollout_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(stored, "sync", synced)
     monkeypatch.setattr(os, "replace", moved)
-    trained(config(tmp_path, updates=1, rollout=replace(STEPS, store=folder)), one)
+    trained(config(tmp_path, updates=1, sampling=STEPS, **{"rollout.store": folder}), one)
     moves = [line.split() for line in done if line.startswith("move")]
     assert [suffix for _, _, suffix in moves] == [".safetensors", ".json"]
     for _, partial, suffix in moves:
@@ -324,19 +320,19 @@ def test_folders_that_cannot_be_used_are_refused(one: World, tmp_path: Path) -> 
     """Before anything is computed."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="which holds no rollouts"):
-        Trainer(config(tmp_path, rollout=replace(STEPS, source=f"replayed:{tmp_path}")), tiny.job(), one)
+        Trainer(config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{tmp_path}"}), tiny.job(), one)
     with pytest.raises(UsageError, match="which cannot be written"):
-        Trainer(config(tmp_path, rollout=replace(STEPS, store=tmp_path / "file" / "x")), tiny.job(), one)
+        Trainer(config(tmp_path, sampling=STEPS, **{"rollout.store": tmp_path / "file" / "x"}), tiny.job(), one)
 
 
 @pytest.mark.parametrize("source", ["replayed:", "stored:x", "somewhere"])
 def test_a_source_of_another_kind_is_refused(source: str) -> None:
     """When the configuration is made."""
     with pytest.raises(ValueError, match=rf"rollout\.source is '{source}', expected addresses of servers .*replayed:FOLDER"):
-        replace(STEPS, source=source)
+        RolloutConfig(source=source)
 
 
 def test_replayed_rollouts_are_not_stored_again(tmp_path: Path) -> None:
     """They are stored already."""
     with pytest.raises(ValueError, match=r"rollout\.store has no effect with rollouts that are stored"):
-        replace(STEPS, source="replayed:x", store=tmp_path)
+        RolloutConfig(source="replayed:x", store=tmp_path)

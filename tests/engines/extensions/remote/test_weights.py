@@ -1,34 +1,31 @@
-"""Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not."""
+"""Weight sync: servers compute with the trainer's weights after a push, or are named as those that do not.
+
+Two ranks push what one does, and a trainer that is killed leaves nothing to take.
+"""
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import asgi
 import pytest
 import torch
-from tiny_jobs import Tiny
+from helpers import asgi, launch
+from helpers.tiny_jobs import Tiny
+from helpers.weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
 from torch import Tensor, nn
-from weight_servers import Served, adapted, base, engine_of, move, moved_base, run, served
+from workers import pushes
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
+from fluvial.engines.extensions.remote.push_folder import LOCK
 from fluvial.engines.extensions.remote.weight_sync import WeightSync
 from fluvial.engines.extensions.wire.weight_buckets import Checksum
-from fluvial.models.lora import LoraConfig, add_lora, copy_adapter, lora_layers, use_adapter
+from fluvial.models.lora import copy_adapter, lora_layers, use_adapter
 from fluvial.models.lora_layer import Product
 from fluvial.models.pipelines.wan import EXPERTS
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture
@@ -46,16 +43,22 @@ def output(engine: Engine) -> torch.Tensor:
 
 
 def test_an_adapter_is_pushed_by_its_file(tmp_path: Path, one: World, lora: Engine) -> None:
-    """To the bit, again and again; the base is equal already, and is not sent."""
-    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
-    for version in (3, 4):
+    """To the bit, again and again; the base is equal already, and is not sent.
+
+    It takes the place of the one before by its name, so that a server which keeps adapters by their names has one. Its path
+    is another each time, by which sglang knows that it has to be read again.
+    """
+    server, sync, listed = served(tmp_path), WeightSync(one, folder=tmp_path), list[dict[str, str]]()
+    for version in (3, 4, 5):
         move(lora, seed=version)
         assert sync.push(lora, version, [server.client]) == {}
         assert torch.equal(run(server.weights.module), output(lora))
         assert server.weights.version == version
         assert [path.name for path in sync.path.iterdir() if path.is_dir()] == [f"lora-{version}"]
-    assert server.requests.count("/v1/set_lora") == 2
+        listed += server.client.get("/v1/list_loras")["loaded_adapters"]
+    assert server.requests.count("/v1/set_lora") == 3
     assert "/update_weights_from_disk" not in server.requests
+    assert [len({each[name] for each in listed}) for name in ("nickname", "path")] == [1, len(listed)] == [1, 3]
     sync.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -83,7 +86,6 @@ def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: 
     expected = moved_base().to(dtype).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in server.weights.module.state_dict().items())
     assert server.weights.version == 7
-    assert sync.sent_bytes >= sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
     assert (server.requests.count("/update_weights_from_tensor") > 2) == (method == "shared_memory")
 
 
@@ -135,19 +137,6 @@ def test_the_adapter_of_another_run_is_taken_off(tmp_path: Path, one: World, lor
     assert torch.equal(run(server.weights.module), output(full))
 
 
-def test_an_adapter_takes_the_place_of_the_one_before(tmp_path: Path, one: World, lora: Engine) -> None:
-    """By name, so that a server which keeps adapters by their names has one, whatever the number of pushes."""
-    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path)
-    listed = []
-    for version in (1, 2, 3):
-        move(lora, seed=version)
-        sync.push(lora, version, [server.client])
-        listed.append(server.client.get("/v1/list_loras")["loaded_adapters"])
-    assert [len(each) for each in listed] == [1, 1, 1]
-    assert len({each[0]["nickname"] for each in listed}) == 1
-    assert len({each[0]["path"] for each in listed}) == 3  # by which sglang knows that it has to be read again
-
-
 class Pair(nn.ModuleDict):
     """Two nets, each with half of the output."""
 
@@ -195,36 +184,6 @@ def test_buffers_of_a_server_in_bfloat16_are_not_rounded(tmp_path: Path, one: Wo
     assert WeightSync(one, folder=tmp_path).push(engine, 1, [server.client]) == {}
     assert torch.equal(other.get_buffer("angles"), torch.full((3,), 1 / 7))
     assert torch.equal(other.inner.weight, trained.to(torch.bfloat16))
-
-
-def test_a_server_in_bfloat16_is_compared_in_its_own_dtype(tmp_path: Path, one: World, lora: Engine) -> None:
-    server = served(tmp_path, dtype=torch.bfloat16)
-    assert WeightSync(one, folder=tmp_path).push(lora, 1, [server.client]) == {}
-    assert "/update_weights_from_disk" not in server.requests  # its base is the trainer's, rounded
-
-
-def test_the_bytes_of_an_adapter_are_less_than_a_hundredth(tmp_path: Path, one: World) -> None:
-    """For a transformer of the width of SD3, and an adapter of rank 4."""
-    from diffusers import SD3Transformer2DModel
-
-    from fluvial.engines.engine.export import layout
-
-    def bytes_of(module: torch.nn.Module, **options: Any) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in layout(module, **options).values())
-
-    with torch.device("meta"):
-        module = SD3Transformer2DModel(
-            sample_size=64,
-            num_layers=4,
-            attention_head_dim=64,
-            num_attention_heads=24,
-            joint_attention_dim=4096,
-            caption_projection_dim=1536,
-            pooled_projection_dim=2048,
-        )
-    add_lora(module, LoraConfig(rank=4), ("to_q", "to_k", "to_v", "to_out.0"))
-    small, large = bytes_of(module, adapter="default"), bytes_of(module, adapter="default", merge=True)
-    assert 0 < small <= 0.01 * large
 
 
 class Broken:
@@ -376,6 +335,8 @@ def test_weights_are_hashed_once_per_push(
         before = len(hashed)
         assert sync.push(engine, version, [server.client for server in servers]) == {}
         each.append(len(hashed) - before)
+    changed = [path for path in servers[0].requests if "disk" in path]
+    assert len(changed) == (3 if train == "all" else 0)  # a base in bfloat16 is the trainer's, rounded
     if train == "all":  # by the trainer; by each server of the files, and of what it has then
         assert each == [tensors * (1 + 2 * len(servers))] * 3
     else:  # two factors of each layer and the scale; in the first push the base too
@@ -403,3 +364,48 @@ def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lo
         counts.append(held())
     gc.unfreeze()
     assert counts[2:] == [counts[2]] * 10
+
+
+def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
+    """The same bytes, and a server that computes the same."""
+    main, other = launch.on_ranks(2, "workers.pushes:pushes", tmp_path / "two")
+    alone = pushes.pushes(one, str(tmp_path / "one"))
+    assert main == alone
+    for method, found in other.items():
+        assert found == {name: alone[method][name] for name in ("failed", "without servers")}
+    assert all(found["sent"] for found in alone.values())
+    assert alone["lora"]["without servers"] == "no server took the weights of update 4: there is none"
+    assert list((tmp_path / "two").iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["auto", "full"])
+def test_a_trainer_that_is_killed_leaves_nothing_to_take(tmp_path: Path, one: World, method: str) -> None:
+    """Its last complete push stays until another trainer comes; the one it was writing is hidden."""
+    with launch.Process("workers.pushes:killed", tmp_path, method, environment=launch.environment()) as process:
+        assert process.wait(120) == -9
+    (left,) = tmp_path.iterdir()
+    names = sorted(path.name for path in left.iterdir())
+    whole, half = ("lora-1", ".lora-2") if method == "auto" else ("weights-1", ".weights-2")
+    assert names == sorted([LOCK, whole, half])
+    server = served(tmp_path)
+    before = run(server.weights.module)
+
+    def asked(name: str) -> asgi.Answer:
+        if method == "auto":
+            return ask(server, "/v1/set_lora", lora_nickname="a", lora_path=str(left / name))
+        return ask(server, "/update_weights_from_disk", model_path=str(left / name))
+
+    assert asked(half).status == 400
+    assert asked(half).value["message"].endswith("is hidden, as the files of an unfinished export are")
+    (left / half).rename(left / "named")  # even then
+    assert asked("named").status == 400
+    assert torch.equal(run(server.weights.module), before)
+    assert server.weights.version == 0
+    assert asked(whole).status == 200
+    sync = WeightSync(one, folder=tmp_path)
+    assert not left.exists()
+    again = WeightSync(one, folder=tmp_path)  # of a trainer beside it, whose folder is in use
+    assert sync.path.exists()
+    assert sync.push(engine_of(adapted(base()), one), 1, [server.client]) == {}
+    again.close()
+    sync.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -216,7 +216,9 @@ def test_a_run_with_a_broken_tracker_of_ones_own_ends_well(tmp_path: Path, monke
     """Its report has the warning. The tracker is named by its module."""
     monkeypatch.setattr(Broken, "works", ("start",))
     name = f"{Broken.__module__}:Broken"
-    summary = train(tiny.config(tmp_path / "run", tracker=name, eval_samples=2, final_samples=4), tiny.job())
+    summary = train(
+        tiny.config(tmp_path / "run", tracker=name, **{"evaluation.samples": 2, "evaluation.final_samples": 4}), tiny.job()
+    )
     assert summary["updates"] == 1
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"tracker {name} failed (ConnectionError: no network)" in report

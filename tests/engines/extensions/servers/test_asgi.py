@@ -5,10 +5,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import asgi
 import pytest
-import rollout_servers as servers
 import torch
+from helpers import asgi
+from helpers import rollout_servers as servers
 
 from fluvial.engines.extensions.servers import asgi as shared
 from fluvial.engines.extensions.servers import rewards

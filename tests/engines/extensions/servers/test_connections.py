@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
 
-import launch
 import pytest
 import uvicorn
+from helpers import launch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -196,7 +196,7 @@ def test_a_client_that_hangs_up_in_mid_body_writes_no_traceback(sent: bytes, cap
 
 def test_a_server_answers_beside_a_thousand_silent_connections() -> None:
     """And beside hundreds of half-sent bodies; as a process, whose stderr stays empty."""
-    with launch.start("serve", "tiny_jobs:Tiny", "--port", "0", "--micro-batch", "2", "--steps", "3") as server:
+    with launch.start("serve", "helpers.tiny_jobs:Tiny", "--port", "0", "--micro-batch", "2", "--steps", "3") as server:
         until = time.monotonic() + 120
         while "http://" not in server.stdout:
             assert time.monotonic() < until, server.stderr

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import asgi
 import pytest
 import torch
-from fake_servers import FakeClock
+from helpers import asgi
+from helpers.fake_servers import FakeClock
 from torch import Tensor
 
 from fluvial.engines.errors import RunError, UsageError

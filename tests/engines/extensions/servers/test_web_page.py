@@ -4,9 +4,8 @@ import json
 import time
 from pathlib import Path
 
-import chromium
-import launch
 import pytest
+from helpers import chromium, launch
 
 from fluvial.engines.extensions.wire.client import HttpClient
 
@@ -49,7 +48,7 @@ attack();
 @pytest.mark.skipif(chromium.binary() is None, reason="needs Chromium: apt-get install chromium")
 def test_a_page_stops_changes_and_reads_nothing(tmp_path: Path) -> None:
     """By fetch in all modes, beacons and forms; a program on the machine is obeyed afterwards."""
-    with launch.start("serve", "tiny_jobs:Tiny", "--port", "0", "--micro-batch", "1", "--steps", "2") as server:
+    with launch.start("serve", "helpers.tiny_jobs:Tiny", "--port", "0", "--micro-batch", "1", "--steps", "2") as server:
         url, until = server.address(), time.monotonic() + 240
         page = tmp_path / "attack.html"
         page.write_text(PAGE.replace("BASE", json.dumps(url)).replace("PATHS", json.dumps(PATHS)))

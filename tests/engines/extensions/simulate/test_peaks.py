@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.storages import LiveStorages
 from fluvial.engines.engine.world import World, init_world
 from fluvial.engines.extensions.simulate.simulation import simulate
+from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models import LoraConfig, add_lora
 from fluvial.models.shapes import MODELS, blocks
 

@@ -57,12 +57,6 @@ def test_a_storage_that_is_emptied_is_not_held() -> None:
         assert simulation.mode.ledger.now == 400
 
 
-def test_a_tensor_left_on_the_host_is_an_error() -> None:
-    """As on a real GPU, with both devices named."""
-    with simulate() as simulation, pytest.raises(RuntimeError, match="simulated:0 and cpu"):
-        torch.ones(3, device=simulation.world.device) + torch.ones(3)
-
-
 @pytest.mark.parametrize(
     ("read", "operation"),
     [

@@ -1,17 +1,14 @@
 """The fields of verl-omni's batches: other layouts of the same rollout, clean samples with noise, and what is wrong."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import real_verl
-import tiny_pipelines
 import torch
-import verl_runs
+from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import UsageError
 from fluvial.models.guidance import guided_velocity
 from fluvial.models.lora import use_adapter
@@ -21,8 +18,7 @@ TWO = {**verl_runs.LORA, "policy_state_adapters": ("default", "old")}
 
 def log_probs(engine: Any, data: Any) -> Tensor:
     """Return the log-probs of a batch."""
-    with engine.eval_mode():
-        return engine.infer_batch(data)["model_output"]["log_probs"]
+    return verl_runs.infer(engine, data)["log_probs"]
 
 
 def without(data: Any, *names: str, **more: Tensor) -> Any:
@@ -32,11 +28,11 @@ def without(data: Any, *names: str, **more: Tensor) -> Any:
     return data
 
 
-def test_other_layouts_of_a_batch_give_the_same_log_probs(folders: dict[str, Path], world: World) -> None:
+def test_other_layouts_of_a_batch_give_the_same_log_probs() -> None:
     """Jagged embeddings, no mask, steps that are not contiguous, the size of the images in the batch."""
-    made = verl_runs.rollout("qwen-image", folders["qwen-image"])
-    engine = verl_runs.build(verl_runs.model_config("qwen-image", folders["qwen-image"]))
-    data = verl_runs.batch("qwen-image", made)
+    made = verl_runs.rollout("qwen-image")
+    engine = verl_runs.build("qwen-image")
+    data = verl_runs.batch(made)
     expected = log_probs(engine, data)
     latents = data["all_latents"]
     apart = without(data, "all_latents", all_latents=latents[:, :-1].clone(), all_next_latents=latents[:, 1:].clone())
@@ -48,18 +44,18 @@ def test_other_layouts_of_a_batch_give_the_same_log_probs(folders: dict[str, Pat
     torch.testing.assert_close(log_probs(engine, jagged), expected, rtol=0, atol=2e-6)
     unmasked = without(data, "prompt_embeds", "prompt_embeds_mask", prompt_embeds=rows)
     torch.testing.assert_close(log_probs(engine, unmasked), expected, rtol=0, atol=2e-6)
-    sized = verl_runs.batch("qwen-image", made, height=16, width=16)
+    sized = verl_runs.batch(made, height=16, width=16)
     engine.settings.__dict__["size"] = (32, 32, 1)  # that of the batch counts
     assert torch.equal(log_probs(engine, sized), expected)
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen-image"])
-def test_mini_batches_of_verl_have_the_log_probs_of_their_samples(folders: dict[str, Path], world: World, name: str) -> None:
+def test_mini_batches_of_verl_have_the_log_probs_of_their_samples(name: str) -> None:
     """verl's own iterator of `train_mini_batch` makes jagged rows without a cached maximum; padding follows the longest."""
     utils = real_verl.part("verl.utils.tensordict_utils")
-    made = verl_runs.rollout(name, folders[name])
-    engine = verl_runs.build(verl_runs.model_config(name, folders[name]))
-    data = verl_runs.batch(name, made)
+    made = verl_runs.rollout(name)
+    engine = verl_runs.build(name)
+    data = verl_runs.batch(made)
     expected, tokens = log_probs(engine, data), data["prompt_embeds"]
     masked = name == "qwen-image"  # SD3 attends to padding, so its rows are as long as in the rollout
     mask = data["prompt_embeds_mask"].bool() if masked else torch.ones(tokens.shape[:2], dtype=torch.bool)
@@ -71,12 +67,11 @@ def test_mini_batches_of_verl_have_the_log_probs_of_their_samples(folders: dict[
 
 
 @pytest.mark.parametrize(("kind", "form"), [("cps", "unscaled"), ("dance_sde", "density")])
-def test_samplers_have_verl_omnis_log_probs(folders: dict[str, Path], world: World, kind: str, form: str) -> None:
+def test_samplers_have_verl_omnis_log_probs(kind: str, form: str) -> None:
     """cps scores without constants, and the std of both is that of the step."""
-    made = verl_runs.rollout("sd3", folders["sd3"])
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], sde_type=kind))
-    with engine.eval_mode():
-        found = engine.infer_batch(verl_runs.batch("sd3", made))["model_output"]
+    made = verl_runs.rollout("sd3")
+    engine = verl_runs.build("sd3", sde_type=kind)
+    found = verl_runs.infer(engine, verl_runs.batch(made))
     x_next, mean, std = made.trajectory.x_next, found["prev_sample_mean"], found["std_dev_t"]
     squared = (x_next - mean).square()
     expected = (
@@ -90,10 +85,10 @@ def test_samplers_have_verl_omnis_log_probs(folders: dict[str, Path], world: Wor
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwen-image"])
-def test_nft_compares_with_the_old_adapter_and_the_base(folders: dict[str, Path], world: World, name: str) -> None:
+def test_nft_compares_with_the_old_adapter_and_the_base(name: str) -> None:
     """Predictions at (1 - t) x0 + t noise, in the batch's layout; the loss function reads the step's reward_prob."""
-    made = verl_runs.rollout(name, folders[name])
-    engine = verl_runs.build(verl_runs.model_config(name, folders[name], **TWO), kind="diffusion_nft_model")
+    made = verl_runs.rollout(name)
+    engine = verl_runs.build(name, **TWO, kind="diffusion_nft_model")
     verl_runs.move(engine.module)
     engine.copy_adapter("default", "old")
     verl_runs.move(engine.module, seed=4)  # three different policies
@@ -103,7 +98,7 @@ def test_nft_compares_with_the_old_adapter_and_the_base(folders: dict[str, Path]
     noise = torch.randn(4, 2, *clean.shape[1:], generator=generator)
     timesteps = torch.tensor([[900.0, 300.0]]).repeat(4, 1)
     rewards = torch.rand(4, 2, generator=generator)
-    data = verl_runs.batch(name, made, latents_clean=pack(clean), train_timesteps=timesteps, reward_prob=rewards)
+    data = verl_runs.batch(made, latents_clean=pack(clean), train_timesteps=timesteps, reward_prob=rewards)
     data["forward_noise"] = torch.stack([pack(noise[:, 0]), pack(noise[:, 1])], 1)
     seen: list[Tensor] = []
 
@@ -114,7 +109,7 @@ def test_nft_compares_with_the_old_adapter_and_the_base(folders: dict[str, Path]
 
     with engine.train_mode():
         found = engine.forward_backward_batch(data, loss)["model_output"]
-        assert max(float(p.grad.full_tensor().abs().max()) for p in engine.module.parameters() if p.grad is not None) > 0
+        assert max(float(gather(p.grad).abs().max()) for p in engine.module.parameters() if p.grad is not None) > 0
     assert all(p.grad is None for p in engine.module.parameters())  # cleared at the end of `train_mode`
     assert torch.equal(torch.cat(seen), rewards.T.flatten())
     level = torch.tensor(0.3)
@@ -132,16 +127,16 @@ def test_nft_compares_with_the_old_adapter_and_the_base(folders: dict[str, Path]
     with engine.eval_mode():
         assert engine.infer_batch(drawn)["model_output"]["xt"].std() > 0.1
     with pytest.raises(UsageError, match="diffusion_nft_model compares with the adapter old: set model"):
-        verl_runs.build(verl_runs.model_config(name, folders[name], **verl_runs.LORA), kind="diffusion_nft_model")
+        verl_runs.build(name, **verl_runs.LORA, kind="diffusion_nft_model")
 
 
-def test_preferences_share_noise_and_stay_together(folders: dict[str, Path], world: World) -> None:
+def test_preferences_share_noise_and_stay_together() -> None:
     """Diffusion-DPO: pairs of neighbours, their rewards and groups; noise and timesteps are drawn where there are none."""
-    made = verl_runs.rollout("sd3", folders["sd3"])
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], **verl_runs.LORA), kind="diffusion_dpo_model")
+    made = verl_runs.rollout("sd3")
+    engine = verl_runs.build("sd3", **verl_runs.LORA, kind="diffusion_dpo_model")
     verl_runs.move(engine.module)
     clean, rewards = made.trajectory.final, torch.tensor([1.0, 0.0, 3.0, 2.0])
-    data = verl_runs.batch("sd3", made, latents_clean=clean, sample_level_rewards=rewards, micro_batch_size_per_gpu=2)
+    data = verl_runs.batch(made, latents_clean=clean, sample_level_rewards=rewards, micro_batch_size_per_gpu=2)
     drawn = engine.infer_batch(data)["model_output"]
     assert drawn["noise_pred"].shape == (4, 1, *clean.shape[1:])
     assert torch.equal(drawn["noise"][0::2], drawn["noise"][1::2])
@@ -202,30 +197,25 @@ WRONG: tuple[tuple[str, Tensor | None, str], ...] = (
 
 
 @pytest.fixture(scope="module")
-def guided(folders: dict[str, Path]) -> verl_runs.Made:
+def guided() -> verl_runs.Made:
     """Return a rollout with guidance."""
-    return verl_runs.rollout("sd3", folders["sd3"], scale=2.0)
+    return verl_runs.rollout("sd3", scale=2.0)
 
 
-def test_wrong_batches_are_one_line(folders: dict[str, Path], world: World, guided: verl_runs.Made) -> None:
+def test_wrong_batches_are_one_line(guided: verl_runs.Made) -> None:
     """Missing fields, wrong shapes, timesteps of another schedule, NaN; each line names the field."""
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], scale=2.0))
+    engine = verl_runs.build("sd3", scale=2.0)
     for name, value, message in WRONG:
-        data = without(verl_runs.batch("sd3", guided), name, **({} if value is None else {name: value}))
+        data = without(verl_runs.batch(guided), name, **({} if value is None else {name: value}))
         with pytest.raises(UsageError, match=re.escape(message)) as error, engine.train_mode():
             engine.train_batch(data, verl_runs.flow_grpo())
         assert "\n" not in str(error.value)
 
 
-def test_wrong_loss_functions_and_micro_batches_are_one_line(
-    folders: dict[str, Path], world: World, guided: verl_runs.Made
-) -> None:
+def test_wrong_loss_functions_and_micro_batches_are_one_line(guided: verl_runs.Made) -> None:
     """What a loss function returns is checked, and a batch may lack the micro-batch only if the config has it."""
-    engine = verl_runs.build(
-        verl_runs.model_config("sd3", folders["sd3"], scale=2.0),
-        engine=verl_runs.engine_config(micro_batch_size_per_gpu=None),
-    )
-    data = verl_runs.batch("sd3", guided)
+    engine = verl_runs.build("sd3", scale=2.0, engine={"micro_batch_size_per_gpu": None})
+    data = verl_runs.batch(guided)
 
     def returns(value: Any) -> Any:
         return lambda *, model_output, data, dp_group: value
@@ -240,7 +230,7 @@ def test_wrong_loss_functions_and_micro_batches_are_one_line(
     with pytest.raises(UsageError, match="loss_function is None"):
         engine.forward_backward_batch(data, None)
     with pytest.raises(UsageError, match="micro_batch_size_per_gpu is 0, expected at least 1"):
-        engine.forward_backward_batch(verl_runs.batch("sd3", guided, micro_batch_size_per_gpu=0), verl_runs.flow_grpo())
+        engine.forward_backward_batch(verl_runs.batch(guided, micro_batch_size_per_gpu=0), verl_runs.flow_grpo())
     with pytest.raises(UsageError, match="micro_batch_size_per_gpu is not set"):
         engine.forward_backward_batch(data.exclude("micro_batch_size_per_gpu"), verl_runs.flow_grpo())
     rows = [torch.zeros(length, 16) for length in (3, 4, 5, 6)]

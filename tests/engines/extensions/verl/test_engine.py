@@ -1,6 +1,5 @@
 """Uses of an engine by verl's workers besides updates: weights, adapters, checkpoints, offload and what is refused."""
 
-import copy
 import re
 import sys
 import tomllib
@@ -12,13 +11,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import real_verl
-import tiny_pipelines
 import torch
-import verl_runs
+from helpers import real_verl, tiny_pipelines, verl_runs
 from torch import Tensor
 
-from fluvial.engines.engine.world import World
+from fluvial.engines.engine.optimizers import local
+from fluvial.engines.engine.weights import gather
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.verl.settings import lr_factor
 
@@ -33,30 +31,29 @@ def weights(engine: Any, **options: Any) -> dict[str, Tensor]:
 
 def full(engine: Any) -> dict[str, Tensor]:
     """Return all parameters of an engine."""
-    return {name: tensor.full_tensor().clone() for name, tensor in engine.module.named_parameters()}
+    return {name: gather(tensor).clone() for name, tensor in engine.module.named_parameters()}
 
 
-def trained(folders: dict[str, Path], made: verl_runs.Made, **more: Any) -> Any:
+def trained(made: verl_runs.Made, **more: Any) -> Any:
     """Return an engine with LoRA, its adapter `default` changed by one update."""
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], **TWO), **more)
+    engine = verl_runs.build("sd3", **TWO, **more)
     verl_runs.move(engine.module)
-    with engine.train_mode():
-        engine.train_batch(verl_runs.batch("sd3", made), verl_runs.flow_grpo())
+    verl_runs.train(engine, verl_runs.batch(made))
     engine.lr_scheduler_step()
     return engine
 
 
 @pytest.fixture(scope="module")
-def made(folders: dict[str, Path]) -> verl_runs.Made:
+def made() -> verl_runs.Made:
     """Return a rollout."""
-    return verl_runs.rollout("sd3", folders["sd3"])
+    return verl_runs.rollout("sd3")
 
 
-def test_an_engine_starts_with_the_config_of_another_verl(folders: dict[str, Path], world: World) -> None:
+def test_an_engine_starts_with_the_config_of_another_verl() -> None:
     """0.9.0, like 0.10.0.dev, has no `use_no_sync_for_gradient_accumulation`, and synchronises gradients once."""
     config = verl_runs.engine_config(kind=real_verl.other_engine_config())
     assert not hasattr(config, "use_no_sync_for_gradient_accumulation")
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), engine=config)
+    engine = verl_runs.build("sd3", engine=config)
     assert engine.settings.engine.grad_sync == "last"
 
 
@@ -69,31 +66,28 @@ def test_the_entry_point_registers_an_engine_for_each_model_type(base: Any) -> N
         assert issubclass(base.EngineRegistry.get_engine_cls(kind, "fluvial"), base.BaseEngine)
 
 
-def test_a_verl_is_refused_by_its_interface_and_not_by_its_version(
-    folders: dict[str, Path], world: World, base: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verl_is_refused_by_its_interface_and_not_by_its_version(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And when an engine is made, not when verl is imported, where nobody would see it.
 
     `verl/workers/engine/base.py` of 0.10.0.dev (commit 1dda039b) is that of 0.9.1 to the byte.
     """
     monkeypatch.setattr("fluvial.engines.extensions.verl.plugin.version", lambda name: "0.10.0.dev0")
-    model = verl_runs.model_config("sd3", folders["sd3"], **verl_runs.LORA)
-    verl_runs.build(model)
+    verl_runs.build("sd3", **verl_runs.LORA)
     monkeypatch.setattr(base.BaseEngine, "optimizer_step", lambda self, closure: None)
     monkeypatch.setattr(base.BaseEngine, "copy_adapter", lambda self, source, target: None, raising=False)
     monkeypatch.setattr(base.BaseEngine, "use_adapter", lambda self: None, raising=False)
     monkeypatch.setattr(base.BaseEngine, "warm_up", abstractmethod(lambda self: None), raising=False)
     problem = "optimizer_step has closure; use_adapter has no name; warm_up is new"
     with pytest.raises(UsageError, match=re.escape(f"verl 0.10.0.dev0 is not supported, its engines differ: {problem}")):
-        verl_runs.build(model)
+        verl_runs.build("sd3", **verl_runs.LORA)
 
 
-def test_an_unknown_device_is_named(folders: dict[str, Path], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an NPU verl finds the engine, which says why it does not run."""
     npu = SimpleNamespace(device_name="npu", vendor_name="huawei")
     monkeypatch.setattr(real_verl.part("verl.utils.device"), "get_platform", lambda: npu)
     with pytest.raises(UsageError, match="verl found the device 'npu', and fluvial computes on cuda and cpu alone"):
-        verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+        verl_runs.build("sd3")
 
 
 def test_verls_own_strategies_choose_these_engines_by_vendor(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +100,7 @@ def test_verls_own_strategies_choose_these_engines_by_vendor(base: Any, monkeypa
         assert base.EngineRegistry.get_engine_cls("diffusion_model", strategy) is own
 
 
-def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(
-    folders: dict[str, Path], world: World, made: verl_runs.Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(made: verl_runs.Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """`configure_trainable_params` before sharding, and `configure_train_mode` in each pass of training."""
     modes: list[bool] = []
 
@@ -138,30 +130,26 @@ def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(
     base.__dict__["DiffusionModelBase"] = Adapter
     for name, module in (("verl_omni", package), ("verl_omni.pipelines", package), (base.__name__, base)):
         monkeypatch.setitem(sys.modules, name, module)
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+    engine = verl_runs.build("sd3")
     before, sent = full(engine), set(weights(engine))
     seen: list[bool] = []
     engine.module.get_submodule("pos_embed").register_forward_pre_hook(lambda part, given: seen.append(part.training))
-    with engine.train_mode():
-        engine.train_batch(verl_runs.batch("sd3", made), verl_runs.flow_grpo())
+    verl_runs.train(engine, verl_runs.batch(made))
     changed = {name for name, tensor in full(engine).items() if not torch.equal(tensor, before[name])}
     assert changed
     assert all(name.startswith("transformer_blocks.1.") for name in changed)
     assert sent == {f"transformer.{name}" for name in made.model.build().state_dict()}
     assert modes == [True, True]
     assert seen == [False, False]
-    with engine.eval_mode():
-        engine.infer_batch(verl_runs.batch("sd3", made))
+    verl_runs.infer(engine, verl_runs.batch(made))
     assert len(modes) == 2
-    lora = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], **verl_runs.LORA))
+    lora = verl_runs.build("sd3", **verl_runs.LORA)
     assert all("lora" in name for name, parameter in lora.module.named_parameters() if parameter.requires_grad)
 
 
-def test_a_rollout_engine_gets_the_base_once_and_then_the_adapter(
-    folders: dict[str, Path], world: World, made: verl_runs.Made
-) -> None:
+def test_a_rollout_engine_gets_the_base_once_and_then_the_adapter(made: verl_runs.Made) -> None:
     """Names carry the prefix and no trace of PEFT; values are those of the module."""
-    engine = trained(folders, made)
+    engine = trained(made)
     plain = {f"transformer.{name}": tensor for name, tensor in made.model.build().state_dict().items()}
     before = weights(engine)
     assert before.keys() == plain.keys()
@@ -188,17 +176,15 @@ def test_a_rollout_engine_gets_the_base_once_and_then_the_adapter(
         engine.get_per_tensor_param(adapter_name="ema")
 
 
-def test_weights_of_full_fine_tuning_and_merged_weights(
-    folders: dict[str, Path], world: World, made: verl_runs.Made
-) -> None:
+def test_weights_of_full_fine_tuning_and_merged_weights(made: verl_runs.Made) -> None:
     """Both are the plain module's names, in the dtype that is set, and without settings of an adapter."""
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), engine=verl_runs.engine_config(dtype="bfloat16"))
+    engine = verl_runs.build("sd3", engine={"dtype": "bfloat16"})
     tensors, settings = engine.get_per_tensor_param()
     assert settings is None
     plain = made.model.build().state_dict()
     for name, tensor in tensors:
         assert torch.equal(tensor, plain[name.removeprefix("transformer.")].to(torch.bfloat16))
-    merging = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], lora={"merge": True}, **verl_runs.LORA))
+    merging = verl_runs.build("sd3", lora={"merge": True}, **verl_runs.LORA)
     verl_runs.move(merging.module)
     merged, settings = merging.get_per_tensor_param(base_sync_done=True)
     changed = {name for name, tensor in merged if not torch.equal(tensor, plain[name.removeprefix("transformer.")])}
@@ -206,13 +192,12 @@ def test_weights_of_full_fine_tuning_and_merged_weights(
     assert {name.split(".")[-2] for name in changed} == {"to_q", "to_k"}
 
 
-def test_adapters_are_chosen_copied_and_averaged(folders: dict[str, Path], world: World, made: verl_runs.Made) -> None:
+def test_adapters_are_chosen_copied_and_averaged(made: verl_runs.Made) -> None:
     """disable_adapter is the base; `old` starts as the first policy, is copied to and follows by a moving average."""
-    engine = trained(folders, made)
+    engine = trained(made)
 
     def log_probs() -> Tensor:
-        with engine.eval_mode():
-            return engine.infer_batch(verl_runs.batch("sd3", made))["model_output"]["log_probs"]
+        return verl_runs.infer(engine, verl_runs.batch(made))["log_probs"]
 
     with engine.disable_adapter():
         torch.testing.assert_close(log_probs(), made.trajectory.log_prob, rtol=0, atol=1e-6)
@@ -235,22 +220,19 @@ def test_adapters_are_chosen_copied_and_averaged(folders: dict[str, Path], world
         engine.ema_update_adapter(decay=2)
 
 
-def test_checkpoints_restore_to_the_bit(
-    folders: dict[str, Path], world: World, made: verl_runs.Made, tmp_path: Path
-) -> None:
+def test_checkpoints_restore_to_the_bit(made: verl_runs.Made, tmp_path: Path) -> None:
     """Weights, both adapters, the optimizer and the schedule: the next update is the same."""
     contents = real_verl.part("verl.trainer.config.config").CheckpointConfig(save_contents=["model", "hf_model"])
-    rate = verl_runs.optimizer_config(lr_warmup_steps=4)
-    engine = trained(folders, made, optimizer=rate, save=contents)
+    rate = {"lr_warmup_steps": 4}
+    engine = trained(made, optimizer=rate, save=contents)
     for step in (1, 2, 3):
         engine.save_checkpoint(str(tmp_path / f"step{step}"), global_step=step, max_ckpt_to_keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step2", "step3"]
     assert (tmp_path / "step3" / "lora_adapter" / "pytorch_lora_weights.safetensors").is_file()
-    again = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], **TWO), optimizer=copy.deepcopy(rate))
+    again = verl_runs.build("sd3", **TWO, optimizer=rate)
     again.load_checkpoint(str(tmp_path / "step3"), del_local_after_load=False)
     for each in (engine, again):
-        with each.train_mode():
-            each.train_batch(verl_runs.batch("sd3", made), verl_runs.flow_grpo())
+        verl_runs.train(each, verl_runs.batch(made))
     found = full(again)
     assert all(torch.equal(tensor, found[name]) for name, tensor in full(engine).items())
     assert engine.lr_scheduler_step() == again.lr_scheduler_step() == pytest.approx(2 / 4 * 1e-3)
@@ -261,23 +243,23 @@ def test_checkpoints_restore_to_the_bit(
         again.load_checkpoint(str(tmp_path / "step9"))
     with pytest.raises(UsageError, match="hdfs_path is hdfs://x, expected None"):
         again.save_checkpoint(str(tmp_path / "x"), "hdfs://x")
-    other = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
+    other = verl_runs.build("sd3")
     with pytest.raises(RunError, match="lora"):
         other.load_checkpoint(str(tmp_path / "step2"))
 
 
-def test_what_lies_on_the_host_comes_back_to_the_bit(folders: dict[str, Path], world: World, made: verl_runs.Made) -> None:
+def test_what_lies_on_the_host_comes_back_to_the_bit(made: verl_runs.Made) -> None:
     """Parameters and optimizer state are moved apart, and weights are sent from the host as well."""
-    engine = trained(folders, made)
+    engine = trained(made)
     before = {**full(engine), **{name: tensor.clone() for name, tensor in engine.engine.state().items()}}
     sent = weights(engine, base_sync_done=True)
     engine.move(True, model=True, optimizer=True, grad=True)
-    assert all(p.to_local().untyped_storage().nbytes() == 0 for p in engine.module.parameters())
+    assert all(local(p).untyped_storage().nbytes() == 0 for p in engine.module.parameters())
     assert all(torch.equal(tensor, sent[name]) for name, tensor in weights(engine, base_sync_done=True).items())
     with pytest.raises(ValueError, match="offloaded"):
-        engine.infer_batch(verl_runs.batch("sd3", made))
+        engine.infer_batch(verl_runs.batch(made))
     engine.move(False, model=True, optimizer=False, grad=False)
-    engine.infer_batch(verl_runs.batch("sd3", made))
+    engine.infer_batch(verl_runs.batch(made))
     with pytest.raises(ValueError, match="offloaded"):
         engine.optimizer_step()
     engine.move(False, model=False, optimizer=True, grad=True)
@@ -288,27 +270,18 @@ def test_what_lies_on_the_host_comes_back_to_the_bit(folders: dict[str, Path], w
 
 
 @pytest.mark.parametrize(("parameters", "optimizer"), [(True, False), (False, True)])
-def test_parameters_and_optimizer_are_offloaded_apart(
-    folders: dict[str, Path], world: World, parameters: bool, optimizer: bool
-) -> None:
-    engine = verl_runs.build(
-        verl_runs.model_config("sd3", folders["sd3"], **TWO),
-        engine=verl_runs.engine_config(param_offload=parameters, optimizer_offload=optimizer),
-    )
+def test_parameters_and_optimizer_are_offloaded_apart(parameters: bool, optimizer: bool) -> None:
+    engine = verl_runs.build("sd3", **TWO, engine={"param_offload": parameters, "optimizer_offload": optimizer})
     assert engine.is_param_offload_enabled == parameters
     assert engine.is_optimizer_offload_enabled == optimizer
 
 
-@pytest.mark.parametrize("optimizer", ["default", None])
-def test_an_engine_for_inference_has_no_optimizer(
-    folders: dict[str, Path], world: World, made: verl_runs.Made, optimizer: Any
-) -> None:
+@pytest.mark.parametrize("optimizer", [{}, None])
+def test_an_engine_for_inference_has_no_optimizer(made: verl_runs.Made, optimizer: Any) -> None:
     """The reference of full fine-tuning and a teacher; verl-omni passes both an optimizer config and its adapters' names."""
-    config = verl_runs.engine_config(forward_only=True)
-    model = verl_runs.model_config("sd3", folders["sd3"], policy_state_adapters=("default", "old"))
-    engine = verl_runs.build(model, engine=config, optimizer=optimizer)
-    with engine.eval_mode():
-        found = engine.infer_batch(verl_runs.batch("sd3", made))["model_output"]["log_probs"]
+    policies = ("default", "old")
+    engine = verl_runs.build("sd3", engine={"forward_only": True}, optimizer=optimizer, policy_state_adapters=policies)
+    found = verl_runs.infer(engine, verl_runs.batch(made))["log_probs"]
     torch.testing.assert_close(found, made.trajectory.log_prob, rtol=0, atol=1e-6)
     assert not any(p.requires_grad for p in engine.module.parameters())
     with pytest.raises(UsageError, match="forward_only is set, and optimizer_step needs an optimizer"):
@@ -380,15 +353,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] =
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_settings_that_have_no_meaning_here_are_one_line(folders: dict[str, Path], world: World, name: str) -> None:
+def test_settings_that_have_no_meaning_here_are_one_line(name: str) -> None:
     """The line names the field as verl's config spells it."""
     model, engine, optimizer, message = REFUSED[name]
     with pytest.raises(UsageError, match=re.escape(message)) as error:
-        verl_runs.build(
-            verl_runs.model_config("sd3", folders["sd3"], **model),
-            engine=verl_runs.engine_config(**engine),
-            optimizer=verl_runs.optimizer_config(**optimizer),
-        )
+        verl_runs.build("sd3", **model, engine=engine, optimizer=optimizer)
     assert "\n" not in str(error.value)
 
 
@@ -396,39 +365,35 @@ def test_settings_that_have_no_meaning_here_are_one_line(folders: dict[str, Path
     "architecture",
     ["QwenImageEditPlusPipeline", "LTX2Pipeline", "MiniMaxH3Pipeline", "OmniBagelForConditionalGeneration", "FluxPipeline"],
 )
-def test_an_architecture_without_an_adapter_is_one_line(folders: dict[str, Path], world: World, architecture: str) -> None:
+def test_an_architecture_without_an_adapter_is_one_line(architecture: str) -> None:
     """Those that verl-omni (a1139ba) registers and fluvial lacks, and one that fluvial has and verl-omni lacks."""
     message = (
         f"model.architecture is {architecture!r}, which fluvial's engine for verl has no adapter for: expected one of "
         "StableDiffusion3Pipeline, QwenImagePipeline, WanPipeline"
     )
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], architecture=architecture))
+        verl_runs.build("sd3", architecture=architecture)
 
 
-def test_sizes_and_networks_that_verl_omni_has_not_are_one_line(
-    folders: dict[str, Path], world: World, made: verl_runs.Made, tmp_path: Path
-) -> None:
+def test_sizes_and_networks_that_verl_omni_has_not_are_one_line(made: verl_runs.Made, tmp_path: Path) -> None:
     """Several frames of a model of images; two networks by noise level, of which verl-omni trains and sends one."""
-    engine = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"], frames=5))
+    engine = verl_runs.build("sd3", frames=5)
     with pytest.raises(UsageError, match=r"model\.pipeline: frames is 5"):
-        engine.infer_batch(verl_runs.batch("sd3", made))
+        engine.infer_batch(verl_runs.batch(made))
     experts = tiny_pipelines.save(tiny_pipelines.ROWS["wan-experts"], tmp_path / "experts")
     with pytest.raises(UsageError, match=r"model\.path: .* has 2 networks, and verl-omni trains one"):
-        verl_runs.build(verl_runs.model_config("wan", experts))
+        verl_runs.build("wan", path=experts)
 
 
-def test_a_teachers_scheduler_is_compared_with_the_students(folders: dict[str, Path], world: World) -> None:
+def test_a_teachers_scheduler_is_compared_with_the_students() -> None:
     """verl-omni reads `engine.scheduler.config` of both, and wants them equal."""
-    student = verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]))
-    teacher = verl_runs.build(
-        verl_runs.model_config("sd3", folders["sd3"]), engine=verl_runs.engine_config(forward_only=True)
-    )
-    other = verl_runs.build(verl_runs.model_config("qwen-image", folders["qwen-image"]))
+    student = verl_runs.build("sd3")
+    teacher = verl_runs.build("sd3", engine={"forward_only": True})
+    other = verl_runs.build("qwen-image")
     assert teacher.scheduler.config == student.scheduler.config
     assert other.scheduler.config != student.scheduler.config
 
 
-def test_a_trained_engine_needs_an_optimizer(folders: dict[str, Path], world: World) -> None:
+def test_a_trained_engine_needs_an_optimizer() -> None:
     with pytest.raises(UsageError, match="the optimizer config is missing"):
-        verl_runs.build(verl_runs.model_config("sd3", folders["sd3"]), optimizer=None)
+        verl_runs.build("sd3", optimizer=None)

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import real_verl
+from helpers import real_verl
 
 ROOT = Path(__file__).parents[4]
-HELPERS = ROOT / "tests" / "helpers"
+TESTS = ROOT / "tests" / "shared"
 # verl's whole `__init__` runs. Packages that it imports besides ours, and that are not installed here, are stand-ins.
 IMPORT = """
 import json, sys
-import wheels
+from helpers import wheels
 
 sys.meta_path.append(wheels.StandIns("codetiming", "datasets", "dill", "pandas", "ray", "transfer_queue", "wandb"))
 import verl
@@ -34,7 +34,7 @@ def test_import_verl_finds_the_entry_point_of_both_wheels(tmp_path: Path) -> Non
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True, timeout=300)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, real_verl.FOLDER, HELPERS)))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, real_verl.FOLDER, TESTS)))}
     command = [sys.executable, "-P", "-W", "ignore", "-c", IMPORT]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,24 +3,25 @@
 from pathlib import Path
 
 import pytest
-import real_verl
-import verl_ranks
-from launch import on_ranks
+from helpers import real_verl, verl_runs
+from helpers.launch import on_ranks
 from safetensors.torch import load_file
+from workers import verl_ranks
 
 from fluvial.engines.engine.world import World
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_ranks_have_the_gradients_of_one(folders: dict[str, Path], world: World, tmp_path: Path) -> None:
+def test_two_ranks_have_the_gradients_of_one(world: World, tmp_path: Path) -> None:
     """Full fine-tuning and LoRA, with guidance; losses are averaged over verl's own group."""
     real_verl.load()
+    verl_runs.folder("qwen-image")  # stored before the ranks ask for it: only the first of several ranks saves a config
     outs = {ranks: tmp_path / str(ranks) for ranks in (1, 2)}
     for out in outs.values():
         out.mkdir()
-    first, second = on_ranks(2, "verl_ranks:train", folders["qwen-image"], outs[2])
-    alone = verl_ranks.train(world, str(folders["qwen-image"]), str(outs[1]))
+    first, second = on_ranks(2, "workers.verl_ranks:train", outs[2])
+    alone = verl_ranks.train(world, str(outs[1]))
     for way in ("full", "lora", "shared"):
         expected, found = (load_file(out / f"{way}.safetensors") for out in outs.values())
         away = sum(float((found[name] - tensor).square().sum()) for name, tensor in expected.items())

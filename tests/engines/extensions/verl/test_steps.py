@@ -1,103 +1,43 @@
-"""A whole step of each of verl-omni's algorithms, in its workers' order of calls, against fluvial's own update."""
+"""Updates in verl's order of calls, and a whole step of each of verl-omni's algorithms, against fluvial's own updates."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
-import tiny_pipelines
 import torch
-import verl_runs
-import verl_workers
+from helpers import tiny_pipelines, verl_runs, verl_workers
 from torch import Tensor
 
 from fluvial.core.transitions import bind
-from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
-from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.export import gather
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods import LossConfig
+from fluvial.engines.methods import KLConfig, StepKLConfig
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.nft import Nft
-from fluvial.engines.methods.table import Clipped
+from fluvial.engines.methods.table import Grpo
 from fluvial.engines.sampling.items import NoisedSamples, Pairs, recorded_steps
-from fluvial.models import LoraConfig, Schedule, add_lora
-from fluvial.models.guidance import guided_velocity
-from fluvial.models.lora import LowRank, copy_adapter, use_adapter
+from fluvial.engines.sampling.score import score
+from fluvial.models import Schedule
+from fluvial.models.lora import copy_adapter
 
-EPS = 1e-4  # of Adam: rounding in a gradient that is 0 in exact arithmetic moves no weight
 SCALE = 2.5  # of guidance
 BETA = 0.3
 each_model = pytest.mark.parametrize("name", ["sd3", "qwen-image"])
 
 
-class Own:
-    """fluvial's own engine of a network, which an objective trains on items.
-
-    Args:
-        made: rollout of the network.
-        world: process group.
-        adapters: names of LoRA adapters; none train all weights.
-    """
-
-    def __init__(self, made: verl_runs.Made, world: World, adapters: tuple[str, ...] = ()) -> None:
-        self.made, module = made, made.model.build()
-        if adapters:
-            lora = LoraConfig(rank=2, alpha=4, form=LowRank("gaussian"), targets=tuple(verl_runs.LORA["target_modules"]))
-            add_lora(module, lora, (), adapters=adapters, seed=42)
-        optimizer = OptimizerConfig(lr=1e-3, eps=EPS, max_grad_norm=1e6)
-        self.engine = Engine(module, made.model.blocks(module), optimizer, world, sharding=EngineConfig())
-
-    def predict(self, x: Tensor, items: Any, cond: Any) -> Tensor:
-        """Return the prediction at each item, guided as the rollout; pairs `[P, 2, ...]` share level and conditioning."""
-        each = x.shape[1] if isinstance(items, Pairs) else 1
-        level, timestep, sample = (t.repeat_interleave(each) for t in (items.level, items.timestep, items.sample))
-        own = optree.tree_map(lambda table: table[sample], cond)
-        flat = x.flatten(0, 1) if isinstance(items, Pairs) else x
-        v = guided_velocity(self.made.model, self.engine.module, flat, level, own, timestep=timestep, forwards="two")
-        return v.view_as(x)
-
-    def other(self, items: Any, cond: Any, adapter: str | None) -> Tensor:
-        """Return the prediction of another adapter, or of the base model, at each item."""
-        with torch.no_grad(), use_adapter(self.engine.module, adapter):
-            return self.predict(items.x, items, cond)
-
-    def update(self, items: Any, cond: Any, objective: Any, config: LossConfig, *, micro_batch: int = 4) -> float:
-        """Take a step and return the loss."""
-        self.before = self.weights()
-
-        def loss(part: Any) -> Any:
-            return objective.loss(self.predict(part.x, part, cond), part, config)
-
-        size = len(items.level)
-        return self.engine.update(items, loss, items.weight, count=size, micro_batch=micro_batch, pad_to=size).loss
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all parameters."""
-        return {name: gather(p.detach()).clone() for name, p in self.engine.module.named_parameters()}
-
-    def check_equal(self, engine: Any) -> None:
-        """Check that the engine of verl has the same weights to 1e-6, and that the last step changed them."""
-        expected = self.weights()
-        for name, p in engine.module.named_parameters():
-            torch.testing.assert_close(gather(p.detach()), expected[name], rtol=0, atol=1e-6)
-        assert max(float((tensor - self.before[name]).abs().max()) for name, tensor in expected.items()) > 1e-4
-
-
-def worker(name: str, folder: Path, kind: str, loss: Callable[..., Tensor], **model: Any) -> verl_workers.Worker:
+def worker(name: str, kind: str, loss: Callable[..., Tensor], **model: Any) -> verl_workers.Worker:
     """Return an actor."""
-    optimizer = verl_runs.optimizer_config(override_optimizer_config={"eps": EPS})
-    config = verl_runs.model_config(name, folder, scale=SCALE, **model)
+    optimizer = verl_runs.optimizer_config(override_optimizer_config={"eps": verl_runs.EPS})
+    config = verl_runs.model_config(name, scale=SCALE, **model)
     return verl_workers.Worker(kind, config, verl_runs.engine_config(), optimizer, verl_workers.loss_of(loss))
 
 
-def frozen(name: str, folder: Path, *, strategy: str = "fluvial", **model: Any) -> verl_workers.Worker:
+def frozen(name: str, *, strategy: str = "fluvial", **model: Any) -> verl_workers.Worker:
     """Return the reference or a teacher as verl-omni makes them: with an optimizer config, and `forward_only`."""
     engine = verl_runs.engine_config(forward_only=True)
     object.__setattr__(engine, "strategy", strategy)
-    config = verl_runs.model_config(name, folder, scale=SCALE, **model)
+    config = verl_runs.model_config(name, scale=SCALE, **model)
     return verl_workers.Worker("diffusion_model", config, engine, verl_runs.optimizer_config())
 
 
@@ -123,9 +63,9 @@ def noised(name: str, made: verl_runs.Made, timesteps: Tensor) -> tuple[NoisedSa
 
 
 @each_model
-def test_a_step_of_flow_grpo(folders: dict[str, Path], world: World, name: str) -> None:
+def test_a_step_of_flow_grpo(world: World, name: str) -> None:
     """Full fine-tuning with a reference worker: two mini-batches of clipped ratios and the KL."""
-    made = verl_runs.rollout(name, folders[name], scale=SCALE)
+    made = verl_runs.rollout(name, scale=SCALE)
     clipped = verl_runs.flow_grpo()
 
     def loss(output: dict[str, Tensor], data: Any) -> Tensor:
@@ -133,33 +73,33 @@ def test_a_step_of_flow_grpo(folders: dict[str, Path], world: World, name: str) 
         whole = value * data["gradient_accumulation_steps"]
         return whole + verl_runs.KL * verl_workers.kl(output, data["ref_prev_sample_mean"])
 
-    actor = worker(name, folders[name], "diffusion_model", loss)
-    data = verl_runs.batch(name, made)
-    data["ref_prev_sample_mean"] = frozen(name, folders[name]).infer(data)["prev_sample_mean"]
+    actor = worker(name, "diffusion_model", loss)
+    data = verl_runs.batch(made)
+    data["ref_prev_sample_mean"] = frozen(name).infer(data)["prev_sample_mean"]
     metrics = actor.update(data, mini_batches=2)
-    own = Own(made, world)
+    own = verl_runs.Own(made, world)
     flat = verl_runs.items(made)
     flat = flat._replace(predictions={"ref": own.other(flat, made.cond, None)})
-    config = LossConfig(kl_coef=verl_runs.KL, kl_weight="rate")
+    method = Grpo(clip_low=verl_runs.CLIP, clip_high=verl_runs.CLIP, kl=StepKLConfig(verl_runs.KL, weight="rate"))
     for i, rows in enumerate((torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7]))):
         part = optree.tree_map(lambda tensor, rows=rows: tensor[rows], flat)
-        found = own.update(part, made.cond, Clipped(verl_runs.CLIP, verl_runs.CLIP), config)
+        found = own.update(part, made.cond, method)
         assert metrics[i]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
     assert [step["lr"] for step in metrics] == [None, 1e-3]
 
 
 @each_model
-def test_a_step_of_diffusion_nft(folders: dict[str, Path], world: World, name: str) -> None:
+def test_a_step_of_diffusion_nft(world: World, name: str) -> None:
     """LoRA with the adapter `old`, which the trainer copies and averages afterwards."""
-    made = verl_runs.rollout(name, folders[name], scale=SCALE)
+    made = verl_runs.rollout(name, scale=SCALE)
 
     def loss(output: dict[str, Tensor], data: Any) -> Tensor:
         return verl_workers.diffusion_nft(output, data, beta=BETA, clip=5.0, ref=verl_runs.KL)
 
     two = {**verl_runs.LORA, "policy_state_adapters": ("default", "old"), "algorithm": "diffusion_nft"}
-    actor = worker(name, folders[name], "diffusion_nft_model", loss, **two)
-    own = Own(made, world, ("default", "old"))
+    actor = worker(name, "diffusion_nft_model", loss, **two)
+    own = verl_runs.Own(made, world, ("default", "old"))
     for module in (actor.engine.module, own.engine.module):
         verl_runs.move(module)
     actor.engine.copy_adapter(source="default", target="old")
@@ -170,7 +110,6 @@ def test_a_step_of_diffusion_nft(folders: dict[str, Path], world: World, name: s
     items, noise = noised(name, made, timesteps)
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
     data = verl_runs.batch(
-        name,
         made,
         latents_clean=pack(made.trajectory.final),
         train_timesteps=timesteps,
@@ -178,17 +117,17 @@ def test_a_step_of_diffusion_nft(folders: dict[str, Path], world: World, name: s
         forward_noise=torch.stack([pack(noise[:, i]) for i in (0, 1)], 1),
     )
     predictions = {"old": own.other(items, made.cond, "old"), "ref": own.other(items, made.cond, None)}
-    nft = Nft(beta=BETA, adv_clip=5.0, weight_min=1e-5)
-    found = own.update(items._replace(predictions=predictions), made.cond, nft, LossConfig(kl_coef=verl_runs.KL))
+    nft = Nft(beta=BETA, adv_clip=5.0, weight_min=1e-5, kl=KLConfig(verl_runs.KL))
+    found = own.update(items._replace(predictions=predictions), made.cond, nft)
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
     actor.engine.ema_update_adapter(source="default", target="old", decay=0.5)
 
 
 @each_model
-def test_a_step_of_dpo(folders: dict[str, Path], world: World, name: str) -> None:
+def test_a_step_of_dpo(world: World, name: str) -> None:
     """LoRA, whose base is the reference: pairs of a prompt with the trainer's noise and timesteps."""
-    made = verl_runs.rollout(name, folders[name], scale=SCALE)
+    made = verl_runs.rollout(name, scale=SCALE)
     pairs = torch.tensor([0, 0, 2, 2])
     cond = optree.tree_map(lambda table: table[pairs], made.cond)
 
@@ -196,8 +135,8 @@ def test_a_step_of_dpo(folders: dict[str, Path], world: World, name: str) -> Non
         return verl_workers.dpo(output, data, beta=10.0)
 
     more = {**verl_runs.LORA, "algorithm": "dpo"}
-    actor = worker(name, folders[name], "diffusion_dpo_model", loss, **more)
-    own = Own(made, world, ("default",))
+    actor = worker(name, "diffusion_dpo_model", loss, **more)
+    own = verl_runs.Own(made, world, ("default",))
     for module in (actor.engine.module, own.engine.module):
         verl_runs.move(module)
     timesteps = torch.tensor([[700.0], [700.0], [300.0], [300.0]])
@@ -207,7 +146,6 @@ def test_a_step_of_dpo(folders: dict[str, Path], world: World, name: str) -> Non
     clean = made.trajectory.final
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
     data = verl_runs.batch(
-        name,
         made._replace(cond=cond),
         latents_clean=pack(clean),
         noise=pack(noise),
@@ -225,28 +163,28 @@ def test_a_step_of_dpo(folders: dict[str, Path], world: World, name: str) -> Non
         predictions={},
     )
     items = items._replace(predictions={"ref": own.other(items, cond, None)})
-    found = own.update(items, cond, Dpo(beta=10.0), LossConfig(), micro_batch=2)
+    found = own.update(items, cond, Dpo(beta=10.0), micro_batch=2)
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
 
 
 @each_model
-def test_a_step_of_distillation(folders: dict[str, Path], world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_distillation(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher scores the student's trajectories; verl-omni wants its strategy to be fsdp2, and equal schedulers."""
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "fluvial")
-    made = verl_runs.rollout(name, folders[name], scale=SCALE)
+    made = verl_runs.rollout(name, scale=SCALE)
     made = made._replace(sampler=bind("dance_sde", verl_runs.ETA, made.schedule.levels))
 
     def loss(output: dict[str, Tensor], data: Any) -> Tensor:
         return verl_workers.kl(output, data["teacher_prev_sample_mean"])
 
-    actor = worker(name, folders[name], "diffusion_model", loss, sde_type="dance_sde")
-    own = Own(made, world)
-    teacher = frozen(name, folders[name], strategy="fsdp2", sde_type="dance_sde", policy_state_adapters=("default", "old"))
+    actor = worker(name, "diffusion_model", loss, sde_type="dance_sde")
+    own = verl_runs.Own(made, world)
+    teacher = frozen(name, strategy="fsdp2", sde_type="dance_sde", policy_state_adapters=("default", "old"))
     assert teacher.engine.scheduler.config == actor.engine.scheduler.config
     teacher.engine.module.requires_grad_(True)
     verl_runs.move(teacher.engine.module)  # other weights than the student's
-    data = verl_runs.batch(name, made)
+    data = verl_runs.batch(made)
     data["teacher_prev_sample_mean"] = teacher.infer(data)["prev_sample_mean"]
     flat = recorded_steps(
         made.trajectory,
@@ -255,20 +193,20 @@ def test_a_step_of_distillation(folders: dict[str, Path], world: World, name: st
         made.advantage,
         torch.ones(4),
     )
-    other = Own(made, world)
+    other = verl_runs.Own(made, world)
     verl_runs.move(other.engine.module)
     flat = flat._replace(predictions={"teacher": other.other(flat, made.cond, None)})
-    found = own.update(flat, made.cond, Distill(), LossConfig())
+    found = own.update(flat, made.cond, Distill())
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
 
 
-def test_a_step_of_dance_grpo_on_videos(folders: dict[str, Path], world: World) -> None:
+def test_a_step_of_dance_grpo_on_videos(world: World) -> None:
     """Wan: levels with verl-omni's shift, five frames, and old log-probs that the actor itself computes."""
     t = torch.tensor([1.0, 2 / 3, 1 / 3, 0.0])
     levels = 5 * t / (1 + 4 * t)
     schedule = Schedule(levels, 1000 * levels[:-1])
-    made = verl_runs.rollout("wan", folders["wan"], scale=SCALE, size=(*verl_runs.SIZE, 5), schedule=schedule)
+    made = verl_runs.rollout("wan", scale=SCALE, size=(*verl_runs.SIZE, 5), schedule=schedule)
     made = made._replace(sampler=bind("dance_sde", verl_runs.ETA, levels))
     clipped = verl_runs.flow_grpo()
 
@@ -276,12 +214,122 @@ def test_a_step_of_dance_grpo_on_videos(folders: dict[str, Path], world: World) 
         return clipped(model_output=output, data=data, dp_group=None)[0] * data["gradient_accumulation_steps"]
 
     dance: dict[str, Any] = {"algorithm": "dance_grpo", "sde_type": "dance_sde", "frames": 5}
-    actor = worker("wan", folders["wan"], "diffusion_model", loss, **dance)
-    data = verl_runs.batch("wan", made)
+    actor = worker("wan", "diffusion_model", loss, **dance)
+    data = verl_runs.batch(made)
     assert data["all_latents"].shape == (4, 3, 4, 3, 8, 8)
     data["old_log_probs"] = actor.infer(data)["log_probs"] + 0.05
-    own = Own(made, world)
+    own = verl_runs.Own(made, world)
     flat = verl_runs.items(made)._replace(log_prob_old=data["old_log_probs"].T.flatten())
-    found = own.update(flat, made.cond, Clipped(verl_runs.CLIP, verl_runs.CLIP), LossConfig())
+    found = own.update(flat, made.cond, Grpo(clip_low=verl_runs.CLIP, clip_high=verl_runs.CLIP))
     assert actor.update(data)[0]["loss"] == pytest.approx(found, rel=1e-5)
     own.check_equal(actor.engine)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("name", "lora", "kl", "scale"),
+    [
+        ("sd3", False, verl_runs.KL, 2.5),
+        ("sd3", True, 0.0, 1.0),
+        ("qwen-image", False, 0.0, 1.0),
+        ("qwen-image", True, verl_runs.KL, 2.5),
+        ("qwen-image", True, 0.0, 2.5),
+        ("sd3", True, verl_runs.KL, 1.0),
+    ],
+)
+def test_gradients_are_those_of_fluvials_own_update(world: World, name: str, lora: bool, kl: float, scale: float) -> None:
+    """With and without LoRA, KL and guidance: gradients, loss and norm, to 1e-6."""
+    made = verl_runs.rollout(name, scale=scale)
+    theirs = verl_runs.build(name, scale=scale, **(verl_runs.LORA if lora else {}))
+    own = verl_runs.Own(made, world, ("default",) if lora else ())
+    data, items = verl_runs.batch(made), verl_runs.items(made)
+    if kl:
+        items = items._replace(predictions={"ref": own.other(items, made.cond, None)})
+        with theirs.disable_adapter():
+            data["ref_prev_sample_mean"] = verl_runs.infer(theirs, data)["prev_sample_mean"]
+    verl_runs.move(theirs.module)
+    verl_runs.move(own.engine.module)
+    config = StepKLConfig(kl, weight="rate" if kl else "auto")
+    method = Grpo(clip_low=verl_runs.CLIP, clip_high=verl_runs.CLIP, kl=config)
+    loss, expected = own.update(items, made.cond, method), own.gradients()
+    with theirs.train_mode():
+        theirs.optimizer_zero_grad()
+        result = theirs.forward_backward_batch(data, verl_runs.flow_grpo(kl=kl))
+        found = verl_runs.gradients(theirs)
+    assert sum(result["loss"]) == pytest.approx(loss, rel=1e-6)
+    assert found.keys() <= expected.keys()
+    # A parameter whose output the model drops has no gradient.
+    away = sum(float((found.get(key, 0) - tensor).square().sum()) for key, tensor in expected.items())
+    assert away**0.5 < 1e-6 * sum(float(tensor.square().sum()) for tensor in expected.values()) ** 0.5
+
+
+def test_loss_functions_are_called_as_verl_calls_them() -> None:
+    """One call per micro-batch and step; losses add up to the mean, smaller parts weigh less; full_determinism holds.
+
+    A pass holds several steps: ceil(B T / micro_batch) of them, where a loop over both has T ceil(B / micro_batch).
+    """
+    made, passes, losses = verl_runs.rollout("sd3"), list[int](), list[float]()
+    engine = verl_runs.build("sd3", engine={"full_determinism": True})
+    engine.module.register_forward_hook(lambda module, args, output: passes.append(1))
+    whole, parts, halves = [(4, 2)] * 2, [(3, 8 / 3), (1, 8), (2, 4), (2, 4)], [(2, 4)] * 4
+    for size, expected, count in ((8, whole, 1), (4, whole, 2), (3, parts, 3), (2, halves, 4)):
+        passes.clear()
+        calls: list[Any] = []
+        data = verl_runs.batch(made, micro_batch_size_per_gpu=size)
+        with engine.train_mode():
+            result = engine.forward_backward_batch(data, verl_runs.flow_grpo(calls=calls))
+        assert [call[:2] for call in calls] == expected
+        assert {call[2:] for call in calls} == {(1, engine.get_data_parallel_group(), True)}
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert len(result["metrics"]["actor/ratio_mean"]) == len(result["loss"]) == len(calls)
+        assert len(passes) == count
+        losses.append(sum(result["loss"]))
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+def test_a_loss_may_average_over_a_step() -> None:
+    """GRPO-Guard scales ratios by the mean std of what it is given, so a pass over several steps does not mix them."""
+    made = verl_runs.rollout("sd3")
+    engine = verl_runs.build("sd3")
+
+    def loss(*, model_output: dict[str, Any], data: Any, dp_group: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        scale = model_output["std_dev_t"].mean() * model_output["sqrt_dt"].mean()
+        gain = (model_output["log_probs"] - data["old_log_probs"]) * data["advantages"]
+        return (scale * gain).mean() / data["gradient_accumulation_steps"], {}
+
+    losses = []
+    for size in (8, 4, 3):
+        with engine.train_mode():
+            result = engine.forward_backward_batch(verl_runs.batch(made, micro_batch_size_per_gpu=size), loss)
+        losses.append(sum(result["loss"]))
+    assert losses == pytest.approx([losses[1]] * 3, rel=1e-5)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ["sd3", "qwen-image"])
+def test_infer_batch_returns_the_log_probs_of_given_trajectories(name: str) -> None:
+    """Of the base model these are the rollout's own, and `score` returns the same."""
+    made = verl_runs.rollout(name, scale=2.5)
+    engine = verl_runs.build(name, scale=2.5)
+    found = verl_runs.infer(engine, verl_runs.batch(made))
+    assert engine.mode is None
+    with engine.engine.inference() as module:
+        scored = score(
+            made.trajectory,
+            module,
+            model=made.model,
+            cond=made.cond,
+            schedule=made.schedule,
+            sampler=made.sampler,
+            forwards="two",
+        )
+    torch.testing.assert_close(found["log_probs"], made.trajectory.log_prob, rtol=0, atol=2e-6)
+    torch.testing.assert_close(scored, made.trajectory.log_prob, rtol=0, atol=2e-6)
+    shape = verl_runs.batch(made)["all_latents"].shape
+    assert found["prev_sample_mean"].shape == (4, verl_runs.RECORDED, *shape[2:])
+    assert found["std_dev_t"].shape == (4, verl_runs.RECORDED, *[1] * len(shape[2:]))
+    levels = made.schedule.levels
+    sqrt_dt = torch.sqrt(levels[:2] - levels[1:3])
+    torch.testing.assert_close(found["sqrt_dt"], sqrt_dt.expand(4, 2))
+    std = made.sampler(levels[:2], levels[1:3]).std
+    torch.testing.assert_close(found["std_dev_t"].flatten(2)[..., 0] * sqrt_dt, std.expand(4, 2))

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chromium
-import launch
 import numpy as np
 import pytest
 import torch
+from helpers import chromium, launch
 from PIL import Image
 
 from fluvial.engines.extensions.judges.votes import Votes
@@ -31,8 +30,8 @@ BRIGHTNESS = """['left-image', 'right-image'].map(name => {
   return data.reduce((sum, value) => sum + value, 0) / data.length;
 })"""
 RUN = (
-    *("train", "ddpo", "--updates", "1", "--micro-batch", "4", "--eval-samples", "8", "--final-samples", "8"),
-    *("--eval-every", "0", "--rollout.prompts", "2", "--rollout.group", "4"),
+    *("train", "ddpo", "--updates", "1", "--micro-batch", "4", "--evaluation.samples", "8", "--final-samples", "8"),
+    *("--evaluation.every", "0", "--sampling.prompts", "2", "--sampling.group", "4"),
 )
 
 
@@ -179,8 +178,18 @@ def test_a_run_learns_from_votes_and_resumes_where_it_was_stopped(tmp_path: Path
         assert record["reward"]["std"] > 0
         assert tab.complaints() == []
     model = json.loads((tmp_path / "a" / "config.json").read_text())["model"]
-    given = ("--objective.preferences", str(tmp_path / "votes"), "--model", model, "--out", str(tmp_path / "dpo"))
+    given = ("--preferences", str(tmp_path / "votes"), "--model", model, "--out", str(tmp_path / "dpo"))
     done = launch.fluvial(
-        "train", "dpo", *given, "--updates", "1", "--eval-samples", "8", "--final-samples", "8", "--rollout.prompts", "2"
+        "train",
+        "dpo",
+        *given,
+        "--updates",
+        "1",
+        "--evaluation.samples",
+        "8",
+        "--final-samples",
+        "8",
+        "--sampling.prompts",
+        "2",
     )
     assert done.returncode == 0, done.stderr

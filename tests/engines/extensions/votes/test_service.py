@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import asgi
 import pytest
 import torch
+from helpers import asgi
 
 from fluvial.engines.extensions.judges.images import as_text, png
 from fluvial.engines.extensions.votes.records import VoteFolder

@@ -11,7 +11,6 @@ from msgspec.structs import fields
 from fluvial.engines.extensions.wire.decode import WireError
 from fluvial.engines.extensions.wire.request import (
     DEBUG,
-    SDE_TYPES,
     ExtraParams,
     FluvialOptions,
     RequestLimits,
@@ -140,9 +139,7 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         ({"negative_prompt": "a" * 101}, "negative_prompt: got 101, expected at most 100"),
         ({"seed": -1}, "seed: Expected `int` >= 0"),
         ({"seed": 2**63}, "seed: Expected `int` <= 9223372036854775807"),
-        ({"seed": 10**4000}, "seed: Expected `int` <= 9223372036854775807"),
         ({"seed": 1.5}, "seed: Expected `int [|] null`, got `float`"),
-        ({"seed": True}, "seed: Expected `int [|] null`, got `bool`"),
         ({"seed": "7"}, "seed: Expected `int [|] null`, got `str`"),
         ({"width": 0}, "width: Expected `int` >= 1"),
         ({"width": 1000, "height": 11}, "got 11000, expected at most 10000"),
@@ -150,16 +147,13 @@ def test_guidance_is_the_request_s_or_the_server_s() -> None:
         ({"num_inference_steps": 51}, "num_inference_steps: got 51, expected at most 50"),
         ({"num_outputs_per_prompt": 9}, "num_outputs_per_prompt: got 9, expected at most 8"),
         ({"guidance_scale": float("nan")}, "guidance_scale: Expected `float` >= 0.0"),
-        ({"guidance_scale": -1}, "guidance_scale: Expected `float` >= 0.0"),
         ({"rollout_noise_level": -0.1}, "rollout_noise_level: Expected `float` >= 0.0"),
-        ({"rollout_noise_level": float("nan")}, "rollout_noise_level: Expected `float` >= 0.0"),
         ({"rollout_noise_level": float("inf")}, "rollout_noise_level: Expected `float` <= 1000.0"),
         ({"rollout_noise_level": 10**400}, "rollout_noise_level: Number out of range"),
         ({"rollout_noise_level": "0.7"}, "rollout_noise_level: Expected `float`, got `str`"),
         ({"rollout_noise_level": 0}, "rollout_noise_level is 0, so that steps of flow_sde have no log-probability"),
         ({"rollout_sde_type": "cps", "rollout_noise_level": 1.5}, "is 1.5, expected at most 1 for cps"),
         ({"rollout_sde_type": "dance"}, "rollout_sde_type: Invalid enum value 'dance'"),
-        ({"rollout_sde_type": ["sde"]}, "rollout_sde_type: Expected `str`, got `array`"),
         ({"rollout_sde_type": "ode"}, "rollout_sde_type is ode, whose steps have no log-probability"),
         ({"rollout": 1}, "rollout: Expected `bool`, got `int`"),
         ({"rollout_sde_step_indices": 3}, "rollout_sde_step_indices: Expected `array [|] null`, got `int`"),
@@ -236,9 +230,8 @@ def test_a_wrong_option_of_fluvial_is_one_line(options: dict[str, Any], says: st
 def test_windows_and_indices_do_not_go_together() -> None:
     with pytest.raises(WireError, match="both set"):
         read_request({**own(windows=[[1]]), "rollout_sde_step_indices": [1]})
-    body = {"prompt": "a", "num_outputs_per_prompt": 2, "extra_sampling_params": {"fluvial": {"windows": [[1], [2, 3]]}}}
     with pytest.raises(WireError, match="different numbers of steps"):
-        read_request(body)
+        read_request({**own(windows=[[1], [2, 3]]), "num_outputs_per_prompt": 2})
 
 
 def test_what_has_no_log_probability_may_be_sampled() -> None:
@@ -290,12 +283,3 @@ def test_any_json_is_a_request_or_one_line(body: Any) -> None:
         return
     assert "\n" not in problem
     assert len(problem) < 400
-
-
-def test_samplers_have_the_same_names_both_ways() -> None:
-    """The form named no_const here has no name on the wire."""
-    assert SDE_TYPES == {"flow_sde": "sde", "cps": "cps", "ode": "ode"}
-    for name, sde_type in SDE_TYPES.items():
-        request = RolloutRequest("a", rollout_sde_type=sde_type)
-        assert (request.sampler, request.form) == (name, "density")
-    assert RolloutRequest("a", rollout_log_prob_no_const=True).form == "unscaled"

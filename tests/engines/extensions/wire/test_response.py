@@ -9,8 +9,6 @@ import msgpack
 import optree
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import WireError
@@ -76,19 +74,9 @@ def test_samples_are_read_as_they_were_written() -> None:
 def test_the_maps_have_the_fields_of_the_schema() -> None:
     """An independent decoder sees plain msgpack; the weight version is fluvial's own."""
     (found,) = msgpack.unpackb(write_response([SAMPLE]))
-    assert set(found) == {
-        "request_id",
-        "prompt",
-        "seed",
-        "generated_output",
-        "rollout_log_probs",
-        "rollout_debug_tensors",
-        "denoising_env",
-        "dit_trajectory",
-        "inference_time_s",
-        "peak_memory_mb",
-        "weight_version",
-    }
+    outputs = ["generated_output", "rollout_log_probs", "rollout_debug_tensors", "denoising_env", "dit_trajectory"]
+    others = ["request_id", "prompt", "seed", "inference_time_s", "peak_memory_mb", "weight_version"]
+    assert set(found) == {*outputs, *others}
     assert found["generated_output"]["dtype"] == "torch.float32"
     assert set(found["dit_trajectory"]) == {"latents", "timesteps", "sigmas", "latent_step_indices"}
     assert found["dit_trajectory"]["latents"]["shape"] == [3, 2, 3]
@@ -196,44 +184,3 @@ def test_a_response_is_a_list_of_few_enough_samples() -> None:
         read_response(write_response([SAMPLE]), most_bytes=100)
     with pytest.raises(WireError, match="of type 'text/html', expected application/msgpack"):
         read_response(b"<html>", media_type="text/html")
-
-
-GOOD = write_response([SAMPLE])
-VALUES: Any = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 6)
-    | st.floats()
-    | st.text(max_size=3)
-    | st.binary(max_size=20)
-    | st.sampled_from([torch.zeros(4), torch.zeros(5), torch.zeros(5, 2), torch.zeros(3, 2, 2)]).map(envelope),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["latents", "sigmas", "timesteps", "latent_step_indices", "shape", "dtype"]), inner
-        )
-    ),
-    max_leaves=6,
-)
-
-
-@given(st.integers(0, len(GOOD) - 1), st.binary(min_size=1, max_size=8), st.booleans())
-def test_a_damaged_response_is_samples_or_one_line(at: int, bytes_: bytes, cut: bool) -> None:
-    """Bytes within a tensor may change unnoticed; anything else is an error in one line."""
-    found = fuzzed(GOOD[:at] + bytes_ + (b"" if cut else GOOD[at + len(bytes_) :]))
-    assert found is None or "\n" not in found
-
-
-@given(st.dictionaries(st.sampled_from([field.name for field in fields(RolloutSample)]), VALUES, max_size=4))
-def test_any_map_is_a_sample_or_one_line(changes: dict[str, Any]) -> None:
-    found = fuzzed(msgpack.packb([plain(**changes)]))
-    assert found is None or "\n" not in found
-
-
-def fuzzed(data: bytes) -> str | None:
-    """Return what is wrong with a response; None if nothing is."""
-    try:
-        read_response(data, most_bytes=10**6)
-    except WireError as error:
-        return str(error)
-    return None

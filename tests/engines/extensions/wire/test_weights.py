@@ -36,15 +36,7 @@ def test_a_bucket_travels_as_json() -> None:
     assert open_shared_bucket(bucket.as_json()) == bucket
     for change, says in (
         ({"push": None}, "push: Expected `str`"),
-        ({"index": 4}, "index is 4, expected at most 3"),
         ({"count": 5000}, "count: Expected `int` <= 4096"),
-        ({"places": []}, "places: Expected `array` of length >= 1"),
-        (
-            {"places": [{**bucket.as_json()["places"][0], "dtype": "int9"}]},
-            r"places\[0\].dtype: it is 'int9', expected one of",
-        ),
-        ({"places": [{**bucket.as_json()["places"][0], "numel": 5}]}, r"places\[0\]: there are 24 bytes and numel 5"),
-        ({"places": bucket.as_json()["places"][1:]}, r"places\[0\].start_idx is 24, expected 0"),
     ):
         with pytest.raises(WireError, match=says):
             open_shared_bucket({**bucket.as_json(), **change})

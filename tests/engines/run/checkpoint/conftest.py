@@ -6,14 +6,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fluvial.engines.engine.world import World, init_world
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
+from fluvial.engines.engine.world import World
 
 
 @pytest.fixture(scope="module")

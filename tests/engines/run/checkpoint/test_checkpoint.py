@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fsspec.core import url_to_fs
-from saved_checkpoints import files, found, holds, last, load, options, save, state
+from helpers.saved_checkpoints import files, found, holds, last, load, options, save, state
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError
@@ -115,7 +115,9 @@ def test_a_folder_behind_a_url_without_a_manifest_is_no_checkpoint(one: World) -
     fs, paths = files(newer)
     fs.rm_file(paths["manifest.json"])
     assert checkpoint.list_checkpoints(folder) == [older]
-    with pytest.raises(RunError, match=r"manifest\.json is missing.*set resume_from to memory://killed/checkpoints/000001"):
+    with pytest.raises(
+        RunError, match=r"manifest\.json is missing.*set checkpoint.resume_from to memory://killed/checkpoints/000001"
+    ):
         load(newer, one)
     save(folder, one, update=3)
     assert found(folder) == ["000001", "000003"]

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
 import torch
-from saved_checkpoints import FINGERPRINT
+from helpers import launch
+from helpers.saved_checkpoints import FINGERPRINT
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fluvial.engines.engine.world import World
@@ -17,7 +17,7 @@ from fluvial.engines.run.checkpoint import checkpoint
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return the folder that two ranks saved checkpoints to, and what these and the four that loaded them say."""
     folder = tmp_path_factory.mktemp("ranks") / "checkpoints"
-    return folder, launch.call("saving:save", folder)
+    return folder, launch.call("workers.saving:save", folder)
 
 
 def whole(value: float) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_damage_is_refused_on_all_ranks(ranks: tuple[Path, dict[str, Any]]) -> N
     messages = ranks[1]["damaged"]
     named = [message for message in messages if "is damaged" in message]
     assert len(named) == 1
-    assert f"set resume_from to {ranks[0] / '000002'}" in named[0]
+    assert f"set checkpoint.resume_from to {ranks[0] / '000002'}" in named[0]
     assert sum(message.startswith("ElsewhereError") for message in messages) == 3
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from fsspec import AbstractFileSystem
+from helpers.saved_checkpoints import FINGERPRINT, files, holds, load, save, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_checkpoints import FINGERPRINT, files, holds, load, save, state
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(folder: Path | str, one: World,
     message = str(error.value)
     assert f"checkpoint {newest} is damaged" in message
     assert says.strip() in message
-    assert f"set resume_from to {older}" in message
+    assert f"set checkpoint.resume_from to {older}" in message
     assert "\n" not in message
     assert holds(older, one, 2.0)
 
@@ -117,7 +117,7 @@ def refused(pair: tuple[Path, Path], one: World) -> Iterator[None]:
         with pytest.raises(RunError) as error:
             load(newest, one)
         assert f"checkpoint {newest} is damaged" in str(error.value)
-        assert f"set resume_from to {older}" in str(error.value)
+        assert f"set checkpoint.resume_from to {older}" in str(error.value)
     finally:
         for file, data in before.items():
             file.write_bytes(data)
@@ -167,12 +167,14 @@ def test_a_malicious_pickle_is_never_opened(tmp_path: Path, one: World) -> None:
     path = save(tmp_path, one, update=2)
     for name in (next(path.glob("*.safetensors")).name, ".metadata"):
         (path / name).write_bytes(evil)
-    with pytest.raises(RunError, match=f"is damaged.*set resume_from to {tmp_path / '000001'}"):
+    with pytest.raises(RunError, match=f"is damaged.*set checkpoint.resume_from to {tmp_path / '000001'}"):
         load(path, one)
 
     whole = tmp_path / "000003"
     whole.write_bytes(evil)
-    with pytest.raises(RunError, match=rf"is damaged \(it is a file\); .*set resume_from to {tmp_path / '000001'}"):
+    with pytest.raises(
+        RunError, match=rf"is damaged \(it is a file\); .*set checkpoint.resume_from to {tmp_path / '000001'}"
+    ):
         load(whole, one)
     assert checkpoint.list_checkpoints(tmp_path) == [tmp_path / "000001", path]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from saved_checkpoints import found, holds, options, save, state
+from helpers.saved_checkpoints import found, holds, options, save, state
 
 from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError

@@ -5,8 +5,8 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-import launch
 import pytest
+from helpers import launch
 
 SCENES = {
     "a new update": ["(1, 1.0)", "(2, 2.0)"],
@@ -45,7 +45,7 @@ def report(name: str) -> dict[str, Any]:
     """Return what the saves of a case left behind; in memory where there is such a folder, because they sync often."""
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="kills-", dir=memory) as folder:
-        found = launch.call("kills:explore", folder, {name: {**KILLED, **FULL, **RANDOM}[name]})[name]
+        found = launch.call("workers.kills:explore", folder, {name: {**KILLED, **FULL, **RANDOM}[name]})[name]
     assert "error" not in found, found["error"]
     return found
 

@@ -2,22 +2,21 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import launch
+from helpers import tiny_jobs as tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fluvial.engines.data.records import Prompt, as_prompts, texts
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import metrics
 from fluvial.engines.run.evaluation.evaluate import Evaluation, Scores, _of_all_ranks, draw_plan, evaluate, every
@@ -28,13 +27,6 @@ from fluvial.models.protocol import Sounds
 from fluvial.models.replay.kinds import read_sound
 
 TAGGED = [Prompt("0", tag="even", source="a"), Prompt("1", tag="odd", source="a"), Prompt("2", tag="even", source="b")]
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 def found(world: World, prompts: Any = TAGGED, **options: Any) -> Evaluation:
@@ -82,7 +74,7 @@ def test_scores_images_and_table_are_the_same_on_two_ranks(one: World) -> None:
     """To the bit, with an odd number of samples; every image is kept once, and a sheet shows the same ones."""
     kept: list[str] = []
     alone = found(one, TAGGED, seeds=3, keep=lambda names, images: kept.extend(names))
-    ranks = launch.on_ranks(2, "evaluations:two")
+    ranks = launch.on_ranks(2, "workers.evaluations:two")
     for rank in ranks:
         assert rank["values"] == alone.scores.values.tolist()
         assert rank["score"] == alone.score
@@ -146,7 +138,7 @@ def test_a_comparison_is_paired_by_noise(one: World) -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, None])
 def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -> None:
-    """Whether an evaluator returns NaN or raises; above `max_invalid` the evaluation ends with the first reason."""
+    """Whether an evaluator returns NaN or raises; above `rollout.max_invalid` the evaluation ends with the first reason."""
 
     def fails(images: Tensor, prompts: Any) -> list[float]:
         if wrong is None and "2" in prompts:
@@ -166,7 +158,9 @@ def test_samples_without_a_score_are_left_out(one: World, wrong: float | None) -
     assert torch.equal(found.scores.values[:, 1], whole.scores.values[kept, 0])
     assert found.score == {"fails": 0.5, "bright": pytest.approx(whole.scores.values[kept, 0].mean().item())}
     assert metrics.evaluation_record(found)["invalid"] == {"samples": 2}
-    with pytest.raises(RunError, match=f"{line} samples of the evaluation have no valid score, above max_invalid 0.24"):
+    with pytest.raises(
+        RunError, match=f"{line} samples of the evaluation have no valid score, above rollout.max_invalid 0.24"
+    ):
         evaluate(job, job.model.build(), world=one, max_invalid=0.24, **values)
 
 

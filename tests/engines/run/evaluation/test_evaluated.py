@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
+from helpers import tiny_jobs as tiny
 
 from fluvial.engines.data.records import Prompt, texts
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run import job as jobs
-from fluvial.engines.run.config import PipelineConfig
 from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fluvial.engines.data.prompts import read_heldout
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.evaluation.config import EvaluationConfig
+from fluvial.engines.run.evaluation.config import SuiteConfig
 from fluvial.engines.run.evaluation.suites import SUITES, find
 from fluvial.engines.scoring.options import parse
 from fluvial.engines.scoring.registry import built_in
@@ -48,7 +48,7 @@ def test_a_file_is_a_whole_suite(tmp_path: Path) -> None:
     """With prompts of its own, their tags and metadata."""
     (tmp_path / "mine.toml").write_text(FILE)
     suite = find(str(tmp_path / "mine.toml"))
-    assert suite == EvaluationConfig((str(tmp_path / "mine.toml"),), ("jpeg", "mine:score"), seeds=3, guidance=4.5)
+    assert suite == SuiteConfig((str(tmp_path / "mine.toml"),), ("jpeg", "mine:score"), seeds=3, guidance=4.5)
     cats, fox = read_heldout(suite.prompts, (), check=anything)
     assert (cats.text, cats.tag, cats.metadata["include"]) == ("three cats", "counting", [{"class": "cat", "count": 3}])
     assert (fox.text, fox.tag) == ("a red fox", None)
@@ -80,13 +80,13 @@ def test_a_file_names_files_beside_it_and_prompt_sets(tmp_path: Path) -> None:
 
 def test_a_suite_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
-        "from fluvial.engines.run.evaluation.config import EvaluationConfig",
-        "SUITE = EvaluationConfig(('@ocr',), ('ocr',))",
+        "from fluvial.engines.run.evaluation.config import SuiteConfig",
+        "SUITE = SuiteConfig(('@ocr',), ('ocr',))",
     ]
-    (tmp_path / "mysuites.py").write_text("\n".join([*lines, "WRONG = ['ocr']", "EMPTY = EvaluationConfig(('@ocr',))"]))
+    (tmp_path / "mysuites.py").write_text("\n".join([*lines, "WRONG = ['ocr']", "EMPTY = SuiteConfig(('@ocr',))"]))
     monkeypatch.syspath_prepend(tmp_path)
-    assert find("mysuites:SUITE") == EvaluationConfig(("@ocr",), ("ocr",))
-    for name, says in {"WRONG": "is a list, expected an EvaluationConfig", "EMPTY": "has no rewards"}.items():
+    assert find("mysuites:SUITE") == SuiteConfig(("@ocr",), ("ocr",))
+    for name, says in {"WRONG": "is a list, expected a SuiteConfig", "EMPTY": "has no rewards"}.items():
         with pytest.raises(UsageError, match=says):
             find(f"mysuites:{name}")
 

@@ -1,29 +1,22 @@
 """The choice of a micro-batch from trials, and trials of an engine's passes, which leave no trace."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import SHARDINGS, Net, data, squared
+from helpers.tiny_models import SHARDINGS, Net, data, squared
 from torch import Tensor, nn
 
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
 from fluvial.engines.run.passes import micro_batch
 from fluvial.engines.run.passes.micro_batch import Choice, Passes, Trial, choose, sizes, trials
 
 ROWS = ("keep", "reshard, sync every", "checkpointing", "offload", "bfloat16", "bfloat16, all of it")
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.mark.parametrize(

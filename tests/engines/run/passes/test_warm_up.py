@@ -2,38 +2,31 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_jobs as tiny
 import torch
+from helpers import tiny_jobs as tiny
+from helpers.tiny_models import Net, data, squared
 from rich.console import Console
-from tiny_models import Net, data, squared
 from torch import Tensor, nn
 
 from fluvial.engines.engine import parallelize
 from fluvial.engines.engine.engine import Engine, EngineConfig, OptimizerConfig
 from fluvial.engines.engine.parallelize import count_programs
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.engine.world import World
 from fluvial.engines.errors import UsageError
-from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.config import with_values
 from fluvial.engines.run.log.progress import RunProgress
 from fluvial.engines.run.passes.micro_batch import Passes, once
 from fluvial.engines.run.passes.warm_up import warm_up
 from fluvial.engines.run.trainer import Trainer
+from fluvial.engines.sampling.config import SamplingConfig
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture
@@ -107,7 +100,7 @@ def test_blocks_that_cannot_be_compiled_run_as_written(
 def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, backend: list[Exception]) -> None:
     """No update, rollout or evaluation makes a program."""
     config = tiny.config(
-        tmp_path, updates=2, engine=EngineConfig(compile=True), rollout=RolloutConfig(prompts=2, group=2, steps=tiny.STEPS)
+        tmp_path, updates=2, sampling=SamplingConfig(prompts=2, group=2, steps=tiny.STEPS), **{"engine.compile": True}
     )
     shown = Console(force_terminal=True, file=StringIO())
     with Trainer(config, tiny.job(), one) as trainer, RunProgress(shown, total=2) as progress:
@@ -117,7 +110,7 @@ def test_a_run_compiles_before_its_first_rollout(tmp_path: Path, one: World, bac
         trainer.evaluate(4)
         assert [trainer.update()["compiled_programs"] for _ in range(2)] == [0, 0]
         assert count_programs() == found.programs
-    with Trainer(replace(config, engine=EngineConfig(compile=False)), tiny.job(), one) as trainer:
+    with Trainer(with_values(config, {"engine.compile": False}), tiny.job(), one) as trainer:
         assert trainer.warm_up() is None
         assert "compiled_programs" not in trainer.update()
 

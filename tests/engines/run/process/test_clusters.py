@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import launch
 import pytest
-import wheels
 import yaml
+from helpers import launch, wheels
 
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.serve import ServeConfig
@@ -25,11 +24,11 @@ from fluvial.engines.run.process import on_ray
 
 ROOT = Path(__file__).parents[4]
 README = ROOT / "engines" / "run" / "process" / "README.md"
-RUNS = ROOT / "tests" / "workers" / "ray_runs.py"
+RUNS = ROOT / "tests" / "shared" / "workers" / "ray_runs.py"
 # SkyPilot's own parser. Packages that it imports for clouds and its server, and that are not installed, are stand-ins.
 SKYPILOT = """
 import sys
-import wheels
+from helpers import wheels
 
 sys.meta_path.append(wheels.StandIns(
     "aiohttp", "aiosqlite", "alembic", "cachetools", "casbin", "colorama", "fastapi", "httpx", "ijson", "paramiko",
@@ -76,7 +75,7 @@ def test_scripts_are_read_by_bash(tmp_path: Path) -> None:
 def test_flags_in_scripts_are_fluvials() -> None:
     """Those after `fluvial serve` and `fluvial.engines train grpo`, up to the end of the command."""
     flags = {"serve": field_names(ServeConfig()), "train": field_names(recipes.grpo("handwriting"))}
-    known = {name: {f"--{each.replace('_', '-')}" for each in names} | {"--async.ahead"} for name, names in flags.items()}
+    known = {name: {f"--{each.replace('_', '-')}" for each in names} | {"--rollout.ahead"} for name, names in flags.items()}
     counted = 0
     for script in scripts():
         text = script.replace("\\\n", " ")
@@ -115,7 +114,7 @@ def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -
     """
     (slurm,) = (script for script in blocks("bash") if "#SBATCH" in script)
     port, store = str(launch.free_port()), str(launch.free_port())
-    flags = " ".join([*launch.SMALL, "--updates", "500", "--checkpoint-every", "1000"])
+    flags = " ".join([*launch.SMALL, "--updates", "500", "--checkpoint.every", "1000"])
     for known, here in (
         (" 0 1 2 3 4 5 6 7", f" {port[-1]}"),
         ("3000", port[:-1]),
@@ -176,7 +175,7 @@ def test_slurms_script_saves_the_newest_update_and_is_requeued(tmp_path: Path) -
 def test_skypilots_file_is_a_task(tmp_path: Path) -> None:
     """As `sky launch` reads it, and a field that it does not know is refused."""
     folder = wheels.install("skypilot", "0.14.1", "sky")
-    paths = os.pathsep.join(map(str, (folder, Path(wheels.__file__).parent, *sys.path[1:])))
+    paths = os.pathsep.join(map(str, (folder, Path(wheels.__file__).parents[1], *sys.path[1:])))
     environment = {**os.environ, "PYTHONPATH": paths, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     (right, wrong), text = (tmp_path / "right.yaml", tmp_path / "wrong.yaml"), blocks("yaml")[0]
     right.write_text(text)

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import handwriting_jobs
-import launch
 import pytest
+from helpers import handwriting_jobs, launch
 
 from fluvial.bench import pretrain
 from fluvial.engines.cli import eval as evaluating
@@ -25,16 +24,16 @@ def default_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("default_malloc")
 def test_later_batches_take_their_memory_without_page_faults() -> None:
     """By default there are thousands of them per batch."""
-    assert launch.call("heaps:faults", True) < 1000
-    assert launch.call("heaps:faults", False) > 10_000
+    assert launch.call("workers.heaps:faults", True) < 1000
+    assert launch.call("workers.heaps:faults", False) > 10_000
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("default_malloc")
 def test_backward_passes_take_their_memory_without_page_faults() -> None:
     """By default there are tens of thousands of them per pass."""
-    assert launch.call("heaps:backward_faults", False) > 10_000
-    assert launch.call("heaps:backward_faults", True) < 1000
+    assert launch.call("workers.heaps:backward_faults", False) > 10_000
+    assert launch.call("workers.heaps:backward_faults", True) < 1000
 
 
 class Asked(Exception):

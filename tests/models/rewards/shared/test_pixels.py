@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_rewards
 import torch
+from helpers import tiny_rewards
 from PIL import Image
 from torch.nn import functional
 

@@ -1,14 +1,11 @@
 """Adapters of a rollout server: several that act together, of several networks, and those that are unloaded."""
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
-import asgi
 import torch
+from helpers.weight_servers import Served, ask, base, listed, run, served
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from weight_servers import Served, ask, base, run, served
 
 from fluvial.models.lora import lora_layers
 
@@ -22,11 +19,6 @@ def write_lora(path: Path, rank: int, *layers: str) -> None:
         tensors[f"{layer}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator)
         tensors[f"{layer}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator)
     save_file(tensors, path)
-
-
-def listed(server: Served) -> Any:
-    """Return what GET /v1/list_loras says."""
-    return asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
 
 
 def test_several_adapters_act_together(tmp_path: Path) -> None:

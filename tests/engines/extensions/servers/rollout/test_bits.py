@@ -4,11 +4,10 @@ import asyncio
 import random
 from typing import Any
 
-import asgi
 import pytest
-import rollout_servers as servers
-import torch
-from rollout_servers import Server
+from helpers import asgi
+from helpers import rollout_servers as servers
+from helpers.rollout_servers import Server
 
 from fluvial.engines.extensions.wire.response import RolloutSample, read_response
 from fluvial.models.handwriting import Handwriting
@@ -20,19 +19,6 @@ pytestmark = pytest.mark.bits
 def server() -> Server:
     """A server of batches of three, which wait for others."""
     return servers.served(linger=0.02)
-
-
-def same(a: RolloutSample, b: RolloutSample) -> bool:
-    """Return whether two samples have the same numbers."""
-    assert a.dit_trajectory is not None
-    assert b.dit_trajectory is not None
-    assert a.rollout_log_probs is not None
-    assert b.rollout_log_probs is not None
-    return (
-        torch.equal(a.generated_output, b.generated_output)
-        and torch.equal(a.rollout_log_probs, b.rollout_log_probs)
-        and torch.equal(a.dit_trajectory.latents, b.dit_trajectory.latents)
-    )
 
 
 def bodies(count: int) -> list[dict[str, Any]]:
@@ -68,7 +54,7 @@ def test_samples_of_requests_at_once_are_those_of_each_alone(server: Server) -> 
         order = list(range(len(requests)))
         random.Random(seed).shuffle(order)
         found = asked(server, [requests[number] for number in order])
-        assert all(same(sample, alone[number]) for number, (sample,) in zip(order, found, strict=True))
+        assert all(servers.same(sample, alone[number]) for number, (sample,) in zip(order, found, strict=True))
     assert server.batcher.batches - before < 3 * len(requests)
 
 
@@ -78,8 +64,8 @@ def test_the_seeds_of_a_request_are_those_of_requests_of_one(server: Server) -> 
     alone = [server.samples(**body, seed=30 + number)[0] for number in range(5)]
     for other in (server, servers.served()):
         found = other.samples(**body, seed=30, num_outputs_per_prompt=5)
-        assert all(same(a, b) for a, b in zip(found, alone, strict=True))
-        assert not same(alone[0], alone[1])
+        assert all(servers.same(a, b) for a, b in zip(found, alone, strict=True))
+        assert not servers.same(alone[0], alone[1])
 
 
 def test_keys_and_ids_may_be_spread_over_requests(server: Server) -> None:
@@ -95,7 +81,7 @@ def test_keys_and_ids_may_be_spread_over_requests(server: Server) -> None:
     (whole,) = asked(server, [body([0, 1, 2, 3, 4])])
     parts = asked(server, [body([4, 1]), body([0]), body([3, 2])])
     found = [parts[1][0], parts[0][1], parts[2][1], parts[2][0], parts[0][0]]
-    assert all(same(a, b) for a, b in zip(whole, found, strict=True))
+    assert all(servers.same(a, b) for a, b in zip(whole, found, strict=True))
 
 
 def test_a_transformer_keeps_its_bits_too() -> None:
@@ -111,4 +97,4 @@ def test_a_transformer_keeps_its_bits_too() -> None:
     alone = [server.samples(**body)[0] for body in requests]
     for order in ([3, 1, 0, 2], [2, 0]):
         found = asked(server, [requests[number] for number in order])
-        assert all(same(sample, alone[number]) for number, (sample,) in zip(order, found, strict=True))
+        assert all(servers.same(sample, alone[number]) for number, (sample,) in zip(order, found, strict=True))

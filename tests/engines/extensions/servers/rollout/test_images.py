@@ -4,17 +4,14 @@ import base64
 import io
 import json
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import rollout_servers as servers
-import tiny_conditioned
-import tiny_pipelines
 import torch
+from helpers import fake_servers, tiny_conditioned, tiny_pipelines
+from helpers import rollout_servers as servers
 from PIL import Image
 
 from fluvial.core.random import key
@@ -25,7 +22,7 @@ from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.orders import ServeLimits
 from fluvial.engines.extensions.servers.rollout.prompts import check_file
 from fluvial.engines.extensions.wire.request import RequestLimits
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.models.replay.kinds import SOUND, Sound
@@ -95,20 +92,12 @@ def test_images_reach_the_pipeline(server: servers.Server, folder: Path) -> None
     for given, options in ((map(str, files), own), (data, own), (data[::-1], named)):
         found = server.samples(**body, image_path=list(given), extra_sampling_params={"fluvial": options})
         for row, sample in enumerate(found):
-            assert sample.dit_trajectory is not None
-            assert sample.rollout_log_probs is not None
-            assert torch.equal(sample.dit_trajectory.latents[-1], chunk.trajectory.final[row])
+            assert torch.equal(servers.trajectory(sample).latents[-1], chunk.trajectory.final[row])
             assert torch.equal(sample.generated_output, chunk.images[row])
-            assert torch.equal(sample.rollout_log_probs[:2], chunk.trajectory.log_prob[row])
+            assert torch.equal(servers.log_probs(sample)[:2], chunk.trajectory.log_prob[row])
     other = server.samples(**body, image_path=data[::-1], extra_sampling_params={"fluvial": own})
     assert not torch.equal(other[0].generated_output, chunk.images[0])
     assert server.samples(prompt="a fox", image_path=data, rollout=False)[0].generated_output.shape == (3, 16, 16)
-
-
-def bomb(side: int) -> bytes:
-    """Return a PNG whose header says that it is a large square."""
-    chunk = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
 
 
 def gif() -> bytes:
@@ -128,8 +117,8 @@ WRONG: dict[str, tuple[int, Callable[[Path], str], str]] = {
     "no image": (400, lambda folder: str(folder / "prompts.jsonl"), "image cannot be read as PNG, JPEG, WEBP"),
     "a large file": (413, lambda folder: str(folder / "large.png"), "has 50000 bytes, expected at most 40000"),
     "a format that is not decoded": (400, lambda folder: url(gif()), "image cannot be read as PNG, JPEG, WEBP"),
-    "many pixels": (413, lambda folder: url(bomb(100)), "100 x 100 pixels, expected at most 4096"),
-    "a bomb": (400, lambda folder: url(bomb(60000)), "image cannot be read as"),
+    "many pixels": (413, lambda folder: url(fake_servers.bomb(100)), "100 x 100 pixels, expected at most 4096"),
+    "a bomb": (400, lambda folder: url(fake_servers.bomb(60000)), "image cannot be read as"),
     "half an image": (400, lambda folder: url((folder / "0.png").read_bytes()[:-40]), "an image of"),
     "no base64": (400, lambda folder: "data:image/png;base64,???", "whose base64 cannot be read"),
     "a URL": (400, lambda folder: "http://169.254.169.254/latest", "is no absolute path"),

@@ -4,10 +4,10 @@ import math
 from typing import Any, NamedTuple
 
 import pytest
-import rollout_servers as servers
-import tiny_jobs as tiny
 import torch
-from rollout_servers import MICRO_BATCH, Server
+from helpers import rollout_servers as servers
+from helpers import tiny_jobs as tiny
+from helpers.rollout_servers import MICRO_BATCH, Server
 from torch import Tensor
 
 from fluvial.core import gaussian, transitions
@@ -22,13 +22,11 @@ from fluvial.engines.sampling.generate import (
     Guidance,
     Requests,
     Sampling,
-    SharedPrefix,
     StochasticSteps,
     generate,
 )
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
-from fluvial.engines.sampling.tail import Tail
 from fluvial.engines.streams import Stream
 from fluvial.models import Prediction
 from fluvial.models.pipelines.base import pack
@@ -37,7 +35,7 @@ from fluvial.models.pipelines.layouts import TOKENS
 KEY, IDS = key(11), (4, 0, 9)
 
 
-class Row(NamedTuple):
+class NumbersCase(NamedTuple):
     """A sampler as a request names it, and as fluvial does."""
 
     sampler: str
@@ -49,15 +47,15 @@ class Row(NamedTuple):
 
 
 TABLE = {
-    "sde": Row("flow_sde", {"rollout_sde_type": "sde"}, {}),
-    "cps": Row("cps", {"rollout_sde_type": "cps"}, {}),
-    "sde_unscaled": Row("flow_sde", {"rollout_log_prob_no_const": True}, {}, "unscaled"),
-    "cps_unscaled": Row("cps", {"rollout_sde_type": "cps", "rollout_log_prob_no_const": True}, {}, "unscaled"),
-    "ode": Row("ode", {"rollout_sde_type": "ode", "rollout_log_prob_no_const": True}, {}, "unscaled", eta=0.0),
-    "sde_no_const": Row("flow_sde", {}, {"form": "no_const"}, "no_const"),
-    "dance_sde": Row("dance_sde", {}, {"sampler": "dance_sde"}),
-    "wan_sde": Row("wan_sde", {}, {"sampler": "wan_sde"}),
-    "ddim": Row("ddim", {}, {"sampler": "ddim"}, prediction="epsilon"),
+    "sde": NumbersCase("flow_sde", {"rollout_sde_type": "sde"}, {}),
+    "cps": NumbersCase("cps", {"rollout_sde_type": "cps"}, {}),
+    "sde_unscaled": NumbersCase("flow_sde", {"rollout_log_prob_no_const": True}, {}, "unscaled"),
+    "cps_unscaled": NumbersCase("cps", {"rollout_sde_type": "cps", "rollout_log_prob_no_const": True}, {}, "unscaled"),
+    "ode": NumbersCase("ode", {"rollout_sde_type": "ode", "rollout_log_prob_no_const": True}, {}, "unscaled", eta=0.0),
+    "sde_no_const": NumbersCase("flow_sde", {}, {"form": "no_const"}, "no_const"),
+    "dance_sde": NumbersCase("dance_sde", {}, {"sampler": "dance_sde"}),
+    "wan_sde": NumbersCase("wan_sde", {}, {"sampler": "wan_sde"}),
+    "ddim": NumbersCase("ddim", {}, {"sampler": "ddim"}, prediction="epsilon"),
 }
 WINDOWS: dict[str, tuple[int, ...] | None] = {"all": None, "one": (1,), "two": (0, 2), "none": ()}
 T = tiny.STEPS
@@ -69,18 +67,18 @@ def of() -> dict[Prediction, Server]:
     return {"velocity": servers.served(), "epsilon": servers.served(servers.policy("epsilon"))}
 
 
-def own(row: Row | None = None, **options: Any) -> dict[str, Any]:
+def own(row: NumbersCase | None = None, **options: Any) -> dict[str, Any]:
     """Return fluvial's own fields, with the noise of `KEY` and `IDS`."""
     options = {"key": list(KEY), "ids": list(IDS), **({} if row is None else row.own), **options}
     return {"num_outputs_per_prompt": len(IDS), "extra_sampling_params": {"fluvial": options}}
 
 
-def body(row: Row, **fields: Any) -> dict[str, Any]:
+def body(row: NumbersCase, **fields: Any) -> dict[str, Any]:
     """Return the request of a row, with a trajectory."""
     return {**row.fields, **own(row), "rollout_noise_level": row.eta or 0.7, "rollout_return_dit_trajectory": True, **fields}
 
 
-def chunk_of(server: Server, row: Row, window: Any, *, guidance: Guidance = NO_GUIDANCE, **changes: Any) -> Chunk:
+def chunk_of(server: Server, row: NumbersCase, window: Any, *, guidance: Guidance = NO_GUIDANCE, **changes: Any) -> Chunk:
     """Return the samples of `IDS`, made in process in a batch of the server's size."""
     policy = server.policy
     schedule = policy.schedule(T, tiny.SHAPE)
@@ -94,16 +92,9 @@ def chunk_of(server: Server, row: Row, window: Any, *, guidance: Guidance = NO_G
     return next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
 
 
-def log_probs(sample: RolloutSample) -> Tensor:
-    """Return the log-probabilities of a sample."""
-    assert sample.rollout_log_probs is not None
-    return sample.rollout_log_probs
-
-
 def latents(sample: RolloutSample) -> Tensor:
     """Return the latents of a sample."""
-    assert sample.dit_trajectory is not None
-    return sample.dit_trajectory.latents
+    return servers.trajectory(sample).latents
 
 
 @pytest.mark.parametrize("window", list(WINDOWS))
@@ -125,7 +116,7 @@ def test_samples_are_those_of_generate_to_the_bit(of: dict[Prediction, Server], 
         assert torch.equal(latents(sample)[[step + 1 for step in recorded]], trajectory.x_next[number])
         expected = torch.zeros(T)
         expected[recorded] = trajectory.log_prob[number]
-        assert torch.equal(log_probs(sample), expected)
+        assert torch.equal(servers.log_probs(sample), expected)
         assert sample.weight_version == 0
     assert bool(recorded) == (steps != ())
 
@@ -135,10 +126,9 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
     """In float64, from the latents, the model's outputs and the sigmas of the response; the noise from the keys."""
     row, server = TABLE[name], of[TABLE[name].prediction]
     (sample, *_) = server.samples(**body(row, rollout_sde_step_indices=[0, 2, 3]))
-    assert sample.dit_trajectory is not None
     assert sample.rollout_debug_tensors is not None
     debug = {name: tensor.double() for name, tensor in sample.rollout_debug_tensors.items()}
-    x, sigmas, v = latents(sample).double(), sample.dit_trajectory.sigmas.double(), debug["rollout_model_outputs"]
+    x, sigmas, v = latents(sample).double(), servers.trajectory(sample).sigmas.double(), debug["rollout_model_outputs"]
     sampler = transitions.bind(row.sampler, row.eta, sigmas)
     plain = deterministic_step(row.prediction)
     for step in range(T):
@@ -157,29 +147,9 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
             expected = -(residual**2).mean() / (2 * transition.std**2)
             if row.form == "density":
                 expected = expected - transition.std.log() - math.log(2 * math.pi) / 2
-        assert torch.allclose(log_probs(sample)[step].double(), expected, atol=2e-5), (step, log_probs(sample))
+        assert torch.allclose(servers.log_probs(sample)[step].double(), expected, atol=2e-5), step
     noise = normal(fold_in(fold_in(fold_in(KEY, IDS[0]), Stream.STEPS), 0), tiny.SHAPE)
     assert torch.equal(sample.rollout_debug_tensors["rollout_variance_noises"][0], noise * float(row.sampler != "ode"))
-
-
-def test_sde_is_the_formula_of_sglang(of: dict[Prediction, Server]) -> None:
-    """Written out here once more, as the schema does."""
-    row = TABLE["sde"]
-    (sample, *_) = of["velocity"].samples(**body(row))
-    assert sample.dit_trajectory is not None
-    assert sample.rollout_debug_tensors is not None
-    sigmas = sample.dit_trajectory.sigmas.double()
-    assert sigmas[-1] == 0
-    assert sample.dit_trajectory.timesteps is not None
-    assert torch.allclose(sample.dit_trajectory.timesteps.double(), sigmas[:-1] * 1000, atol=1e-3)
-    x, v = latents(sample).double(), sample.rollout_debug_tensors["rollout_model_outputs"].double()
-    for i in range(T):
-        s, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
-        r = row.eta * torch.sqrt(s / (1 - (sigmas[1] if abs(s - 1) < 1e-6 else s)))
-        std = r * torch.sqrt(-dt)
-        mean = x[i] * (1 + r**2 / (2 * s) * dt) + v[i] * (1 + r**2 * (1 - s) / (2 * s)) * dt
-        expected = -((x[i + 1] - mean) ** 2).mean() / (2 * std**2) - std.log() - math.log(math.sqrt(2 * math.pi))
-        assert torch.allclose(log_probs(sample)[i].double(), expected, atol=1e-5)
 
 
 def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
@@ -192,7 +162,7 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
         found = of["velocity"].samples(**body(row, rollout_return_denoising_env=True) | fields)
         for number, sample in enumerate(found):
             assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
-            assert torch.equal(log_probs(sample), chunk.trajectory.log_prob[number])
+            assert torch.equal(servers.log_probs(sample), chunk.trajectory.log_prob[number])
             assert isinstance(sample.denoising_env, bytes)
             env = tree_of(sample.denoising_env)
             assert env["guidance"] == 2.5
@@ -201,33 +171,14 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
     assert not torch.equal(latents(found[0]), latents(of["velocity"].samples(**body(row))[0]))
 
 
-def test_a_window_per_sample_is_that_of_generate(of: dict[Prediction, Server]) -> None:
-    """Each sample returns the latents around its own steps, and the final ones."""
-    row, windows = TABLE["sde"], [[0, 1], [1, 3], [2, 3]]
-    chunk = chunk_of(of["velocity"], row, lambda ids: torch.tensor(windows))
-    fields = {"rollout_debug_mode": False, **own(row, windows=windows, recorded_only=True)}
-    for number, sample in enumerate(of["velocity"].samples(**body(row) | fields)):
-        window = windows[number]
-        assert sample.dit_trajectory is not None
-        boundaries = sorted({*window, *(step + 1 for step in window), T})
-        assert sample.dit_trajectory.latent_step_indices == tuple(boundaries)
-        assert torch.equal(log_probs(sample)[window], chunk.trajectory.log_prob[number])
-        assert int((log_probs(sample) != 0).sum()) == 2
-        for place, step in enumerate(window):
-            assert torch.equal(latents(sample)[boundaries.index(step)], chunk.trajectory.x[number, place])
-            assert torch.equal(latents(sample)[boundaries.index(step + 1)], chunk.trajectory.x_next[number, place])
-        assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
-
-
 def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server]) -> None:
     row = TABLE["sde"]
     whole, part = (
         of["velocity"].samples(**body(row, rollout_return_step_indices=indices))[0] for indices in (None, [1, 2, 4])
     )
-    assert part.dit_trajectory is not None
-    assert part.dit_trajectory.latent_step_indices == (1, 2, 4)
+    assert servers.trajectory(part).latent_step_indices == (1, 2, 4)
     assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
-    assert torch.equal(part.dit_trajectory.sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
+    assert torch.equal(servers.trajectory(part).sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
 
 
 def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +193,10 @@ def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.
     }
     own_form: dict[str, Any] = {"extra_sampling_params": {"fluvial": {}}}
     (theirs,), (ours,) = server.samples(**fields), server.samples(**fields, **own_form)
-    assert theirs.dit_trajectory is not None
-    assert ours.dit_trajectory is not None
     assert torch.equal(latents(theirs), pack(latents(ours)))
     timesteps = server.policy.schedule(T, tiny.SHAPE).timesteps
-    assert theirs.dit_trajectory.timesteps.tolist() == [*timesteps[[1, 2]].tolist(), 0.0]  # type: ignore[union-attr]
-    assert ours.dit_trajectory.timesteps.tolist() == timesteps.tolist()  # type: ignore[union-attr]
+    assert servers.trajectory(theirs).timesteps.tolist() == [*timesteps[[1, 2]].tolist(), 0.0]  # type: ignore[union-attr]
+    assert servers.trajectory(ours).timesteps.tolist() == timesteps.tolist()  # type: ignore[union-attr]
     assert torch.equal(theirs.generated_output, ours.generated_output.unsqueeze(1))
     for name, tensor in (ours.rollout_debug_tensors or {}).items():
         expected = tensor if name == "rollout_noise_std_devs" else pack(tensor)
@@ -270,7 +219,7 @@ def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
         requests = Requests([Prompt("1")] * MICRO_BATCH, [0] * MICRO_BATCH, key(40 + number))
         chunk = next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
         assert torch.equal(sample.generated_output, chunk.images[0])
-        assert torch.equal(log_probs(sample), chunk.trajectory.log_prob[0])
+        assert torch.equal(servers.log_probs(sample), chunk.trajectory.log_prob[0])
         assert sample.seed == 40
     first, second = (of["velocity"].samples(rollout=False)[0] for _ in range(2))
     assert first.seed is not None
@@ -288,43 +237,6 @@ def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
         for number, sample in enumerate(found):
             assert torch.equal(sample.generated_output, chunk.images[number])
             assert (sample.rollout_log_probs, sample.rollout_debug_tensors, sample.dit_trajectory) == (None, None, None)
-
-
-def test_initial_noise_and_first_steps_are_shared(of: dict[Prediction, Server]) -> None:
-    """The samples of a group begin alike, as in process."""
-    server, row, prefix = of["velocity"], TABLE["sde"], SharedPrefix(2, 3)
-    requests = Requests([Prompt("1")] * len(IDS), IDS, KEY, [7] * len(IDS))
-    schedule = server.policy.schedule(T, tiny.SHAPE)
-    stochastic = StochasticSteps(SAMPLERS["flow_sde"].bind(row.eta, schedule.levels), (2, 3))
-    sampling = Sampling(tiny.SHAPE, schedule, stochastic=stochastic, prefix=prefix)
-    policy = server.policy
-    chunk = next(generate(policy.model, policy.weights.module, requests, sampling, micro_batch=MICRO_BATCH))
-    fields = own(row, initial_ids=[7] * len(IDS), prefix=list(prefix), recorded_only=True)
-    found = server.samples(**body(row, rollout_debug_mode=False) | fields)
-    for number, sample in enumerate(found):
-        assert torch.equal(latents(sample)[0], latents(found[0])[0])
-        assert torch.equal(latents(sample)[:-1], chunk.trajectory.x[number])
-        assert torch.equal(latents(sample)[-1], chunk.trajectory.final[number])
-        assert torch.equal(log_probs(sample)[2:], chunk.trajectory.log_prob[number])
-    assert not torch.equal(latents(found[0])[1], latents(found[1])[1])
-
-
-def test_steps_after_the_window_may_be_fewer(of: dict[Prediction, Server]) -> None:
-    """The latents behind the window are known, and the final ones are those of the other solver."""
-    row, after = TABLE["sde"], Tail("dpmpp_2m", 0.5)
-    chunk = chunk_of(of["velocity"], row, (0, 1), after=after)
-    fields = own(row, after={"solver": "dpmpp_2m", "fraction": 0.5}, recorded_only=True)
-    found = of["velocity"].samples(**body(row, rollout_sde_step_indices=[0, 1], rollout_debug_mode=False) | fields)
-    for number, sample in enumerate(found):
-        assert torch.equal(latents(sample)[:2], chunk.trajectory.x[number])
-        assert torch.equal(latents(sample)[1:3], chunk.trajectory.x_next[number])
-        assert torch.equal(latents(sample)[3], chunk.trajectory.final[number])
-
-
-def test_a_sum_is_the_joint_density(of: dict[Prediction, Server]) -> None:
-    row = TABLE["sde"]
-    mean, total = (of["velocity"].samples(**body(row) | own(row, reduction=name))[0] for name in ("mean", "sum"))
-    assert torch.allclose(log_probs(total), math.prod(tiny.SHAPE) * log_probs(mean), rtol=1e-4)
 
 
 def test_debug_tensors_are_those_that_are_asked_for(of: dict[Prediction, Server]) -> None:

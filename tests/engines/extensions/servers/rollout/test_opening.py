@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rollout_servers as servers
-import tiny_pipelines
 import torch
+from helpers import rollout_servers as servers
+from helpers import tiny_pipelines
 
 from fluvial.core.random import key
 from fluvial.engines.data.records import Prompt
@@ -15,7 +15,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.wire.tensors import tree_of
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import NO_GUIDANCE, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.models.handwriting import BASE
@@ -68,11 +68,9 @@ def test_a_pipeline_is_served(name: str, tokens: int | None, tmp_path: Path) -> 
     chunks = list(generate(of.model, of.weights.module, requests, sampling, micro_batch=2))
     images = torch.cat([chunk.images for chunk in chunks]).float()
     for number, sample in enumerate(found):
-        assert sample.dit_trajectory is not None
-        assert sample.rollout_log_probs is not None
         trajectory = chunks[number // 2].trajectory
-        assert torch.equal(sample.dit_trajectory.latents[-1], trajectory.final[number % 2])
-        assert torch.equal(sample.rollout_log_probs[:2], trajectory.log_prob[number % 2])
+        assert torch.equal(servers.trajectory(sample).latents[-1], trajectory.final[number % 2])
+        assert torch.equal(servers.log_probs(sample)[:2], trajectory.log_prob[number % 2])
         expected = (images[number] * 255).round().to(torch.uint8) if images[number].ndim == 4 else images[number]
         assert torch.equal(sample.generated_output, expected)
         assert isinstance(sample.denoising_env, bytes)
@@ -123,5 +121,4 @@ def test_a_network_in_bfloat16_keeps_its_buffers(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in of.weights.module.parameters()} == {torch.bfloat16}
     assert torch.bfloat16 not in {buffer.dtype for buffer in of.weights.module.buffers()}
     (sample,) = servers.served(of, micro_batch=2).samples(prompt="a", seed=1)
-    assert sample.rollout_log_probs is not None
-    assert sample.rollout_log_probs.isfinite().all()
+    assert servers.log_probs(sample).isfinite().all()

@@ -4,9 +4,9 @@ import asyncio
 import re
 from pathlib import Path
 
-import asgi
 import pytest
-import rollout_servers as servers
+from helpers import asgi
+from helpers import rollout_servers as servers
 from starlette.routing import Route
 
 ROOT = Path(__file__).parents[5]

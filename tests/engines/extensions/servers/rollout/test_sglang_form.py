@@ -11,18 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import asgi
 import msgpack
 import pytest
-import real_sglang
-import rollout_servers as servers
-import tiny_pipelines
 import torch
+from helpers import asgi, real_sglang, tiny_pipelines
+from helpers import rollout_servers as servers
 from torch import Tensor, nn
 
 from fluvial.engines.extensions.servers.rollout.opening import open_policy
 from fluvial.engines.extensions.servers.rollout.policy import Policy
-from fluvial.engines.run.config import PipelineConfig
+from fluvial.engines.run.jobs.settings import PipelineConfig
 from fluvial.engines.sampling.generate import Guidance
 
 pytestmark = pytest.mark.long  # it installs a wheel

@@ -16,23 +16,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import asgi
 import httpx2
 import msgspec
 import numpy as np
 import pytest
-import real_sglang
-import rollout_servers as servers
-import tiny_jobs as tiny
 import torch
 import uvicorn
+from helpers import asgi, real_sglang
+from helpers import rollout_servers as servers
+from helpers import tiny_jobs as tiny
+from helpers.rollout_servers import Server
+from helpers.weight_servers import base, moved_base
 from PIL import Image
-from rollout_servers import Server
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from weight_servers import base, moved_base
 
-from fluvial.engines.engine.export import base_tensors
+from fluvial.engines.export.model_folder import base_tensors
 from fluvial.engines.extensions.servers.rollout.policy import Policy
 from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
 from fluvial.engines.sampling.generate import NO_GUIDANCE

@@ -4,20 +4,20 @@ import asyncio
 import json
 import os
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import asgi
 import pytest
-import real_sglang
 import torch
+from helpers import asgi, real_sglang
+from helpers.weight_servers import Served, adapted, ask, base, engine_of, listed, move, moved_base, run, served
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weight_servers import Served, adapted, ask, base, engine_of, move, moved_base, run, served
 
 import fluvial.engines.extensions.servers.rollout.served_weights as serving
-from fluvial.engines.engine.export import export, write_lora
 from fluvial.engines.engine.world import init_world
+from fluvial.engines.export.model_folder import export, write_lora
 from fluvial.engines.extensions.wire.weight_buckets import (
     SHARED_FILES,
     UNKNOWN,
@@ -101,6 +101,7 @@ def test_weights_and_adapters_come_and_go(folder: Path, exports: dict[str, Any])
     plain = run(server.weights.module)
     assert set_lora(server, folder / "lora", weight_version="5").value["weight_version"] == 5
     assert torch.equal(run(server.weights.module), exports["lora"])
+    assert not server.weights.module.get_parameter("into.base_layer.weight").requires_grad
     assert ask(server, "/v1/unmerge_lora_weights").value["weight_version"] == 6
     assert torch.equal(run(server.weights.module), plain)
     assert all(parameter.requires_grad for parameter in server.weights.module.parameters())
@@ -130,23 +131,7 @@ def test_a_push_of_all_weights_takes_an_adapter_off(
     assert torch.equal(run(server.weights.module), exports["full"])
     wanted = policy_checksums({"transformer": checksum(sorted(tensors.items()))})
     assert ask(server, "/get_weights_checksum", module_names=[*wanted]).value == wanted
-    assert asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"] == {}
-
-
-def test_adapters_of_another_rank_replace_each_other(folder: Path) -> None:
-    server, module = served(folder), base()
-    assert set_lora(server, folder / "lora").status == 200
-    save_file(
-        {"into.lora_A.weight": torch.ones(3, 24), "into.lora_B.weight": torch.ones(24, 3)}, folder / "other.safetensors"
-    )
-    assert set_lora(server, folder / "other.safetensors", lora_alpha=6, strength=0.5).status == 200
-    with torch.no_grad():
-        module.get_parameter("into.weight").add_(3.0)  # ones: 3 of rank, times 6 * 0.5 / 3
-    torch.testing.assert_close(run(server.weights.module), run(module), rtol=1e-5, atol=1e-5)
-    assert not server.weights.module.get_parameter("into.base_layer.weight").requires_grad
-    listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
-    assert listed["active"]["transformer"][0]["strength"] == 0.5
-    assert [each["nickname"] for each in listed["loaded_adapters"]] == ["a"]
+    assert listed(server)["active"] == {}
 
 
 def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, exports: dict[str, Any]) -> None:
@@ -167,7 +152,7 @@ def test_an_adapter_that_was_loaded_is_set_again_without_its_path(folder: Path, 
     refuses(
         server, ask(served(folder), "/v1/merge_lora_weights"), "transformer has had no adapter: send the lora_path", before
     )
-    active = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["active"]["transformer"]
+    active = listed(server)["active"]["transformer"]
     assert [(each["nicknames"], each["mode"], each["strengths"]) for each in active] == [(["a"], "unmerged", [-2.0])]
 
 
@@ -177,8 +162,8 @@ def test_as_many_adapters_are_kept_as_there_is_room_for(folder: Path) -> None:
     for number in range(serving.MOST_LOADED + 3):
         value = {"lora_nickname": f"n{number}", "lora_path": str(folder / "lora")}
         assert ask(server, "/v1/set_lora", **value).status == 200
-    listed = asyncio.run(asgi.call(server.app, "/v1/list_loras")).value["loaded_adapters"]
-    assert [each["nickname"] for each in listed] == [f"n{number}" for number in range(3, serving.MOST_LOADED + 3)]
+    found = listed(server)["loaded_adapters"]
+    assert [each["nickname"] for each in found] == [f"n{number}" for number in range(3, serving.MOST_LOADED + 3)]
 
 
 def test_a_checksum_is_computed_once_per_change(
@@ -282,17 +267,6 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_weights_change_nothing(folder: Path, damage: str) -> None:
-    server, file = served(folder), folder / "full" / FULL
-    set_lora(server, folder / "lora")
-    sha256 = {"transformer": checksum(sorted(load_file(file).items()))}
-    before = state(server)
-    act, says = DAMAGES[damage]
-    act(file)
-    refuses(server, update(server, folder / "full", sha256=sha256, weight_version=9), says, before)
-
-
 ADAPTERS: dict[str, tuple[Any, str]] = {
     "a missing factor": (lambda file: change(file, **{"transformer.out.lora_A.weight": None}), "out has no factor A"),
     "an unknown layer": (lambda file: change(file, **{"transformer.no.lora_A.weight": torch.ones(2, 2)}), "no linear layer"),
@@ -305,14 +279,17 @@ ADAPTERS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", ADAPTERS)
-def test_damaged_adapters_change_nothing(folder: Path, damage: str) -> None:
-    server = served(folder)
+@pytest.mark.parametrize(("kind", "damage"), [*(("full", each) for each in DAMAGES), *(("lora", each) for each in ADAPTERS)])
+def test_damaged_files_change_nothing(folder: Path, kind: str, damage: str) -> None:
+    """Neither of all weights nor of an adapter."""
+    server, full = served(folder), folder / "full" / FULL
     set_lora(server, folder / "lora")
+    sha256 = {"transformer": checksum(sorted(load_file(full).items()))}
     before = state(server)
-    act, says = ADAPTERS[damage]
-    act(folder / "lora" / LORA)
-    refuses(server, set_lora(server, folder / "lora", weight_version=9), says, before)
+    act, says = (DAMAGES if kind == "full" else ADAPTERS)[damage]
+    act(full if kind == "full" else folder / "lora" / LORA)
+    send = partial(update, sha256=sha256) if kind == "full" else set_lora
+    refuses(server, send(server, folder / kind, weight_version=9), says, before)
 
 
 def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -441,23 +418,11 @@ BUCKETS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_bucket_changes_nothing(folder: Path, wrong: str) -> None:
     server, (changes, says) = served(folder), BUCKETS[wrong]
     (folder / "bucket").write_bytes(bytes(changes.get("bytes", 64)))
-    place = {
-        "name": "out.bias",
-        "shape": [16],
-        "numel": 16,
-        "dtype": "torch.float32",
-        "start_idx": 0,
-        "end_idx": 64,
-        **{name: changes[name] for name in ("name", "shape", "numel", "dtype", "start_idx", "end_idx") if name in changes},
-    }
-    bucket = {
-        "push": "p",
-        "index": changes.get("index", 0),
-        "count": changes.get("count", 1),
-        "module": "transformer",
-        "file": changes.get("file", str(folder / "bucket")),
-        "places": changes.get("places", [place]),
-    }
+    place = {"name": "out.bias", "shape": [16], "numel": 16, "dtype": "torch.float32", "start_idx": 0, "end_idx": 64}
+    place |= {name: changes[name] for name in place.keys() & changes}
+    bucket = {"push": "p", "index": 0, "count": 1, "module": "transformer", "places": [place]}
+    bucket["file"] = str(folder / "bucket")
+    bucket |= {name: changes[name] for name in bucket.keys() & changes}
     before = state(server)
     value = {"load_format": SHARED_FILES, "serialized_named_tensors": [json.dumps(bucket)]}
     answer = ask(server, "/update_weights_from_tensor", **value)

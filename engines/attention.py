@@ -1,0 +1,104 @@
+"""Attention of diffusers' models: its backend, and the tokens of a sample split over ranks (Ulysses, arXiv 2309.14509)."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fluvial.engines.errors import UsageError
+
+
+def set_attention(module: nn.Module, backend: str) -> None:
+    """Set the module's attention to one of diffusers' backends.
+
+    Raises:
+        UsageError: the backend is not available, or the module does not choose its attention through diffusers.
+    """
+    from diffusers.models.modeling_utils import ModelMixin
+
+    try:
+        if isinstance(module, ModelMixin):
+            module.set_attention_backend(backend)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"`engine.attention` is {backend}, which cannot be used: {error}") from error
+    # Models with older attention ignore the setting, and diffusers does not say so.
+    if not any(getattr(processor, "_attention_backend", None) == backend for processor in _processors(module)):
+        hint = f"{type(module).__name__} does not choose its attention through diffusers' backends; leave it out"
+        raise UsageError("engine.attention", backend, hint=hint)
+
+
+def split_tokens(module: nn.Module, degree: int, mesh: DeviceMesh, *, rank: int, size: int, device: torch.device) -> None:
+    """Split the tokens of each sample over groups of `degree` neighbouring ranks (Ulysses, by diffusers).
+
+    Every rank of a group takes whole samples and returns whole predictions. Its gradient is the part of its tokens, so the
+    sum over all ranks is the gradient of the samples.
+
+    Args:
+        module: diffusers model.
+        degree: number of ranks that share a sample.
+        mesh: mesh of all ranks with the dimensions "dp", "ring" and "ulysses".
+        rank, size, device: this process among the others.
+
+    Raises:
+        UsageError: the model has no plan for it, or `degree` does not divide its heads.
+    """
+    from diffusers import ContextParallelConfig
+    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models.modeling_utils import ModelMixin
+
+    name = type(module).__name__
+    if not isinstance(module, ModelMixin) or module._cp_plan is None:
+        raise UsageError("engine.context_parallel", degree, hint=f"diffusers has no plan for {name}; set it to 1")
+    heads = module.config.get("num_attention_heads")
+    if heads is not None and heads % degree:
+        raise UsageError("engine.context_parallel", degree, f"a divisor of the {heads} heads of {name}")
+    parallel = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=degree))
+    parallel.setup(rank, size, device, mesh=mesh["ring", "ulysses"])
+    # Diffusers would look up the device modulo the number of accelerators, which is 0 on a CPU.
+    module._resolve_parallel_config = lambda config: config
+    try:
+        module.enable_parallelism(config=parallel)
+    except ValueError as error:  # an attention backend that cannot
+        raise UsageError("engine.context_parallel", degree, hint=f"{name} cannot be split; {error}") from error
+    module._parallel_config = parallel
+    dims = {
+        name: (split.split_dim, split.expected_dims)
+        for place, splits in module._cp_plan.items()
+        if isinstance(splits, dict)
+        for name, split in splits.items()
+        if isinstance(name, str) and not place.startswith("pos_embed") and not split.split_output
+    }
+    module.forward = partial(_with_whole_tokens, module.forward, dims, degree)
+
+
+def _with_whole_tokens(
+    forward: Callable[..., Any], dims: Mapping[str, tuple[int, int | None]], degree: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module's forward, or raise UsageError if its tokens cannot be split over `degree` ranks.
+
+    `dims` has the dimension of the tokens, and the number of dimensions, of each input that is split.
+    """
+    advice = "which it does not divide: choose another resolution or length of prompts, or another degree"
+    for name, (dim, expected) in dims.items():
+        value = kwargs.get(name)
+        # An input with other dimensions, e.g. a video before patching, is not split.
+        if isinstance(value, Tensor) and expected in (None, value.ndim) and value.shape[dim] % degree:
+            raise UsageError("engine.context_parallel", degree, hint=f"{name} has {value.shape[dim]} tokens, {advice}")
+    try:
+        return forward(*args, **kwargs)
+    except AssertionError as error:  # diffusers asserts what it splits within the module
+        if "divisible by mesh size" not in str(error):
+            raise
+        raise UsageError("engine.context_parallel", degree, hint=f"a sample has a number of tokens, {advice}") from error
+
+
+def _processors(module: nn.Module) -> list[Any]:
+    """Return the attention processors of a diffusers model."""
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention, MochiAttention
+
+    layers = (Attention, MochiAttention, AttentionModuleMixin)
+    return [layer.processor for layer in module.modules() if isinstance(layer, layers)]

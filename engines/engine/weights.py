@@ -1,0 +1,205 @@
+"""Weights of a (sharded) module: read from a model folder, and gathered as full tensors.
+
+Each rank reads its own shards, and gathers one tensor at a time, so none holds the whole model.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.files import read_weights, shapes, weight_files
+from fluvial.models.lora import adapter_names, adapter_parts, is_adapter, lora_layers
+from fluvial.models.lora_layer import MAGNITUDE, merge_weight, row_norms, widen
+from fluvial.models.protocol import Weights
+from fluvial.models.quantised import QuantisedLinear, find_quantised
+
+
+def load_weights(module: nn.Module, folder: Weights, *, world: World) -> None:
+    """Fill a (sharded) module's parameters and buffers from the safetensors of a model folder, in place.
+
+    Every rank must take part. Adapters are left alone: the folder holds the weights that they adapt. Values are cast to the
+    module's dtypes. Memory: the shards themselves, and one tensor's shard while it is read.
+
+    Args:
+        module: module that `parallelize` returned.
+        folder: model folder of diffusers, with one weight file or several and their index; or a folder for each network of
+            the module by name.
+        world: process group the module is sharded over.
+
+    Raises:
+        UsageError: a tensor is missing or has another shape, or a file cannot be read.
+    """
+    if isinstance(folder, Mapping):
+        for name, each in folder.items():
+            load_weights(module.get_submodule(name), each, world=world)
+        return
+    # They share the module's storage.
+    state = {name: each.detach() if isinstance(each, DTensor) else each.data for name, each in module.state_dict().items()}
+    wanted = {plain_name(name): tensor for name, tensor in state.items() if not is_adapter(name)}
+    quantised = {plain_name(f"{name}.weight"): layer for name, layer in find_quantised(module).items()}
+    with world.agreed():
+        held = shapes(folder)
+        expected = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        expected.update((name, (layer.out_features, layer.in_features)) for name, layer in quantised.items())
+        if missing := sorted(set(expected) - set(held)):
+            raise UsageError(f"{folder} is incomplete: {missing[0]} and {len(missing) - 1} more tensors are missing")
+        for name, shape in expected.items():
+            if held[name] != shape:
+                raise UsageError(
+                    f"{folder} holds another model: {name} has shape {list(held[name])} there, {list(shape)} here"
+                )
+        for name, tensor in read_weights(folder, quantised):
+            quantised[name].fill(tensor.to(world.device))
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Only(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations within the library
+        dcp.load({**wanted}, storage_reader=reader)
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name in the model without adapters; PEFT puts `base_layer` between a layer and its weight."""
+    return name.replace(".base_layer.", ".")
+
+
+class _Only(FileSystem):
+    """A model folder as the library's reader lists it: the weight files alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def ls(self, path: Any) -> list[str]:
+        """Return the paths of the weight files."""
+        return [str(file) for file in weight_files(self.folder)]
+
+
+def gather_weights(
+    module: nn.Module,
+    *,
+    average: Mapping[str, Tensor] | None = None,
+    adapter: str | None = None,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
+    names: Sequence[str] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, copy of the full tensor on the CPU), one at a time. Every rank must take part.
+
+    Without adapters these are the module's parameters and persistent buffers, in the order of its state dict. With adapters,
+    `merge` yields the tensors of the plain module, e.g. W + (alpha / rank) B A, computed in float32. Otherwise `adapter`
+    yields the tensors of that adapter alone, with the names of PEFT and diffusers. At most one layer is gathered at a time.
+
+    Args:
+        module: module, sharded or not.
+        average: (sharded) tensors to use instead of the module's own, by name of the parameter.
+        adapter: adapter to yield or to merge; by default `default` is merged.
+        merge: whether the adapter is folded into the weights.
+        dtype: dtype that floating-point tensors are cast to at the end; by default each keeps its own.
+        names: exported names to yield, in their order, the same on all ranks; by default all.
+
+    Raises:
+        ValueError: the module has adapters and neither argument is given, it has no adapter of that name, or `average` does
+            not fit it.
+    """
+    sources = _sources(module, average, adapter, merge)
+    for name in sources if names is None else names:
+        yield name, sources[name].full(dtype).to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def layout(
+    module: nn.Module,
+    *,
+    average: Mapping[str, Tensor] | None = None,
+    adapter: str | None = None,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors that `gather_weights` yields for the same arguments, on the meta device."""
+    return {
+        name: torch.empty(source.shape, dtype=source.dtype(dtype), device="meta")
+        for name, source in _sources(module, average, adapter, merge).items()
+    }
+
+
+class _Source(NamedTuple):
+    """Source of one exported tensor: W, W with an adapter, or the lengths of rows of DoRA."""
+
+    weight: Tensor | QuantisedLinear  # a quantised layer is dequantised when its turn comes
+    parts: Mapping[str, Tensor] | None = None  # of an adapter that is merged into it
+    scaling: float = 1.0
+    longer: Tensor | None = None  # than the rows of `weight`: what is exported are the lengths
+
+    def full(self, dtype: torch.dtype | None) -> Tensor:
+        """Gather the shards, and return the full tensor on their device."""
+        tensor = self.weight.weight if isinstance(self.weight, QuantisedLinear) else gather(self.weight)
+        if self.longer is not None:
+            return (row_norms(tensor) + gather(self.longer)).to(self.dtype(dtype))
+        if self.parts is not None:
+            parts = {part: gather(factor) for part, factor in self.parts.items()}
+            tensor = merge_weight(widen(tensor), parts, self.scaling)
+        return tensor.to(self.dtype(dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor."""
+        weight = self.weight
+        if self.longer is not None:
+            return tuple(self.longer.shape)
+        return (weight.out_features, weight.in_features) if isinstance(weight, QuantisedLinear) else tuple(weight.shape)
+
+    def dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the exported tensor, where floating-point ones are cast to `dtype`."""
+        if self.longer is not None:
+            return widen(self.longer).dtype  # few numbers, of which others depend on small differences
+        floats = isinstance(self.weight, QuantisedLinear) or self.weight.is_floating_point()
+        return dtype if dtype is not None and floats else self.weight.dtype
+
+
+def _sources(
+    module: nn.Module, average: Mapping[str, Tensor] | None, adapter: str | None, merge: bool
+) -> dict[str, _Source]:
+    """Return the source of each exported tensor, by its exported name."""
+    state: dict[str, Any] = module.state_dict()
+    state.update((f"{name}.weight", layer) for name, layer in find_quantised(module).items())
+    for name, tensor in (average or {}).items():
+        if name not in state or state[name].shape != tensor.shape:
+            here = list(state[name].shape) if name in state else "nothing"
+            raise ValueError(f"export: the average of {name} has shape {list(tensor.shape)}, the module has {here} there")
+        state[name] = tensor.detach()
+    layers = lora_layers(module)
+    if adapter is None and not layers:
+        return {name: _Source(tensor) for name, tensor in state.items()}
+    if adapter is None and not merge:
+        raise ValueError("export: the module has adapters: name one with `adapter`, or set merge=True")
+    chosen = adapter or "default"
+    names, parts = adapter_names(module, chosen), adapter_parts(module, chosen)
+    if not merge:
+        lengths = {held[MAGNITUDE]: f"{layer}.base_layer.weight" for layer, held in parts.items() if MAGNITUDE in held}
+        return {
+            short: _Source(state[lengths[short]], longer=state[full]) if short in lengths else _Source(state[full])
+            for short, full in names.items()
+        }
+    sources = {}
+    for name, tensor in state.items():
+        layer, _, leaf = name.rpartition(".base_layer.")
+        if layer in layers:
+            held = {part: state[names[short]] for part, short in parts[layer].items()}
+            update = {"parts": held, "scaling": layers[layer].scaling[chosen]} if leaf == "weight" else {}
+            sources[f"{layer}.{leaf}"] = _Source(tensor, **update)
+        elif not is_adapter(name):
+            sources[name] = _Source(tensor)
+    return sources
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be sharded as a whole one. Every rank must take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,132 @@
+"""Files and folders of weights: their names, reading of their tensors, and how a file reaches the disk."""
+
+import json
+import os
+import stat
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fluvial.engines.errors import UsageError
+from fluvial.models.digests import digest_tensors
+from fluvial.models.protocol import Weights
+
+MODEL = "diffusion_pytorch_model"  # diffusers' stem for the weights of a model
+LORA = "pytorch_lora_weights.safetensors"  # diffusers' name for the weights of an adapter
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a model folder, as `from_pretrained` chooses them.
+
+    Other variants may lie in the same folder; they are left out.
+
+    Raises:
+        UsageError: there are none, or one that the index lists is missing.
+    """
+    index = folder / f"{MODEL}.safetensors.index.json"
+    if not index.is_file():
+        names = [f"{MODEL}.safetensors"]
+    else:
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} cannot be read: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UsageError(f"{folder} holds no weights: there is no {missing[0]}")
+    return [folder / name for name in names]
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a model folder's safetensors, from the headers alone.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(folder):
+        with _open_file(file) as tensors:
+            found.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    return found
+
+
+def read_weights(
+    folder: Path, names: Container[str] | None = None, *, share: slice = slice(None)
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a model folder's safetensors in the order of the names, one at a time; by default all.
+
+    Args:
+        folder: the folder.
+        names: tensors to read.
+        share: part of them, e.g. that of a rank.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    held: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with _open_file(file) as tensors:
+            held.update((name, file) for name in tensors.keys() if names is None or name in names)  # noqa: SIM118
+    for name in sorted(held)[share]:
+        with _open_file(held[name]) as tensors:
+            yield name, tensors.get_tensor(name)
+
+
+def digest_weights(folder: Weights, *, share: slice = slice(None)) -> dict[str, str]:
+    """Return the digest of each tensor of a model folder's weights, of all its bytes, however they are split into files.
+
+    Args:
+        folder: the folder, or several by name.
+        share: part of the tensors, e.g. that of a rank.
+
+    Raises:
+        UsageError: there are no weight files, or one cannot be read.
+    """
+    if isinstance(folder, Path):
+        return digest_tensors(read_weights(folder, share=share))
+    parts = {part: digest_weights(each, share=share) for part, each in folder.items()}
+    return {f"{part}/{name}": digest for part, digests in parts.items() for name, digest in digests.items()}
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, of the same bytes for the same tensors, with the permissions of any new file.
+
+    safetensors has 0600, and writes the metadata in an order that changes from process to process.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(stat.S_IMODE(mode))
+    if metadata is None or len(metadata) < 2:
+        return
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(metadata.items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:  # the rest is filled up with spaces, as safetensors does
+            file.seek(8)
+            file.write(text.ljust(size))
+
+
+def sync(path: Path) -> None:
+    """Write a file's data, or the entries of a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _open_file(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; what fails within is a UsageError."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,75 @@
+"""RAFT: fit the best samples of each group."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor
+
+from fluvial.core.random import Key
+from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
+from fluvial.engines.run.method import Images, Method, PassesConfig
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import NoisedSamples
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Raft(Method, name="raft"):
+    """Reward-ranked fine-tuning: fit the best samples of each group (RAFT, arXiv 2304.06767).
+
+    Args:
+        sampling: How samples are made.
+        noising: Noise levels at which clean samples are trained on.
+        passes: How often a batch is learnt from.
+        kl: KL terms that keep the policy near the one that training starts from.
+        best: Fraction of a group that is fitted, at least one sample. Groups whose rewards are all equal are skipped.
+        compare: What a group is: the samples of a prompt in a rollout; or, of given images (data) and without a rollout,
+            the images of a caption (best of n), or images of any captions (supervised fine-tuning on the best of the data).
+    """
+
+    bounds: ClassVar = {"best": (1e-9, 1)}
+    sampling: SamplingConfig = SamplingConfig(sampler=Ode())
+    noising: NoisingConfig = NoisingConfig()
+    passes: PassesConfig = PassesConfig()
+    kl: KLConfig = KLConfig()
+    best: float = 0.25
+    compare: Literal["rollout", "caption", "data"] = "rollout"
+
+    @property
+    def source(self) -> Images | None:
+        """Read images where given ones are compared."""
+        return None if self.compare == "rollout" else Images(self.compare)
+
+    def collect(self, run: "Run", key: Key) -> "Batch":
+        """Sample groups of images, or read images that are compared with others of their caption, or with any."""
+        return run.sample(key) if self.compare == "rollout" else run.read(key, scored=True)
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the best of each group."""
+        best = self.choose_best(run.grade(batch).reward, batch.group)
+        items = run.noise_samples(batch, self.noising, key, best, keep=best)
+        for part in run.minibatches(items, key, self.passes):
+            yield run.update(run.predict(part, *self.networks()), self.loss)
+
+    def choose_best(self, reward: Tensor, group: Tensor) -> Tensor:
+        """Return 1 for the best samples of each group, else 0, `[N]`."""
+        same = group == group[:, None]
+        better = same & (reward > reward[:, None])
+        equal = same & (reward == reward[:, None]).tril()  # among equal rewards the first sample counts as the best
+        rank = better.sum(1) + equal.sum(1)  # from 1
+        differs = (same & (reward != reward[:, None])).any(1)
+        return ((rank <= (self.best * same.sum(1)).clamp(min=1)) & differs).to(reward.dtype)
+
+    def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
+        """Return `kernels.velocity_error` of the kept samples, 0 for the others, and the KL terms."""
+        error = velocity_error(v, rows.target)
+        loss, info = fit_prediction(rows.signal * error, v, rows, self.kl)
+        return loss, info._replace(error=error.detach())

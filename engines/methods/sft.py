@@ -1,0 +1,57 @@
+"""SFT: fit given samples."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from fluvial.core.random import Key
+from fluvial.engines.methods.losses import ErrorInfo, KLConfig, fit_prediction
+from fluvial.engines.run.method import Images, Method, Needs, PassesConfig
+from fluvial.engines.sampling.config import ReadingConfig
+from fluvial.engines.sampling.items import NoisedSamples
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Sft(Method, name="sft"):
+    """Supervised fine-tuning: flow matching on the job's own data, without a rollout (arXiv 2210.02747).
+
+    Args:
+        sampling: How many images a batch has.
+        noising: Noise levels at which they are trained on.
+        passes: How often a batch is learnt from.
+        kl: KL terms that keep the policy near the one that training starts from.
+    """
+
+    needs: ClassVar[Needs] = Needs(rewards=None)
+    sampling: ReadingConfig = ReadingConfig()
+    noising: NoisingConfig = NoisingConfig()
+    passes: PassesConfig = PassesConfig()
+    kl: KLConfig = KLConfig()
+
+    @property
+    def source(self) -> Images:
+        """Read images."""
+        return Images()
+
+    def collect(self, run: "Run", key: Key) -> "Batch":
+        """Read the next images and captions."""
+        return run.read(key)
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the images."""
+        items = run.noise_samples(batch, self.noising, key)
+        for part in run.minibatches(items, key, self.passes):
+            yield run.update(run.predict(part, *self.networks()), self.loss)
+
+    def loss(self, v: Tensor, rows: NoisedSamples) -> tuple[Tensor, ErrorInfo]:
+        """Return `kernels.velocity_error`, and the KL terms."""
+        return fit_prediction(velocity_error(v, rows.target), v, rows, self.kl)

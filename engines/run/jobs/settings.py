@@ -1,0 +1,188 @@
+"""Settings of a run beside its method: data, pipeline, engine, checkpoints and exports."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fluvial.core.checks import check_fields
+from fluvial.engines.data.sizes import Size, parse_size
+from fluvial.engines.engine.config import EngineConfig
+from fluvial.engines.errors import UsageError
+from fluvial.kernels import Implementation
+
+COUNT = (1, 2**31)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Order of the prompts, and images with captions to learn from without a rollout.
+
+    Args:
+        images: Images with captions to learn from without a rollout (sft, and raft that compares them), each with or without
+            a weight: folders of images, or files of records with a column image.
+        order: Order of the prompts: epochs (each prompt once per epoch, shuffled), draws (at random, with replacement) or
+            distinct (at random for each rollout, without a repeat in it, as Flow-GRPO's sampler).
+        seed: Seed of the order of the prompts; None is `seed`.
+        cache: Folder of encoded images and captions; by default `encoded` in `out`. Runs on the same model, size and images
+            may share one.
+        errors: What an image that cannot be read does: refuse (ends the run) or skip (is left out).
+    """
+
+    images: tuple[str, ...] = ()
+    order: Literal["epochs", "draws", "distinct"] = "epochs"
+    seed: int | None = None
+    cache: Path | None = None
+    errors: Literal["refuse", "skip"] = "refuse"
+
+    def __post_init__(self) -> None:
+        check_fields(self, seed=(0, 2**63 - 1))
+
+
+@dataclass(frozen=True)
+class MachineConfig(EngineConfig):
+    """Sharding, precision, checkpointing and offload, and how many samples are computed at once.
+
+    Args:
+        micro_batch: Number of samples per forward pass, in rollout and update; it decides the memory, and changes results
+            only by rounding. auto tries 1, 2, 4, ... before training, as far as the memory goes and until the time per
+            sample falls by less than 5 %; the run's config.json and checkpoints hold the number, which a resumption takes.
+        update_micro_batch: Number of (sample, step) pairs per forward and backward pass of an update. auto tries multiples
+            of `micro_batch` before training, as far as the memory goes, and takes the fastest of those that give each row
+            the bits of the rollout's, so that first ratios are exactly 1. Pairs that do not fill such a pass go in smaller
+            ones that were proven too. A checkpoint holds the number; a resumption on another processor, or with another
+            number of ranks or threads, finds its own. rollout takes `micro_batch`, as auto does where blocks are compiled. A
+            number of your own changes results by rounding, first ratios too.
+        init: How base weights are loaded: sharded (each rank reads its own shards, so that none holds the whole model) or
+            whole (every rank loads the model and then shards it, as a model that is not read from a folder needs).
+        implementation: Implementation of log-probabilities and losses: auto (Triton on an accelerator, else the reference),
+            triton, compiled or reference.
+        timeout: Seconds that processes wait for each other in a collective before they give up on one that died or hangs.
+    """
+
+    micro_batch: int | Literal["auto"] = 64
+    update_micro_batch: int | Literal["auto", "rollout"] = "auto"
+    init: Literal["sharded", "whole"] = "sharded"
+    implementation: Implementation = "auto"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, "engine", micro_batch=COUNT, update_micro_batch=COUNT, timeout=(1, 1e6))
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written, where to, and which one a run continues from.
+
+    Args:
+        every: Number of updates between checkpoints.
+        background: Write checkpoints in the background, from a copy on the host.
+        folder: Folder of the checkpoints, or a URL that fsspec opens (s3://bucket/run); by default in `out`, which also
+            takes those that cannot be saved there.
+        keep: Number of checkpoints that are kept.
+        resume_from: Continue from this checkpoint, a folder or a URL.
+    """
+
+    every: int = 20
+    background: bool = False
+    folder: str | None = None
+    keep: int = 2
+    resume_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, every=COUNT, keep=COUNT)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which weights are exported, and when.
+
+    Args:
+        every: Number of updates between exports to `exports` in `out`; 0 exports at the end alone.
+        dtype: Dtype of the weights that are exported.
+        format: Format of the exports during training: lora, merged, full or comfyui (see `fluvial export`); auto is lora
+            where an adapter is trained, else merged.
+    """
+
+    every: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    format: Literal["auto", "lora", "merged", "full", "comfyui"] = "auto"
+
+    def __post_init__(self) -> None:
+        check_fields(self, every=(0, 2**31))
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Base weights, and settings of a pipeline of diffusers, from a folder or the Hub.
+
+    Args:
+        height: Height of the images, in pixels.
+        width: Width of the images, in pixels.
+        sizes: Sizes of training samples as WIDTHxHEIGHT, e.g. 1024x1024 832x1216, in place of height and width. An image is
+            scaled and cut to the one with the nearest aspect ratio; a rollout has the size that the records of its prompts
+            name (columns `size`, or `width` and `height`), or one that is drawn. Evaluations have the first.
+        frames: Number of frames of a video; 1 for images.
+        call: Further arguments of a pipeline without an adapter, as name=value, e.g. max_sequence_length=128; a value is
+            JSON, or else text.
+        media: Columns of the prompts' records that are images, videos or sounds for a pipeline without an adapter, as
+            argument=column, e.g. image=source mask_image=hole video=clip. A column with the name of an argument maps itself.
+        heldout: Files of prompts to evaluate on, one for all or one for each of `prompts`; by default every tenth training
+            prompt of each file is held out.
+        text_cache: Folder for prompt embeddings. All prompts are encoded before training and the text encoders dropped;
+            without a folder the encoders stay, and encode each batch.
+        text_tokens: Number of tokens that a prompt is padded to, and cut at; by default that of diffusers' pipeline.
+        shift: Shift s of the noise levels, sigma -> s sigma / (1 + (s - 1) sigma); by default the scheduler's own.
+        latents: Sample of an image that is learnt from: mean (of the VAE's distribution) or sample (one draw per image).
+        frozen: Dtype of text encoders and VAE; auto is bfloat16 on CUDA, and without an adapter where the network computes
+            in it, else float32.
+        text_base: Format of the text encoders' linear layers, as `engine.base` of the network's; auto is `frozen`.
+        vae_dtype: Dtype of the VAE; auto is `frozen`.
+        vae_tile: Side in pixels of the tiles that the VAE decodes and encodes, one image at a time; by default whole images.
+            Tiles overlap by a quarter and are blended, so images differ slightly.
+        vae_offload: Keep the VAE on the host, and move it to the device only while it works.
+        trust_remote_code: Run code that comes with the model's folder.
+        weights: Folder of base weights to start from, as diffusers saves a network, and as `fluvial pretrain` and a run's
+            export write them; by default those of the model.
+    """
+
+    height: int = 512
+    width: int = 512
+    sizes: tuple[str, ...] = ()
+    frames: int = 1
+    call: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
+    heldout: tuple[str, ...] = ()
+    text_cache: Path | None = None
+    text_tokens: int | None = None
+    shift: float | None = None
+    latents: Literal["mean", "sample"] = "mean"
+    frozen: Literal["auto", "float32", "bfloat16"] = "auto"
+    text_base: Literal["auto", "int8", "int4", "nf4", "fp8"] = "auto"
+    vae_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    vae_tile: int | None = None
+    vae_offload: bool = False
+    trust_remote_code: bool = False
+    weights: Path | None = None
+
+    def __post_init__(self) -> None:
+        size = (1, 2**20)
+        check_fields(self, height=size, width=size, frames=size, text_tokens=size, shift=(1e-6, 1e6), vae_tile=(64, 2**20))
+        if self.vae_tile is not None and self.vae_tile % 64:
+            raise UsageError("pipeline.vae_tile", self.vae_tile, "a multiple of 64")
+        if self.sizes and (self.height, self.width) != (PipelineConfig.height, PipelineConfig.width):
+            raise UsageError("`pipeline.height` and `pipeline.width` have no effect with `pipeline.sizes`; remove them")
+        try:
+            if len(set(map(parse_size, self.sizes))) < len(self.sizes):
+                raise ValueError(f"{' '.join(self.sizes)} names a size twice: name each once")
+        except ValueError as error:
+            raise UsageError(f"`pipeline.sizes` has a wrong value: {error}") from error
+        if wrong := [word for word in self.call if not word.partition("=")[0].isidentifier() or "=" not in word]:
+            raise UsageError(f"`pipeline.call` holds {wrong[0]!r}, expected name=value")
+        if wrong := [word for word in self.media if not word.partition("=")[0].isidentifier() or not word.partition("=")[2]]:
+            raise UsageError(f"`pipeline.media` holds {wrong[0]!r}, expected argument=column")
+
+    @property
+    def size(self) -> Size:
+        """Size of evaluations, and of all samples unless there are several sizes."""
+        return parse_size(self.sizes[0]) if self.sizes else Size(self.height, self.width)

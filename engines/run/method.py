@@ -1,0 +1,314 @@
+"""A method: a frozen dataclass of hyper-parameters that declares what it needs, collects a batch and learns from it."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from fluvial.core.checks import check_fields
+from fluvial.core.gaussian import Form, Reduction
+from fluvial.core.random import Key
+from fluvial.engines.errors import UsageError, no_effect
+from fluvial.engines.plugins import spec_of
+from fluvial.engines.run.declared import Networks, Start
+from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.noising import NoisingConfig
+from fluvial.engines.sampling.window import AllRecorded, Trained
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.models import Prediction
+
+
+@dataclass(frozen=True)
+class EpochsConfig:
+    """How often a batch is learnt from, by a method that takes one update per pass over it.
+
+    Args:
+        epochs: Number of passes over the samples of a batch.
+    """
+
+    epochs: int = 1
+    minibatches: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "passes", **dict.fromkeys(("epochs", "minibatches"), (1, 2**31)))
+
+    @property
+    def updates(self) -> int:
+        """Number of optimizer updates on a batch."""
+        return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True)
+class PassesConfig(EpochsConfig):
+    """How often a batch is learnt from.
+
+    Args:
+        epochs: Number of passes over the samples of a batch.
+        minibatches: Number of optimizer updates per pass, each on its share of the samples.
+    """
+
+    minibatches: int = 1  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class RecordedRows:
+    """The rows of an update are steps that the rollout recorded: x, x_next and the log-probability.
+
+    Args:
+        form: form of the log-probability.
+        reduction: its reduction over the event.
+        velocity: whether the prediction is recorded, too.
+        trained: which of the recorded steps are trained on.
+    """
+
+    form: Form = "density"
+    reduction: Reduction = "mean"
+    velocity: bool = False
+    trained: Trained = AllRecorded()
+
+
+@dataclass(frozen=True)
+class NoisedRows:
+    """The rows of an update are clean samples with noise, or pairs of such samples at the same noise.
+
+    Args:
+        noising: the noise levels.
+        paired: whether they are pairs.
+    """
+
+    noising: NoisingConfig
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Images:
+    """The samples are given images, with captions.
+
+    Args:
+        compare: images that are compared: those of a caption, or any (data); None compares and scores none.
+    """
+
+    compare: Literal["caption", "data"] | None = None
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """The samples are given pairs.
+
+    Args:
+        folder: folder of the pairs.
+    """
+
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method needs of the model, the rewards and the machine.
+
+    Args:
+        prediction: what the model predicts; None is anything.
+        ratio: the loss compares the policy with that of the rollout, so that both must compute the same numbers. On recorded
+            steps it is a ratio of densities, and the steps need noise. Diagnostics have a field `log_ratio`.
+        rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
+    """
+
+    prediction: Prediction | None = None
+    ratio: bool = False
+    rewards: Literal["scores", "gradients"] | None = "scores"
+
+
+class Method:
+    """A method: its hyper-parameters, what it needs, and two functions that read like the box in its paper.
+
+    A subclass is a frozen dataclass, whose fields are what can be set of it and nothing else. It has `sampling`, `passes`,
+    `rows`, `learn` and the loss that this calls; `name="..."` beside the base class is how it is called, by default
+    module:Class. `collect` and `learn` are apart so that batches may be collected ahead.
+    """
+
+    method_name: ClassVar[str]
+    bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}  # smallest and largest value of hyper-parameters
+    needs: ClassVar[Needs] = Needs()
+    sampling: ReadingConfig = SamplingConfig()
+    passes: EpochsConfig = PassesConfig()
+    advantage: AdvantageConfig | None = None
+    correction: CorrectionConfig | None = None
+
+    def __init_subclass__(cls, *, name: str | None = None) -> None:
+        cls.method_name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        check_fields(self, "", **self.bounds)
+        for problem in self.problems():
+            raise problem
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        sampling, rows = self.sampling, self.rows
+        if sampling.batch % self.passes.minibatches:
+            expected = f"a divisor of the {sampling.batch} samples of a rollout"
+            yield UsageError("passes.minibatches", self.passes.minibatches, expected)
+        name, reference = "kl.guidance" if hasattr(self, "kl") else "ref_guidance", self.networks().get("ref")
+        if reference is None and hasattr(self, "kl") and self.kl.guidance is not None:
+            yield no_effect(name, "with `kl.coef` 0, without a reference")
+        if isinstance(reference, Start) and reference.guidance is not None and sampling.guidance.update == "conditional":
+            yield no_effect(name, "with `sampling.guidance.update` conditional, where the policy has none")
+        yield from self._check_groups()
+        yield from self._check_steps(rows) if isinstance(rows, RecordedRows) else self._check_levels(rows)
+
+    def _check_groups(self) -> Iterator[UsageError]:
+        """Yield what keeps the samples of a group from being compared."""
+        sampling, advantage = self.sampling, self.advantage or AdvantageConfig()
+        compares = self.needs.rewards == "scores" and self.is_scored and not advantage.history
+        if compares and sampling.group < 2:
+            hint = f"{self.method_name} compares a sample with others of its group"
+            yield UsageError("sampling.group", sampling.group, "at least 2", hint)
+        compared = sampling.window.count_compared(sampling.group)
+        if 2 * advantage.extremes > compared:
+            yield UsageError("advantage.extremes", advantage.extremes, f"at most half of the {compared} that are compared")
+
+    def _check_levels(self, rows: NoisedRows) -> Iterator[UsageError]:
+        """Yield what has no meaning for a method that trains on clean samples."""
+        sampling = self.sampling
+        rows.noising.check_steps(sampling.steps)
+        if self.source is None:
+            return
+        hint = f"{self.method_name} learns from data here, without a rollout"
+        if (sampling.sampler.kind, sampling.sampler.solver) != ("ode", "euler"):
+            yield UsageError("sampling.sampler", sampling.sampler.kind, "ode with solver euler", hint)
+        if sampling.shared_noise:
+            yield no_effect("sampling.shared_noise", f"with {hint}")
+
+    def _check_steps(self, rows: RecordedRows) -> Iterator[UsageError]:
+        """Yield what has no meaning for a method that trains on recorded steps."""
+        sampling, sampler, name = self.sampling, self.sampling.sampler, self.method_name
+        window, unscaled, ratio = sampling.window, rows.form == "unscaled", self.needs.ratio
+        high = sampling.steps - 1
+        if ratio and sampler.is_deterministic:
+            hint = f"{name} needs the log-probability of each step, which deterministic steps do not have"
+            yield UsageError("sampling.sampler", sampler.kind, "a stochastic one, e.g. flow_sde", hint)
+        elif sampler.solver != "euler":
+            hint = f"{name} trains on steps, which are transitions"
+            yield UsageError("sampling.sampler.solver", sampler.solver, "euler", hint)
+        if self.correction is not None and self.correction.mode != "none" and unscaled:
+            yield UsageError("form", "unscaled", "density or no_const", "a correction takes a ratio of densities")
+        if sampling.guidance.update == "conditional":
+            hint = f"{name} trains on steps of guided rollouts"
+            yield UsageError("sampling.guidance.update", "conditional", "guided", hint)
+        if not (sampler.rule.last_step_is_deterministic and window.range(sampling.steps)[1] == sampling.steps):
+            return
+        if not unscaled and (window.differs or window.count(sampling.steps) == 1):
+            hint = f"the last step of {sampler.kind} has no log-probability, except in `form` unscaled"
+            yield UsageError("sampling.window.high", window.high, f"at most {high}", hint)
+        recorded = window.count(sampling.steps)
+        left_out = rows.trained.kind == "first" and rows.trained.count(recorded) < recorded
+        if unscaled and ratio and self.networks() and not left_out:
+            hint = f"the last step of {sampler.kind} has no KL, and form unscaled trains on it"
+            yield UsageError("sampling.window.high", window.high, f"at most {high}, or another form, or kl.coef 0", hint)
+
+    @property
+    def rows(self) -> RecordedRows | NoisedRows:
+        """What the loss is a function of: clean samples with noise if the method has `noising`, else recorded steps."""
+        if hasattr(self, "noising"):
+            return NoisedRows(self.noising)
+        return RecordedRows(trained=getattr(self, "trained", AllRecorded()))
+
+    @property
+    def source(self) -> Images | Preferences | None:
+        """Where samples come from: given images or pairs, or None for rollouts."""
+        return None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether rewards score the samples: those of a rollout, or given ones that are compared."""
+        return self.source is None or (isinstance(self.source, Images) and self.source.compare is not None)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether a row holds two samples."""
+        return isinstance(self.rows, NoisedRows) and self.rows.paired
+
+    @property
+    def recorded(self) -> RecordedRows | None:
+        """What a rollout records of its steps, if the method trains on steps."""
+        return self.rows if isinstance(self.rows, RecordedRows) else None
+
+    def networks(self) -> Networks:
+        """Return the networks beside the policy that are read, by name: here those of the KL terms, if there are any."""
+        return self.kl.networks() if hasattr(self, "kl") else {}
+
+    def collect(self, run: Any, key: Key) -> Any:
+        """Return the next batch: here samples of the policy."""
+        return run.sample(key)
+
+    def learn(self, run: Any, batch: Any, key: Key) -> Iterator[Any]:
+        """Yield each update on a batch: `passes.updates` of them."""
+        raise NotImplementedError
+
+    def loss(self, v: Tensor, rows: Any) -> tuple[Tensor, Any]:
+        """Return the loss of each row, `[P]`, and a NamedTuple of diagnostics `[P]` without gradient.
+
+        Args:
+            v: the policy's prediction at each row, `[P, *event]` (`[P, 2, *event]` for pairs).
+            rows: P rows, of the kind that `rows` declares.
+        """
+        raise NotImplementedError
+
+
+# Functions of a method, and their arguments.
+CALLS = {
+    "networks": (),
+    "collect": ("run", "key"),
+    "learn": ("run", "batch", "key"),
+    "loss": ("v", "rows"),
+}
+KINDS: dict[str, tuple[type, ...]] = {
+    "needs": (Needs,),
+    "sampling": (ReadingConfig,),
+    "passes": (EpochsConfig,),
+    "rows": (RecordedRows, NoisedRows),
+}
+
+
+def explain_no_method(kind: Any) -> str | None:
+    """Return what keeps a class from being a method; None for a method."""
+    if not isinstance(kind, type):
+        return f"is of type {type(kind).__name__}, expected a class"
+    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return "is not a frozen dataclass: decorate it with @dataclass(frozen=True)"
+    if not issubclass(kind, Method):
+        return "is not a method: let it inherit from `fluvial.engines.methods.Method`"
+    for name, parameters in CALLS.items():
+        method = getattr(kind, name)
+        expected = f"{name}(self, {', '.join(parameters)})"
+        if method is Method.learn:
+            return f"has no method {expected}"
+        try:
+            inspect.signature(method).bind("self", *parameters)
+        except TypeError as error:
+            return f"has {name}{inspect.signature(method)}, expected {expected}: {error}"
+    return None
+
+
+def check_method(method: Any) -> None:
+    """Raise UsageError unless an object is a method."""
+    kind = type(method)
+    if isinstance(method, type):
+        raise UsageError(f"method is the class {method.__name__}, expected an instance: {method.__name__}()")
+    if (problem := explain_no_method(kind)) is not None:
+        raise UsageError(f"method {spec_of(kind)} {problem}")
+
+
+def check_kinds(method: Method) -> None:
+    """Raise UsageError unless what a method declares is of the types that the run reads."""
+    for name, kinds in KINDS.items():
+        if not isinstance(value := getattr(method, name), kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            got = type(value).__name__
+            raise UsageError(f"method {method.method_name} has {name} of type {got}, expected {expected}")

@@ -1,0 +1,106 @@
+"""Settings under the names that older runs recorded: records, checkpoints and published runs are read by this table."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from fluvial.engines.choices import variants
+from fluvial.engines.methods.table import method_type
+
+OBJECTIVES = {"clipped": "grpo"}  # methods with another name
+OF_SAMPLING = ("prompts", "group", "shared_noise", "steps", "sampler", "window", "guidance")
+# Old name of a setting, or of the table that it stands in, and the new one.
+NAMES = {
+    **{f"rollout.{name}": f"method.sampling.{name}" for name in OF_SAMPLING},
+    **{f"rollout.{name}": f"method.{name}" for name in ("trained", "form", "reduction")},
+    **{name: f"method.{name}" for name in ("noising", "advantage", "kl", "correction")},
+    **{name: f"method.passes.{name}" for name in ("epochs", "minibatches")},
+    "asynchronous": "rollout",
+    "objective": "method",
+}
+# Names that are groups of settings now, or that only stand alone.
+SINGLE = {
+    "data": "data.images",
+    "prompt_order": "data.order",
+    **{f"data_{name}": f"data.{name}" for name in ("seed", "cache", "errors")},
+    **{name: f"engine.{name}" for name in ("micro_batch", "update_micro_batch", "init", "implementation")},
+    "collective_timeout": "engine.timeout",
+    "eval_every": "evaluation.every",
+    "eval_samples": "evaluation.samples",
+    **{name: f"evaluation.{name}" for name in ("final_samples", "stop_when_gamed")},
+    "checkpoint_every": "checkpoint.every",
+    "checkpoint_async": "checkpoint.background",
+    "checkpoints": "checkpoint.folder",
+    "keep_checkpoints": "checkpoint.keep",
+    "resume_from": "checkpoint.resume_from",
+    **{f"export_{old}": f"export.{new}" for old, new in {"every": "every", "dtype": "dtype", "as": "format"}.items()},
+    **{name: f"rollout.{name}" for name in ("max_log_ratio", "max_invalid")},
+    "weights": "pipeline.weights",
+}
+# The same of single methods.
+OF_METHOD = {
+    **{name: {"kl.guidance": "method.ref_guidance"} for name in ("dpo", "d3po")},
+    "crd": {
+        f"objective.{old}_{was}": f"method.{new}.{now}"
+        for old, new in {"old": "old", "sampling": "rollout_policy"}.items()
+        for was, now in {"value": "start", "rise": "rise", "cap": "cap", "delay": "delay"}.items()
+    },
+}
+
+
+def rename(name: str, method: str = "") -> str:
+    """Return the present name of a setting by its dotted old one, with the method's name where that matters."""
+    if name in SINGLE:
+        return SINGLE[name]
+    table = {**NAMES, **OF_METHOD.get(method, {})}
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        if (first := ".".join(parts[:count])) in table:
+            return ".".join([table[first], *parts[count:]])
+    return name
+
+
+def migrate(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record of a run with old names, nested or by dotted names, under the present names, nested.
+
+    A record without old names is returned as it is. Settings with an old name that the method does not have are left out:
+    they could not be set.
+    """
+    found, settings = dict[str, Any](), dict(_flatten(record))
+    if all(isinstance(value, Mapping) or rename(name) == name for name, value in settings.items()):
+        return record
+    stated = settings.get("objective.name", settings.get("method.name", settings.get("method", "grpo")))  # once a default
+    method = OBJECTIVES.get(stated, stated) if isinstance(stated, str) else ""
+    for old, value in settings.items():
+        new = old if isinstance(value, Mapping) else rename(old, method)
+        parts = ["method", "name"] if new == "method" else new.split(".")
+        moved = new != old and parts[0] == "method" and parts != ["method", "name"]
+        if moved and not has_field(method_type(method), parts[1:]):
+            continue
+        table = found
+        for part in parts[:-1]:
+            table = table.setdefault(part, {})
+        table[parts[-1]] = value
+    if method:
+        found.setdefault("method", {})["name"] = method
+    return found
+
+
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each setting."""
+    for name, value in record.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def has_field(kind: Any, path: Sequence[str]) -> bool:
+    """Return whether a dataclass has a field, by the parts of its name; a choice has those of each of its kinds."""
+    if path[0] not in {each.name for each in dataclasses.fields(kind)}:
+        return False
+    inner = get_type_hints(kind)[path[0]]
+    if len(path) == 1 or not (variants(inner) or dataclasses.is_dataclass(inner)):
+        return True
+    kinds = variants(inner) or (inner,)
+    return path[1] == "kind" or any(has_field(kind, path[1:]) for kind in kinds)

@@ -1,0 +1,244 @@
+"""Servers as processes: killed and started again they answer as before; SIGTERM ends them; wrong input is one line."""
+
+import http.client
+import json
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import fake_servers, launch, rollout_servers
+from helpers import tiny_jobs as tiny
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fluvial.engines.cli import main as cli
+from fluvial.engines.engine.world import init_world
+from fluvial.engines.errors import RunError
+from fluvial.engines.extensions.judges.formats import FlowFactory
+from fluvial.engines.extensions.servers.rollout import opening
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.engines.extensions.wire.response import RolloutSample, read_response
+
+COMMANDS = {
+    "serve": ("serve", "helpers.tiny_jobs:Tiny", "--micro-batch", "2", "--steps", "3"),
+    "serve-rewards": ("serve-rewards", "helpers.fake_servers:lightness"),
+}
+BODY = {"prompt": "1", "seed": 5, "num_outputs_per_prompt": 2, "rollout_return_dit_trajectory": True}
+
+
+def start(command: str, port: int = 0) -> launch.Process:
+    """Start a server: of the tiny net, as a user-defined model, or of one reward."""
+    return launch.start(*COMMANDS[command], "--port", str(port))
+
+
+def end(server: launch.Process) -> None:
+    """End a server by SIGTERM, which has written nothing to stderr."""
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+    assert server.stderr == ""
+
+
+def ask(url: str, body: Any) -> list[RolloutSample]:
+    """Return the samples of a request."""
+    request = urllib.request.Request(
+        f"{url}/rollout/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.headers["content-type"] == "application/msgpack"
+        return read_response(reply.read())
+
+
+def test_a_rollout_server_is_killed_and_started_again() -> None:
+    """The bits are those of before."""
+    with start("serve") as server:
+        url = server.address()
+        before = ask(url, BODY)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(url, {"prompt": "no code"})
+        server.kill()
+        server.wait(30)
+    with start("serve", int(url.rpartition(":")[2])) as server:
+        (one,) = ask(server.address(), {**BODY, "num_outputs_per_prompt": 1})
+        assert rollout_servers.same(one, before[0])
+        end(server)
+
+
+def test_a_reward_server_is_asked_killed_and_started_again() -> None:
+    """The client waits for it."""
+    images, prompts = torch.rand(5, 3, 8, 8), ["x"] * 5
+    expected = fake_servers.lightness(images, prompts).float()
+    with start("serve-rewards") as server:
+        url = server.address()
+        reward = FlowFactory(HttpClient(url, timeout=20), batch=2)
+        assert torch.equal(reward(images, prompts), expected)
+        with urllib.request.urlopen(f"{url}/health") as reply:
+            assert json.load(reply)["status"] == "ok"
+        server.kill()
+        server.wait(30)
+    with pytest.raises(RunError, match=r"cannot be reached: .*refused"):
+        FlowFactory(HttpClient(url, patience=0))(images, prompts)
+    found: list[Tensor] = []
+    waiting = threading.Thread(target=lambda: found.append(reward(images, prompts)))
+    waiting.start()
+    with start("serve-rewards", int(url.rpartition(":")[2])) as server:
+        waiting.join(30)
+        assert torch.equal(found[0], expected)
+        end(server)
+
+
+def test_a_process_refuses_damaged_weights_and_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a client without the admin key, and files elsewhere."""
+    monkeypatch.setenv("ADMIN", "secret")
+    monkeypatch.setenv("OTHER", "other")
+    (network := tmp_path / "bad" / "transformer").mkdir(parents=True)
+    save_file({"a": torch.ones(3)}, network / "diffusion_pytorch_model.safetensors")
+    options = (*COMMANDS["serve"], "--port", "0", "--weights-root", str(tmp_path))
+    with launch.start(*options, FLUVIAL_SERVE_ADMIN_KEY="secret") as server:
+        url, push = server.address(), "/update_weights_from_disk"
+        admin, other = (HttpClient(url, patience=0, key_env=name) for name in ("ADMIN", "OTHER"))
+        sums, (before, _) = admin.post("/get_weights_checksum", {}), ask(url, BODY)
+        for path, says in {"bad": "holds a, which", "none": "cannot be read", "/etc": "is outside"}.items():
+            with pytest.raises(RunError, match=f"answered 400: .*{says}"):
+                admin.post(push, {"model_path": str(tmp_path / path)})
+        with pytest.raises(RunError, match="answered 401"):
+            other.post(push, {"model_path": str(tmp_path / "bad")})
+        assert admin.post("/get_weights_checksum", {}) == sums
+        assert torch.equal(ask(url, BODY)[0].generated_output, before.generated_output)
+
+
+@pytest.mark.slow
+def test_a_training_run_loses_nothing_when_its_server_is_killed(tmp_path: Path) -> None:
+    """Its weights are those of a run whose reward is computed in process."""
+
+    def local(images: Tensor, prompts: Any) -> Tensor:
+        return fake_servers.lightness((images * 255).round() / 255, prompts).float()
+
+    with init_world() as world:
+
+        def weights(name: str, reward: Any, between: Any) -> dict[str, Tensor]:
+            run = tiny.Run(tiny.config(tmp_path / name, updates=3), world, tiny.job(rewards={"light": reward}))
+            for number in range(3):
+                between(number)
+                run.rollout()
+            return run.weights()
+
+        expected = weights("local", local, lambda number: None)
+        with ExitStack() as stack:
+            servers = [stack.enter_context(start("serve-rewards"))]
+            url = servers[0].address()
+            port = int(url.rpartition(":")[2])
+
+            def killed(number: int) -> None:
+                """Kill the server before the second rollout, and start it again while the rollout waits for it."""
+                if number == 1:
+                    servers[0].kill()
+                    servers[0].wait(30)
+                    threading.Timer(0.3, lambda: servers.append(stack.enter_context(start("serve-rewards", port)))).start()
+
+            found = weights("served", FlowFactory(HttpClient(url, timeout=20)), killed)
+    assert len(servers) == 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("serve", "serve needs the name of a model, got nothing, expected one of handwriting"),
+        ("serve handwritng", "did you mean 'handwriting'?"),
+        ("serve ./nothing", "./nothing"),
+        ("serve handwriting --micro-batch 0", "--micro-batch is 0, expected an integer >= 1"),
+        ("serve handwriting --deadline 0", "--deadline is 0"),
+        ("serve handwriting --dtype float8", "float8"),
+        ("serve handwriting --weights nothing", "nothing"),
+        ("serve-rewards", "serve-rewards needs the names of rewards"),
+        ("serve-rewards nothing", "rewards is 'nothing', expected one of "),
+        ("serve-rewards jpeg=2", "reward 'jpeg' has the weight 2, and a server gives plain scores"),
+        ("serve-rewards jpeg --batch 0", "--batch is 0, expected an integer >= 1"),
+        *(
+            (f"{command} {flags}", says)
+            for command in ("serve handwriting", "serve-rewards jpeg")
+            for flags, says in {
+                "--port 70000": "--port is 70000, expected an integer in [0, 65535]",
+                "--linger-ms -1": "--linger-ms is -1",
+                "--host 0.0.0.0": "host is 0.0.0.0, which other machines reach, and there is no API key",
+                "--portt 1": "unknown flag --portt",
+            }.items()
+        ),
+    ],
+)
+def test_wrong_input_is_one_line(
+    typed: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FLUVIAL_SERVE_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(typed.split()) == 2
+    assert says in launch.one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("typed", ["serve handwriting", "serve-rewards jpeg"])
+def test_a_port_in_use_is_found_before_anything_is_loaded(
+    typed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "open_policy", lambda *args, **options: pytest.fail("loaded"))
+    with fake_servers.loopback(lambda handler: None) as url:
+        assert cli.run([*typed.split(), "--port", url.rpartition(":")[2]]) == 2
+    assert "cannot be listened on" in launch.one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag"),
+    [
+        ("serve --help", "--micro-batch"),
+        ("serve handwriting --help", "--micro-batch"),
+        ("serve-rewards --help", "--most-megapixels"),
+    ],
+)
+def test_help_is_the_fields(typed: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(typed.split()) == 0
+    assert flag in capsys.readouterr().out
+
+
+FIRST, LAST = 500, 3_000  # requests after which memory is read; it varies by 30 kB between them
+GROWTH = 200  # bytes per request; an object that stays per request, with its tensor, takes 500 and more
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process holds."""
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return 1024 * int(kilobytes)
+
+
+@pytest.mark.long
+def test_three_thousand_requests_take_no_memory() -> None:
+    """Different seeds and prompts; every fifth with log-probabilities and a trajectory, every hundredth wrong."""
+    with launch.start("serve", "helpers.tiny_jobs:Tiny", "--port", "0", "--micro-batch", "1", "--steps", "2") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", int(server.address().rpartition(":")[2]), timeout=60)
+        sizes = dict[int, int]()
+        for number in range(1, LAST + 1):
+            body: dict[str, object] = {"prompt": str(number % 4), "seed": number}
+            if number % 5:
+                body |= {"rollout": False, "num_inference_steps": 1}
+            else:
+                body |= {"rollout_return_dit_trajectory": True, "rollout_sde_step_indices": [number % 2]}
+            if number % 100 == 0:
+                body["prompt"] = f"no digit {number}"
+            connection.request("POST", "/rollout/generate", json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            data = reply.read()
+            if number % 100 == 0:
+                assert reply.status == 400
+            elif number % 1000 == 1:
+                assert reply.status == 200
+                assert len(read_response(data)) == 1
+            if number in (FIRST, LAST):
+                sizes[number] = resident(server.pid)
+        connection.close()
+        assert server.stderr == ""
+    assert sizes[LAST] - sizes[FIRST] <= GROWTH * (LAST - FIRST), sizes

@@ -1,0 +1,64 @@
+"""Runs of the tiny job that note what their updates are made of."""
+
+from typing import Any, NamedTuple
+
+import torch
+from helpers import tiny_jobs as tiny
+from torch import Tensor
+
+from fluvial.core.rollout import Trajectory
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.run.batch import Batch
+from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+
+STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Ode())
+FAST = OptimizerConfig(lr=0.05)
+
+
+class Update(NamedTuple):
+    """What an optimizer update was made of."""
+
+    items: Any
+    weight: Tensor
+    over: float  # what the sum of its losses is divided by
+    policy: dict[str, Tensor]  # before it
+
+
+class Spied(tiny.Run):
+    """A run that notes its trajectories, its preferences, and what each update was made of."""
+
+    def __init__(self, config: TrainConfig, world: World, job: Any = None) -> None:
+        super().__init__(config, world, job)
+        self.trajectories: list[Trajectory] = []
+        self.updates: list[Update] = []
+        self.scores = torch.zeros(0, 0)  # rewards [B, K] of the last rollout
+        trainer = self.trainer
+        optimize, learn, pair_up = trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up
+
+        def noted(items: Any, loss_fn: Any, weight: Tensor, **options: Any) -> Any:
+            self.updates.append(Update(items, weight, options["count"], self.weights()))
+            return optimize(items, loss_fn, weight, **options)
+
+        def learnt(batch: Batch, root: Any) -> Any:
+            if not batch.paired:
+                self.trajectories.append(batch.trajectory)
+                self.records = list(batch.prompts)
+                assert batch.rewards is not None
+                self.prompts, self.scores = [prompt.text for prompt in self.records], batch.rewards.scores
+            return learn(batch, root)
+
+        def paired(chosen: Any, *args: Any) -> Any:
+            self.preferences = list(chosen)
+            return pair_up(chosen, *args)
+
+        trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
+
+    def velocity(self, items: Any) -> Tensor:
+        """Return the velocity of the policy as it is, or of the adapter that computes."""
+        with self.trainer.engine.inference() as module:
+            cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
+            return self.trainer.job.model.predict(module, items.x, items.level, cond)

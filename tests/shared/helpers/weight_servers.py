@@ -1,0 +1,113 @@
+"""A server of weights alone, without a network, and engines that push to it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from helpers import asgi
+from helpers.tiny_jobs import Tiny
+from torch import Tensor, nn
+
+from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
+from fluvial.engines.engine.engine import Engine
+from fluvial.engines.engine.world import World
+from fluvial.engines.extensions.servers.rollout.served_weights import ServedWeights
+from fluvial.engines.extensions.servers.rollout.weight_routes import WeightRoutes, control_routes
+from fluvial.engines.extensions.wire.client import HttpClient
+from fluvial.models.lora import LoraConfig, LowRank, add_lora
+from fluvial.models.lora_layer import Product
+
+Result = TypeVar("Result")
+TINY = Tiny()
+PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Served:
+    """A server in this process: its weights, and a client of it.
+
+    Args:
+        module: the network.
+        roots: folders that clients may name.
+        name: host name of its address.
+    """
+
+    def __init__(self, module: nn.Module, roots: Sequence[Path], name: str = "served") -> None:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        self.weights = ServedWeights(module, roots=roots)
+        dtype = next(module.parameters()).dtype
+
+        async def models(request: Any) -> Any:
+            return JSONResponse({"data": [{"id": "tiny", "dit_precision": PRECISION[dtype]}]})
+
+        routes = [Route("/v1/models", models), *control_routes(WeightRoutes(self.weights, between))]
+        self.app = Starlette(routes=routes)
+        transport = asgi.Transport(self.app)
+        self.requests = transport.paths
+        self.client = HttpClient(f"http://{name}", patience=0, transport=transport)
+
+
+async def between(function: Callable[[], Result], /) -> Result:
+    """Run a function; nothing is sampled here."""
+    return function()
+
+
+def served(*roots: Path, name: str = "served", dtype: torch.dtype = torch.float32) -> Served:
+    """Return a server of the tiny net."""
+    return Served(base().eval().to(dtype), roots, name)
+
+
+def ask(server: Served, path: str, **value: Any) -> asgi.Answer:
+    """Return the answer to a POST."""
+    return asyncio.run(asgi.call(server.app, path, value))
+
+
+def engine_of(module: nn.Module, world: World, **sharding: Any) -> Engine:
+    """Return an engine that trains a module."""
+    return Engine(module, TINY.blocks(module), OptimizerConfig(), world, updates=1, sharding=EngineConfig(**sharding))
+
+
+def listed(server: Served) -> Any:
+    """Return what GET /v1/list_loras says."""
+    return asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
+
+
+def base() -> nn.Module:
+    """Return the tiny net."""
+    return TINY.build()
+
+
+def moved_base() -> nn.Module:
+    """Return the tiny net with other weights."""
+    return Tiny(seed=1).build()
+
+
+def adapted(module: nn.Module, *adapters: str, product: Product = "factors") -> nn.Module:
+    """Return a net with adapters, `default` if none is named; alpha / rank is no power of two."""
+    add_lora(
+        module,
+        LoraConfig(rank=2, alpha=3.0, form=LowRank(product=product)),
+        TINY.lora_targets,
+        adapters=adapters or ("default",),
+    )
+    return module
+
+
+def run(module: nn.Module) -> Tensor:
+    """Return the velocity of five fixed samples, without gradient."""
+    dtype = next(module.parameters()).dtype
+    x, rows = torch.linspace(-2, 2, 5 * 16).reshape(5, 1, 4, 4), torch.eye(6)[:5]
+    with torch.no_grad():
+        return module(x.to(dtype), rows.to(dtype), torch.linspace(0.1, 0.9, 5).to(dtype))
+
+
+def move(engine: Engine, *, seed: int) -> None:
+    """Set B of an engine's adapter to other values, the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shard in engine.sharded.shards(trainable=True).items():
+        if ".lora_B." in name:
+            shard.fill_(0.2 * torch.rand((), generator=generator).item())

@@ -1,0 +1,59 @@
+"""Runs one rollout and its updates with every kind of objective, for test_learner.py."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import tiny_jobs as tiny
+
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.table import Awm, Distill, Dpo, Guard, Nft, Raft, Sft
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.correction import CorrectionConfig
+from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import RandomRecorded
+
+# 12 samples: with 2 ranks 4 slots are repeats
+STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
+ODE = replace(STEPS, sampler=Ode())
+RUNS: dict[str, dict[str, Any]] = {
+    "nft": {"method": Nft(), "sampling": replace(ODE, sampler=Ode("dpmpp_2m")), "train": "lora", "kl.coef": 0.1},
+    "awm": {"method": Awm(), "sampling": ODE, "passes.epochs": 2, "updates": 2},
+    "dpo": {"method": Dpo(), "sampling": ODE, "noising": NoisingConfig(3)},
+    "dpo, lora": {"method": Dpo(), "sampling": ODE, "train": "lora"},
+    "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
+    "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
+    "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
+    "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
+    "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
+    "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
+    "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
+}
+
+
+def rollouts(world: World, folder: str) -> dict[str, Any]:
+    """Return {run: {reward, pairs, correction, gradients: AdamW's first moments after each update}}."""
+    result: dict[str, Any] = {}
+    for name, changes in RUNS.items():
+        run = tiny.config(Path(folder), optimizer=OptimizerConfig(weight_decay=0.0), **changes, **{"engine.micro_batch": 4})
+        trained = tiny.Run(run, world)
+        gradients: list[list[float]] = []
+        optimize = trained.trainer.engine.update
+
+        def noted(*args: Any, trained: Any = trained, found: Any = gradients, optimize: Any = optimize, **more: Any) -> Any:
+            info = optimize(*args, **more)
+            found.append(torch.cat([g.flatten() for g in trained.gradient().values()]).tolist())
+            return info
+
+        trained.trainer.engine.update = noted  # type: ignore[method-assign]
+        record = trained.rollout()
+        result[name] = {
+            "reward": record.get("reward"),
+            "pairs": record["pairs"],
+            "correction": record.get("correction", {}),
+            "gradients": gradients,
+        }
+    return result
