@@ -145,7 +145,7 @@ def test_samples_are_drawn_of_a_file_of_prompts_with_images(
         start = ["sample", str(pipeline), "--steps", "3", "--each", "2", "--prompts", str(file)]
         mapped = ["--pipeline.media", "control_image=source"]
         out = tmp_path / f"{number}.png"
-        flags = [word.replace("--rollout.", "--") for word in called("control")]
+        flags = [word.replace("--sampling.", "--") for word in called("control")]
         assert cli.run([*start, *mapped, *flags, "--out", str(out)]) == 0, capfd.readouterr().err
         drawn.append(np.asarray(Image.open(out)))
     assert (drawn[0] != drawn[1]).any()

@@ -404,7 +404,7 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
 def test_a_reference_with_another_scale_of_guidance_has_a_kl(
     name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = typed(name, folders(name), tmp_path, "--kl.coef", "0.1", "--kl.guidance", "2", "--rollout.window", "all")
+    words = typed(name, folders(name), tmp_path, "--kl.coef", "0.1", "--kl.guidance", "2", "--sampling.window", "all")
     assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
     updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
     assert updates[0]["first_pass_max_abs_log_ratio"] == 0
