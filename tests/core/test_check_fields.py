@@ -38,10 +38,7 @@ def broken(**values: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"sampler": "flow-sde"},
-            r"^run\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$",
-        ),
+        ({"sampler": "flow-sde"}, r"^run\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$"),
         ({"sampler": "CPS"}, r"did you mean 'cps'\?"),
         ({"sampler": "zzz"}, r"expected one of 'flow_sde', 'dance_sde', 'cps'$"),
         ({"sampler": None}, "run.sampler is None, expected one of"),

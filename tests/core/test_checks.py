@@ -136,11 +136,7 @@ CASES: dict[str, Case] = {
     "one pair of errors": (lambda: preference(S[0], S[0], S[0], S[0]), ValueError, r"dpo_loss: err_win has shape \[\]"),
     "integer errors": (lambda: preference(S, GROUP, S, S), TypeError, "dpo_loss: err_lose is torch.int64"),
     "beta of nothing": (lambda: preference(S, S, S, S, beta=0.0), ValueError, "dpo_loss: beta is 0.0"),
-    "another sample of other pairs": (
-        lambda: preference(S, S[:1], S, S),
-        ValueError,
-        r"dpo_loss: err_lose has shape \[1\]",
-    ),
+    "another sample of other pairs": (lambda: preference(S, S[:1], S, S), ValueError, r"dpo_loss: err_lose has shape \[1\]"),
     "pairs of two axes": (lambda: dpo.best_and_worst(X, GROUP), ValueError, r"best_and_worst: reward has shape \[3, 4\]"),
     "pairs of another batch": (
         lambda: dpo.best_and_worst(S, GROUP[:2]),

@@ -389,12 +389,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "served-grpo": Case(grpo(**later, correction=TRUNCATED), way="served"),
         "served-nft-full-ahead": Case(
             run(
-                o.Nft(beta=1.0, old=NoOld()),
-                ODE,
-                **later,
-                noising=NOISED,
-                **{**ahead, **FULL},
-                **{"passes.minibatches": 2},
+                o.Nft(beta=1.0, old=NoOld()), ODE, **later, noising=NOISED, **{**ahead, **FULL}, **{"passes.minibatches": 2}
             ),
             way="served",
         ),

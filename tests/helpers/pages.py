@@ -15,10 +15,7 @@ READMES += [*PAGES, "bench/NOTEBOOK.md"]
 MINE = (
     ("engines/scoring/README.md", ("def score(",)),
     ("engines/sampling/README.md", ("from fluvial.core.transitions import", "def walk(")),
-    (
-        "engines/methods/README.md",
-        ("from ", "@dataclass(frozen=True)\nclass RewardWeighted", "def recipe("),
-    ),
+    ("engines/methods/README.md", ("from ", "@dataclass(frozen=True)\nclass RewardWeighted", "def recipe(")),
     ("models/README.md", ("from fluvial.core.guidance import", "from fluvial.models import Schedule", "class Dots")),
 )
 

@@ -251,14 +251,7 @@ def load_both(pipeline: Any, folder: Path) -> None:
 # The last block of SD3 drops the text tokens after attention.
 SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q")
 
-UNET = TinyArchitecture(
-    StableDiffusion,
-    stable_diffusion,
-    without_negative,
-    asked=lambda x: {},
-    scheduler=ddim,
-    exact=False,
-)
+UNET = TinyArchitecture(StableDiffusion, stable_diffusion, without_negative, asked=lambda x: {}, scheduler=ddim, exact=False)
 
 # The last block of Qwen-Image drops the text tokens.
 QWEN_IDLE = tuple(

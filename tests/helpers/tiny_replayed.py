@@ -72,9 +72,7 @@ ROWS: dict[str, ReplayedCase] = {
     ),
     # One call for both halves of guidance, and time between 0 and 1.
     "aura-flow": ReplayedCase(
-        partial(built, "AuraFlowPipeline", shift=1.73),
-        {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24},
-        ATTENTION,
+        partial(built, "AuraFlowPipeline", shift=1.73), {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24}, ATTENTION
     ),
     "flux2": ReplayedCase(
         flux2,

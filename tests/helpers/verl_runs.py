@@ -251,11 +251,7 @@ def items(made: Made) -> RecordedSteps:
     """Return the recorded steps of a rollout as a flat set of items."""
     trajectory, levels = made.trajectory._replace(log_prob=made.log_prob_old), made.schedule.levels
     return recorded_steps(
-        trajectory,
-        made.schedule,
-        made.sampler(levels[:-1], levels[1:]),
-        made.advantage,
-        torch.ones(len(made.advantage)),
+        trajectory, made.schedule, made.sampler(levels[:-1], levels[1:]), made.advantage, torch.ones(len(made.advantage))
     )
 
 

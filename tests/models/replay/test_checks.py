@@ -117,11 +117,7 @@ def test_initial_samples_that_are_no_noise_are_refused(
     model = tiny_replayed.opened("sana", folder("sana"))
     kind = type(model._load_pipeline())
     prepare = kind.prepare_latents
-    changes: list[Callable[[Tensor], Tensor]] = [
-        lambda x: 0.8 * x,
-        lambda x: x + 0.5,
-        lambda x: x.sign(),
-    ]
+    changes: list[Callable[[Tensor], Tensor]] = [lambda x: 0.8 * x, lambda x: x + 0.5, lambda x: x.sign()]
     for change in changes:
         monkeypatch.setattr(kind, "prepare_latents", lambda *args, change=change, **kwargs: change(prepare(*args, **kwargs)))
         refused(lambda: model.known, "^SanaPipeline .* its initial samples are not standard normal noise: mean")

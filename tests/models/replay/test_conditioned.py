@@ -128,11 +128,7 @@ def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Pa
     ],
 )
 def test_an_image_or_sound_without_an_effect_is_refused(
-    name: str,
-    argument: str,
-    ignored: Callable[[Any], Any],
-    folder: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, argument: str, ignored: Callable[[Any], Any], folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline that ignores what it is given in one of its arguments."""
     asked = prompts(name, folder(name))

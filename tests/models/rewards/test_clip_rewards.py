@@ -51,11 +51,7 @@ def reference(folder: Path) -> tuple[Array, Array, dict[str, Array]]:
     ids = np.array([tokenizer(prompt, padding="max_length", max_length=24)["input_ids"] for prompt in PROMPTS])
     pixels = Preprocess(30, (30, 30))(tiny_rewards.images()).double().numpy()
     common: dict[str, Any] = {"heads": 2, "layers": 2, "act": quick_gelu}
-    return (
-        numpy_towers.clip_vision(pixels, state, **common),
-        numpy_towers.clip_text(ids, state, end=1, **common),
-        state,
-    )
+    return (numpy_towers.clip_vision(pixels, state, **common), numpy_towers.clip_text(ids, state, end=1, **common), state)
 
 
 def expected(name: str, folder: Path) -> Array:
@@ -122,11 +118,7 @@ def test_the_gradient_of_a_loss_on_the_score_is_that_of_the_model_on_unrounded_p
 
 @pytest.mark.parametrize(
     ("form", "formula"),
-    [
-        ("cosine", lambda c, s: c),
-        ("logits", lambda c, s: s * c / 30),
-        ("paper", lambda c, s: 2.5 * np.maximum(c, 0)),
-    ],
+    [("cosine", lambda c, s: c), ("logits", lambda c, s: s * c / 30), ("paper", lambda c, s: 2.5 * np.maximum(c, 0))],
 )
 def test_forms_of_clipscore(form: str, formula: Callable[[Array, Array], Array], folder: Path) -> None:
     images, texts, state = reference(folder)
