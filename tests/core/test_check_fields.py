@@ -13,8 +13,6 @@ Sampler = Literal["flow_sde", "dance_sde", "cps"]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A config with a field of every kind."""
-
     sampler: Sampler = "cps"
     solver: Literal["euler", "dpmpp_2m"] | None = None
     order: Literal[1, 2] = 1

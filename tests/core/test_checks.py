@@ -51,7 +51,6 @@ Case = tuple[Callable[[], object], type[Exception], str]
 
 
 def guard(*, transition: Transition = STEP, v_old: Tensor = X, dt: Tensor | None = None, clip: float = 0.1) -> object:
-    """GRPO-Guard's surrogate with one argument changed."""
     p = torch.zeros(3)
     return policy.guard_surrogate(p, p, p, transition, X, v_old, torch.ones(3) if dt is None else dt, clip=clip)
 
@@ -59,7 +58,6 @@ def guard(*, transition: Transition = STEP, v_old: Tensor = X, dt: Tensor | None
 def dppo(
     *, log_prob: Tensor = S, v: Tensor = X, v_old: Tensor = X, transition: Transition = STEP, kl_threshold: float = 0.1
 ) -> object:
-    """Flow-DPPO's surrogate with one argument changed."""
     return policy.dppo_surrogate(log_prob, log_prob, log_prob, transition, v, v_old, kl_threshold=kl_threshold)
 
 

@@ -18,7 +18,6 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 4))
 
 
 def reference(gap: list[list[float]], mode: Mode, threshold: float, level: Level) -> list[list[float]]:
-    """Return the weights, computed one at a time."""
     result = []
     for steps in gap:
         row = []

@@ -56,7 +56,6 @@ def test_two_readings_of_a_pair_have_probabilities_that_sum_to_1(
 
 @given(win=errors, lose=errors, beta=betas, weight=st.floats(0, 2))
 def test_the_rejected_sample_counts_by_its_weight(win: float, lose: float, beta: float, weight: float) -> None:
-    """The loss is that of a rejected error moved less; with weight 0 its error is of no account."""
     asked: dict[str, Any] = {"beta": beta, "lose_weight": weight}
     moved = double(win, 1 + weight * (lose - 1), 1.0, 1.0)
     loss, info = dpo_loss(*double(win, lose, 1.0, 1.0), **asked)
@@ -91,7 +90,6 @@ def test_diagnostics_carry_no_gradient() -> None:
 
 
 def reference_pairs(reward: list[float], group: list[int]) -> set[tuple[int, int]]:
-    """Return the pairs that a loop over groups gives."""
     pairs = set()
     for name in set(group):
         members = [i for i, of in enumerate(group) if of == name]

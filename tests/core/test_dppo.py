@@ -23,7 +23,6 @@ A, B, STD = 0.9, -0.3, 0.2  # of one step: its KL is (0.3 / 0.2)^2 / 2 |v - v_ol
 def surrogate(
     log_ratio: float, advantage: float, distance: float, threshold: float, *, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, PolicyInfo]:
-    """Return (loss, its gradient in log_prob, info) of one pair whose velocities lie `distance` apart an element."""
     step = Transition(*(torch.tensor(c, dtype=dtype) for c in (A, B, STD)))
     old = torch.tensor([-1.25], dtype=dtype)
     log_prob = (old + log_ratio).requires_grad_()

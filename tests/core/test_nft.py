@@ -16,7 +16,6 @@ ADVANTAGES = [-7.0, -2.0, -1.0, -0.25, -0.0, 0.0, 1e-3, 0.25, 1.0, 2.0, 7.0]
 
 
 def expected_prob(advantage: float, adv_clip: float, mode: Mode) -> float:
-    """Return the published formula, one Python float at a time."""
     clipped = min(max(advantage, -adv_clip), adv_clip)
     value = {
         "all": clipped,
@@ -57,7 +56,6 @@ def test_every_mode_prefers_the_best_to_the_worst(mode: Mode) -> None:
 
 
 def problem() -> tuple[Tensor, ...]:
-    """Return three samples of four elements, their noise levels and probabilities, float64."""
     generator = torch.Generator().manual_seed(0)
     v, v_old, x0, xt = torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64)
     return v, v_old, x0, xt, torch.tensor([0.2, 0.5, 1.0]).double(), torch.tensor([0.0, 0.3, 1.0]).double()
@@ -67,7 +65,6 @@ BETA, ADV_CLIP = 0.3, 5.0
 
 
 def sides(of: int, weight_min: float) -> tuple[float, float, list[float], list[float], float, float]:
-    """Return both sides of one sample: mean squares, errors x0+- - x0 and self-normalising weights, in Python floats."""
     v, v_old, x0, xt, t, _ = problem()
     rows = [[float(value) for value in tensor[of].flatten()] for tensor in (v, v_old, x0, xt)]
     level = float(t[of])

@@ -19,7 +19,6 @@ log_ratios = st.floats(-3, 3)
 
 
 def surrogate(log_ratio: float, advantage: float, low: float, high: float) -> tuple[Tensor, Tensor, PolicyInfo]:
-    """Return (loss, its gradient in log_prob, info) of one pair, float64."""
     log_prob_old = torch.tensor([-1.25], dtype=torch.float64)
     log_prob = (log_prob_old + log_ratio).requires_grad_()
     advantage_of_pair = torch.tensor([advantage], dtype=torch.float64)
@@ -63,7 +62,6 @@ def test_the_gradient_vanishes_only_where_the_advantage_has_pushed_too_far(
 
 @given(log_ratio=log_ratios, low=clips, high=clips)
 def test_an_advantage_of_0_is_not_clipped(log_ratio: float, low: float, high: float) -> None:
-    """Its gradient is 0 without the clip, which holds nothing."""
     loss, gradient, info = surrogate(log_ratio, 0.0, low, high)
     assert (loss.item(), gradient.item(), info.clipped.item()) == (0.0, 0.0, 0.0)
 
@@ -156,7 +154,6 @@ def test_an_overflowing_ratio_is_held_without_nan(advantage: float) -> None:
 def test_the_noise_weighted_surrogate_is_the_clipped_one_times_the_noise(
     log_ratio: float, advantage: float, std: float, scale: float
 ) -> None:
-    """Loss and gradient are multiplied by scale std."""
     new = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
     old, gain, noise = (torch.tensor([value], dtype=torch.float64) for value in (0.0, advantage, std))
     loss, _ = noise_weighted_surrogate(new, old, gain, noise, clip_low=1e-3, clip_high=2e-3, scale=scale)

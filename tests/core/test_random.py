@@ -214,7 +214,6 @@ def test_samples_and_steps_are_uncorrelated() -> None:
 
 
 def test_one_key_of_tensors_is_that_of_integers() -> None:
-    """Also the data that is folded in, as `vmap` passes them."""
     one, words = key(2**40 + 5), Key(*(torch.tensor(word) for word in key(2**40 + 5)))
     for data in (7, torch.tensor(7)):
         assert tuple(map(int, fold_in(words, data))) == tuple(fold_in(one, 7))

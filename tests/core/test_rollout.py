@@ -29,14 +29,12 @@ FLOW = partial(flow_sde, eta=0.7, sigma_max=SIGMA_MAX)
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """Return a velocity of products and sums alone, whose bits do not depend on an element's place in a vector."""
     return 0.5 * x - sigma.reshape(-1, *[1] * (x.ndim - 1)).to(x.dtype)
 
 
 def recompute(
     row: SamplerRow, trajectory: Trajectory, grid: Tensor, *, form: Form = "density", reduction: Reduction = "mean"
 ) -> Tensor:
-    """Score the stored tensors as an update does, all (sample, step) pairs in one batch: `[B, S]`."""
     B, S = trajectory.log_prob.shape
     level, level_next = grid[trajectory.steps].flatten(), grid[trajectory.steps + 1].flatten()
     x, x_next = trajectory.x.flatten(0, 1), trajectory.x_next.flatten(0, 1)

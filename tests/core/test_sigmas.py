@@ -165,7 +165,6 @@ def test_a_window_needs_a_key_on_the_host() -> None:
 
 @given(T=st.integers(2, 60), shift=shifts)
 def test_the_shift_of_sd3_is_diffusers(T: int, shift: float) -> None:
-    """FlowMatchEulerDiscreteScheduler's, which shifts twice; `shifted` is another schedule."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(T)
     assert is_schedule(shifted_twice(T, shift), T)
@@ -175,7 +174,6 @@ def test_the_shift_of_sd3_is_diffusers(T: int, shift: float) -> None:
 
 @given(T=st.integers(2, 60), seq_len=st.integers(256, 8192), terminal=st.floats(0.005, 0.2))
 def test_a_terminal_level_is_diffusers(T: int, seq_len: int, terminal: float) -> None:
-    """As Qwen-Image's scheduler stretches its levels."""
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=terminal)
     mu = 0.5 + (seq_len - 256) * (1.15 - 0.5) / (4096 - 256)
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / T, T).tolist(), mu=mu)
@@ -186,7 +184,6 @@ def test_a_terminal_level_is_diffusers(T: int, seq_len: int, terminal: float) ->
 
 
 def test_schedules_of_one_step_have_no_ends_to_space() -> None:
-    """Two levels are the least that can be shifted twice, or stretched."""
     with pytest.raises(ValueError, match="T is 1, expected at least 2"):
         shifted_twice(1, 3.0)
     with pytest.raises(ValueError, match="T is 1, expected at least 2"):

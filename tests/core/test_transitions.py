@@ -241,7 +241,6 @@ def test_ddim_near_the_data_does_not_round_below_zero() -> None:
 
 @pytest.mark.parametrize("eta", [0.3, 0.7, 1.0])
 def test_the_first_step_of_flow_sde_leaves_surplus_noise(eta: float) -> None:
-    """Its std is eta and its surplus power eta^4 / 4, on any schedule; that of a later step vanishes with the schedule's."""
     first, later = [], []
     for T in (10, 100, 1000, 10_000):
         grid = torch.linspace(1, 0, T + 1, dtype=torch.float64)
@@ -302,7 +301,6 @@ def test_a_name_or_an_eta_that_is_none_is_named(name: str, eta: float, message: 
 
 
 def constant(level: Tensor, level_next: Tensor) -> transitions.Transition:
-    """Return a custom sampler: the ODE's mean with noise of std 0.1."""
     return transitions.ode(level, level_next)._replace(std=torch.full_like(level, 0.1))
 
 

@@ -21,7 +21,6 @@ MINE = (
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -34,7 +33,6 @@ def commands(name: str) -> list[list[str]]:
 
 
 def is_fluvials(words: Sequence[str]) -> bool:
-    """Return whether a command line starts fluvial or one of its benchmarks."""
     return words[0] == "fluvial" or any(word in words for word in ("fluvial.engines", "fluvial.bench"))
 
 

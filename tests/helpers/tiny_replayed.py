@@ -92,7 +92,6 @@ ROWS: dict[str, ReplayedCase] = {
 
 
 def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
-    """Return the model of a row, of four steps, opened from a folder."""
     call = dict(ROWS[name].options)
     size = {"height": call.pop("height"), "width": call.pop("width"), "steps": 4, "scale": call.pop("guidance_scale")}
     return AnyPipeline(folder, **{**size, "call": call, **options})

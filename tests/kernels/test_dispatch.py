@@ -29,7 +29,6 @@ unchecked = pytest.mark.skipif(os.environ.get("FLUVIAL_NO_TYPECHECK") != "1", re
 @pytest.mark.parametrize("form", gaussian.FORMS)
 @pytest.mark.parametrize("reduction", gaussian.REDUCTIONS)
 def test_a_log_prob_is_core_gaussians(implementation: Any, form: Any, reduction: Any) -> None:
-    """To the bit, with and without a reference velocity and guidance."""
     options: dict[str, Any] = {"form": form, "reduction": reduction}
     log_prob, kl = kernels.step_log_prob(STEP, X, V, X_NEXT, v_ref=V_REF, implementation=implementation, **options)
     assert torch.equal(log_prob, gaussian.log_prob(STEP, X, V, X_NEXT, **options))
@@ -78,7 +77,6 @@ def test_the_others_are_cores() -> None:
     "operation", [OPERATIONS[0], *map(long, (*OPERATIONS[1:], *SDE_STEP))], ids=lambda operation: operation.name
 )
 def test_compiled_is_the_reference(operation: Operation) -> None:
-    """With its gradients, to rounding."""
     samples, scalars = inputs(operation, 2, (41,), torch.float32), numbers(2)
 
     def of(implementation: str) -> tuple[Tensor, ...]:

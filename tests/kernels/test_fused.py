@@ -54,7 +54,6 @@ every_loss = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operati
 def run(
     operation: Operation, implementation: str, samples: Samples, scalars: Numbers, weights: Sequence[Tensor], **options: Any
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Return the results, and the gradients of their sum weighed by `weights`."""
     leaves = {name: t.detach().requires_grad_(name not in operation.data) for name, t in samples.items()}
     results = operation.call(implementation, leaves, scalars, **options)
     needed = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -66,7 +65,6 @@ def run(
 
 
 def condition(result: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """Return, for each sample, how much rounding errors of its inputs and of what is added up count in a result."""
     grads = torch.autograd.grad(result.sum(), leaves, retain_graph=True, allow_unused=True)
     parts = [
         (leaf * grad).abs().reshape(len(leaf), -1).sum(1)
@@ -216,7 +214,6 @@ def test_an_empty_batch(operation: Operation) -> None:
 
 @every
 def test_a_sample_does_not_see_the_others(operation: Operation) -> None:
-    """To the bit: alone, in another order, beside NaN and infinity."""
     samples, scalars = inputs(operation, 4, (4099,), torch.bfloat16), numbers(4)
     weights = [torch.ones(4, 4099), torch.ones(4)] if operation in SDE_STEP else [torch.ones(4)] * 2
     weights = weights[: len(operation.call("triton", samples, scalars))]
@@ -308,7 +305,6 @@ def test_any_layout_has_the_same_bits(operation: Operation, layout: str) -> None
 @every
 @pytest.mark.parametrize("layout", ["a slice of a trajectory", *map(long, ("transposed", "shared by all samples"))])
 def test_each_operand_is_read_with_strides_of_its_own(operation: Operation, layout: str) -> None:
-    """One operand at a time is laid out differently from the others, which keep theirs."""
     samples, scalars = inputs(operation, 3, (3, 5, 8), torch.float32), numbers(3)
     weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
     for name in samples:
@@ -328,7 +324,6 @@ def test_each_operand_is_read_with_strides_of_its_own(operation: Operation, layo
 
 @every
 def test_numbers_that_all_samples_share(operation: Operation) -> None:
-    """0-d coefficients are those of every sample."""
     samples, scalars = inputs(operation, 3, (41,), torch.float32), numbers(1)
     shared = {name: t[0] if name in ("a", "b", "std", "guidance", "dt", "t") else t.expand(3) for name, t in scalars.items()}
     spread = {name: t.expand(3).clone() for name, t in scalars.items()}
@@ -393,7 +388,6 @@ def test_a_step_is_the_references(operation: Operation, event: tuple[int, ...]) 
 
 
 def test_normals_are_good_to_a_few_units() -> None:
-    """Of 2^16 numbers, in units of the last place of float32, against float64's."""
     keys = fold_in(key(3), torch.arange(16))
     zeros, ones = torch.zeros(16, 4096), torch.ones(16)
     drawn, _ = kernels.sde_step(
@@ -523,7 +517,6 @@ def test_torch_checks_every_operation() -> None:
 
 @pytest.mark.parametrize("operation", DIRECT, ids=lambda operation: operation.name)
 def test_it_compiles_whole(operation: Operation) -> None:
-    """Under torch.compile(fullgraph=True), forward and backward, to the same bits."""
     samples, scalars = inputs(operation, 2, (41,), torch.bfloat16), numbers(2)
     weights = [torch.ones_like(r) for r in operation.call("triton", samples, scalars)]
     eager = run(operation, "triton", samples, scalars, weights)
@@ -566,7 +559,6 @@ def test_a_policy_update_compiles_whole() -> None:
 
 
 def test_activation_checkpointing() -> None:
-    """Recomputed in the backward pass, the gradient has the same bits."""
     weight = torch.randn(41, 41, requires_grad=True)
     data = torch.randn(2, 41)
     (plain,) = torch.autograd.grad(policy_update(data @ weight), weight)
@@ -597,7 +589,6 @@ def test_under_fsdp(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad", "grad of vmap", "jacrev"])
 def test_function_transforms(transform: str) -> None:
-    """torch.func gives what it gives for the reference."""
     from torch.func import grad, jacrev, vmap
 
     def of(implementation: str) -> Tensor:
@@ -619,7 +610,6 @@ def test_function_transforms(transform: str) -> None:
 
 @pytest.mark.parametrize("operation", [o for o in DIRECT if o in OPERATIONS], ids=lambda operation: operation.name)
 def test_vmap_over_every_operation(operation: Operation) -> None:
-    """A mapped dimension in any place, and operands that are not mapped."""
     samples = [inputs(operation, 2, (41,), torch.float32, seed=seed) for seed in range(3)]
     scalars = numbers(2)
     stacked = {name: torch.stack([s[name] for s in samples], dim=1) for name in samples[0]}

@@ -10,7 +10,6 @@ from helpers.tiny_pipelines import ROWS, save
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of the pipelines with an adapter, by row of `tiny_pipelines`."""
     root = tmp_path_factory.mktemp("adapted")
 
     def folder(name: str) -> Path:
@@ -23,7 +22,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of the pipelines without an adapter, by row of `tiny_replayed`."""
     root = tmp_path_factory.mktemp("replayed")
 
     def folder(name: str) -> Path:

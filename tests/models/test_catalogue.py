@@ -9,14 +9,12 @@ from fluvial.models.pipelines.open import built_in
 
 
 def test_the_catalogue_imports_without_torch() -> None:
-    """`fluvial models` answers at once."""
     code = "import sys, fluvial.models.catalogue as c; print(len(c.KNOWN), {'torch', 'diffusers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split(maxsplit=1) == [str(len(KNOWN)), "set()\n"]
 
 
 def test_every_published_model_has_an_adapter() -> None:
-    """Of the stated prediction; and no adapter is missing, but those with the weights of another."""
     adapters = built_in()
     own = {name for name in adapters if not name.endswith(("Img2ImgPipeline", "InpaintPipeline"))}
     assert {known.pipeline for known in KNOWN} == own
@@ -26,5 +24,4 @@ def test_every_published_model_has_an_adapter() -> None:
 
 
 def test_the_public_names_of_models_exist() -> None:
-    """They are imported on first use."""
     assert {name for name in models.__all__ if getattr(models, name) is None} == set()

@@ -15,12 +15,10 @@ from fluvial.models.host_values import join, keep, read, recall, remember, rows
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take tensors of 32-bit integers for those of a device."""
     monkeypatch.setattr(host_values, "_on_host", lambda tensor: tensor.dtype != torch.int32)
 
 
 def on_device(*values: int) -> Tensor:
-    """Return a tensor of the device that the host knows."""
     return remember(torch.tensor(values, dtype=torch.int32), torch.tensor(values))
 
 
@@ -61,7 +59,6 @@ def test_values_are_read_once() -> None:
 
 @pytest.mark.parametrize("which", ["device", "host"])
 def test_a_write_forgets_the_values(which: str) -> None:
-    """To either tensor."""
     host = torch.arange(4)
     tensor = remember(torch.arange(4, dtype=torch.int32), host)
     assert recall(tensor) is not None

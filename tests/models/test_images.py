@@ -44,7 +44,6 @@ class Lossless:
 
 
 def blocks(count: int, height: int, width: int, scale: int, frames: tuple[int, ...] = (), rate: int = 1) -> Tensor:
-    """Images of one colour per block of pixels; of a video, frames that the VAE packs together are alike."""
     groups = [1 + (number - 1) // rate for number in frames]
     drawn = torch.rand(count, 3, *groups, height // scale, width // scale, generator=torch.Generator().manual_seed(0))
     large = drawn.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
@@ -54,7 +53,6 @@ def blocks(count: int, height: int, width: int, scale: int, frames: tuple[int, .
 def made_lossless(
     model: Any, scale: int, rate: int, monkeypatch: pytest.MonkeyPatch, *, distribution: bool = True
 ) -> Lossless:
-    """Put the stand-in's two functions into a model's VAE, which keeps its settings."""
     stand_in = Lossless(model.vae, scale, rate, distribution)
     for name in ("encode", "decode"):
         monkeypatch.setattr(model.vae, name, getattr(stand_in, name), raising=False)

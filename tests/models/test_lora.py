@@ -29,18 +29,15 @@ ALL = ("default", "old", "ref")
 
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Return a copy of an adapter, gathered."""
     return {name: gather(parameter).detach().clone() for name, parameter in adapter_parameters(module, adapter).items()}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Return whether two adapters are equal, to the bit."""
     assert list(left) == list(right)
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_a_new_adapter_changes_nothing() -> None:
-    """The output is the same to the bit; only adapters are trained; every target has one."""
     module = lora_model.adapted()
     assert torch.equal(run(module), run(MODEL.build()))
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -51,7 +48,6 @@ def test_a_new_adapter_changes_nothing() -> None:
 
 
 def test_the_seed_decides_the_adapter() -> None:
-    """torch's global generator does not advance."""
     before = torch.random.get_rng_state()
     one, same_seed, other = (values(lora_model.adapted(seed=seed), "default") for seed in (1, 1, 2))
     assert same(one, same_seed)
@@ -60,7 +56,6 @@ def test_the_seed_decides_the_adapter() -> None:
 
 
 def test_the_adapter_is_what_peft_makes() -> None:
-    """For the same seed it has the values of PEFT, whatever adapters follow."""
     plain = MODEL.build()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -87,7 +82,6 @@ def test_the_initial_distribution_of_a() -> None:
 
 
 def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
-    """Only `default` is trained; the base is frozen too."""
     module = lora_model.adapted(*ALL)
     assert same(values(module, "default"), values(module, "old"))
     assert same(values(module, "default"), values(module, "ref"))
@@ -97,7 +91,6 @@ def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
-    """The weights stay the same parameters on the meta device; adapters have the values and dtype as on real weights."""
     real, meta = MODEL.build().to(dtype), MODEL.build(empty=True).to(dtype)
     before = dict(meta.named_parameters())
     for module in (real, meta):
@@ -115,7 +108,6 @@ def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
 
 
 def test_names_are_those_of_peft() -> None:
-    """As PEFT writes them to files, and the same for all adapters."""
     module = lora_model.adapted(*ALL)
     for adapter in ALL:
         perturb(module, adapter, seed=ALL.index(adapter))
@@ -159,7 +151,6 @@ def test_each_adapter_is_active_in_its_context() -> None:
 
 
 def test_a_missing_adapter_is_named() -> None:
-    """The message lists the adapters; a module without any is its own reference."""
     module, plain = lora_model.adapted("default", "old"), MODEL.build()
     with pytest.raises(ValueError, match="there is no adapter ref: the module has default, old"), use_adapter(module, "ref"):
         pass
@@ -174,7 +165,6 @@ def test_a_missing_adapter_is_named() -> None:
 
 
 def test_copy_and_blend() -> None:
-    """In place, by the equation, and without changing the source."""
     module = lora_model.adapted(*ALL)
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
@@ -193,7 +183,6 @@ def test_copy_and_blend() -> None:
 
 
 def test_merged_is_the_same_function_without_adapters() -> None:
-    """It has the parameter names of the plain model."""
     module = lora_model.adapted()
     perturb(module)
     before = run(module)
@@ -205,7 +194,6 @@ def test_merged_is_the_same_function_without_adapters() -> None:
 
 
 def test_another_adapter_can_be_merged() -> None:
-    """Only this one is merged; then new adapters can be added."""
     module = lora_model.adapted("default", "old")
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)
@@ -218,7 +206,6 @@ def test_another_adapter_can_be_merged() -> None:
 
 
 def test_the_config_may_choose_the_layers() -> None:
-    """Its targets replace those of the model."""
     module = MODEL.build()
     add_lora(module, LoraConfig(targets=("to_q", "transformer_blocks.1.ff.net.2")), MODEL.lora_targets)
     want = {f"transformer_blocks.{block}.attn.to_q" for block in range(4)} | {"transformer_blocks.1.ff.net.2"}
@@ -234,7 +221,6 @@ def test_the_config_may_choose_the_layers() -> None:
     ],
 )
 def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message: str) -> None:
-    """The module is unchanged."""
     module = MODEL.build()
     with pytest.raises(ValueError, match=message):
         add_lora(module, LoraConfig(), targets)
@@ -243,14 +229,12 @@ def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message
 
 @pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
 def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
-    """It is called `default`, and all names differ."""
     with pytest.raises(ValueError, match="expected default first"):
         add_lora(MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}])
 def test_a_wrong_setting_is_refused(wrong: dict) -> None:
-    """By the config's constructor."""
     with pytest.raises(ValueError, match=r"lora\."):
         LoraConfig(**wrong)
 
@@ -266,7 +250,6 @@ SHARDINGS: list[dict[str, Any]] = [
 
 
 def engine_of(module: nn.Module, one: World, **sharding: Any) -> Engine:
-    """Return an engine for the module."""
     return Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), one, updates=2, sharding=EngineConfig(**sharding))
 
 

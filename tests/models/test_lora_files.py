@@ -19,8 +19,6 @@ LAYERS = ("blocks.0.to_q", "blocks.1.to_q", "blocks.1.to_out.0")
 
 
 class Block(nn.Module):
-    """Three layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.to_q, self.to_out = nn.Linear(4, 6), nn.ModuleList([nn.Linear(6, 4)])
@@ -31,8 +29,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -44,7 +40,6 @@ class Net(nn.Module):
 
 
 def factors() -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B of each layer."""
     draws = torch.Generator().manual_seed(0)
     sizes = {"to_q": (4, 6), "0": (6, 4)}
     found = {}
@@ -82,7 +77,6 @@ def kohya(folder: Path) -> Path:
 
 
 def comfy(folder: Path) -> Path:
-    """Write the same with dots, A as a convolution of one pixel, and scales multiplied into B."""
     named: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
         name = f"diffusion_model.{layer}"
@@ -144,7 +138,6 @@ def test_several_networks_have_a_folder_each(tmp_path: Path) -> None:
 
 
 def test_a_converter_is_asked_where_keys_match_nothing(tmp_path: Path) -> None:
-    """For layouts in which layers have other names altogether."""
     save_file({f"double.{name}": tensor for name, tensor in _plain().items()}, tmp_path / "a.safetensors")
 
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,7 +209,6 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
 
 @pytest.mark.parametrize(("changes", "says"), WRONG)
 def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Tensor | None], says: str) -> None:
-    """In one line, with the file; an adapter is never loaded in part."""
     named = {name: tensor for name, tensor in {**_plain(), **changes}.items() if tensor is not None}
     save_file(named, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=says) as error:
@@ -253,7 +245,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("setting", "says"), SETTINGS)
 @pytest.mark.parametrize("place", ["header", "prefixed header", "beside"])
 def test_settings_of_peft_that_do_not_fit_are_named(tmp_path: Path, setting: dict[str, Any], says: str, place: str) -> None:
-    """In the header, with the name of the network or without, or beside the file."""
     settings = {**PEFT_SETTINGS, **setting}
     header = {f"transformer.{name}" if place == "prefixed header" else name: value for name, value in settings.items()}
     metadata = None if place == "beside" else {"lora_adapter_metadata": json.dumps(header)}
@@ -290,7 +281,6 @@ FLUX_LAYERS = {"transformer_blocks.0.attn.to_q": (16, 16), "transformer_blocks.0
 
 
 def randomise(module: nn.Module) -> None:
-    """Give the parameters of an adapter of PEFT other values, in place."""
     draws = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -301,8 +291,6 @@ def randomise(module: nn.Module) -> None:
 
 
 def of_diffusers(config: Callable[[Any], Any]) -> Writer:
-    """Return diffusers' `save_lora_adapter` of PEFT's settings."""
-
     def write(net: Any, folder: Path) -> None:
         import peft
 
@@ -314,8 +302,6 @@ def of_diffusers(config: Callable[[Any], Any]) -> Writer:
 
 
 def of_pipeline(*, metadata: bool) -> Writer:
-    """Return the `save_lora_weights` of diffusers' pipeline; without metadata it reads a scale of 1, as is written here."""
-
     def write(net: Any, folder: Path) -> None:
         import peft
         from diffusers import FluxPipeline
@@ -330,8 +316,6 @@ def of_pipeline(*, metadata: bool) -> Writer:
 
 
 def of_peft(config: Callable[[Any], Any], name: str = "adapter_model.safetensors") -> Writer:
-    """Return PEFT's `save_pretrained`, its file with another name."""
-
     def write(net: nn.Module, folder: Path) -> None:
         import peft
 
@@ -378,14 +362,12 @@ def flat(prefix: str) -> Callable[[str], str]:
 def low_rank(
     weight: Tensor, draw: Callable[..., Tensor], *, scale: float, names: str = "lora_down lora_up", **further: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return W + s B A of rank 2 and its parts."""
     a, b, (down, up) = draw(2, weight.shape[1]), draw(len(weight), 2), names.split()
     parts = {f"{down}.weight": a, f"{up}.weight": b, **{name: torch.tensor(value) for name, value in further.items()}}
     return weight + scale * b @ a, parts
 
 
 def dora(weight: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return LyCORIS' DoRA (lycoris/modules/locon.py and functional/general.py, `weight_decompose`, 4.1.3)."""
     total, parts = low_rank(weight, draw, scale=1.5, alpha=3.0)
     lengths = 1.2 * weight.norm(dim=1, keepdim=True)
     return total * lengths / total.norm(dim=1, keepdim=True), {**parts, "dora_scale": lengths}
@@ -394,7 +376,6 @@ def dora(weight: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, dict[str,
 def lokr(
     weight: Tensor, draw: Callable[..., Tensor], *, rank: int, both: bool = False, full: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return LyCORIS' LoKr (lycoris/modules/lokr.py, 4.1.3): scale alpha / rank, or 1 of two whole factors."""
     (rows, long), (columns, wide) = ((8, 8) if size == 64 else (4, 4) for size in weight.shape)
     w1, w2, scale, alpha = draw(rows, columns), draw(long, wide), 1.0, 3.0 if full else float(rank)
     parts = {"lokr_w1": w1, "lokr_w2": w2}
@@ -452,7 +433,6 @@ WRITERS: dict[str, Writer] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> None:
-    """Of diffusers and PEFT by their own code, of others by their layout."""
     from helpers import tiny_transformers
 
     theirs, ours, items = tiny_transformers.flux(), tiny_transformers.flux(), tiny_transformers.data()
@@ -467,7 +447,6 @@ def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> N
 
 
 def test_the_original_names_of_wan_are_converted_by_its_pipeline(tmp_path: Path) -> None:
-    """ComfyUI's layout of Wan, where layers have other names than in diffusers."""
     from helpers import tiny_pipelines
 
     from fluvial.engines.run.jobs.weights import converter

@@ -41,7 +41,6 @@ each = pytest.mark.parametrize("name", PIPELINES)
 
 @pytest.fixture(scope="module")
 def networks() -> dict[str, Any]:
-    """A tiny network of each architecture; FLUX with one block of each kind and the number of rows of the published one."""
     found = {}
     for name in PIPELINES:
         if name == "flux":  # its converter knows no other number of rows
@@ -65,7 +64,6 @@ def drawn(network: nn.Module) -> dict[str, Tensor]:
 
 
 def factors(network: nn.Module, layers: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return random factors of layers."""
     found = {}
     source = torch.Generator().manual_seed(1)
     for layer in layers:
@@ -76,7 +74,6 @@ def factors(network: nn.Module, layers: list[str]) -> dict[str, tuple[Tensor, Te
 
 
 def adapted(name: str, network: nn.Module) -> list[str]:
-    """Return the layers that an architecture's adapter has."""
     further = ("add_k_proj", "add_v_proj") if name == "wan-image" else ()
     targets = (*built_in()[PIPELINES[name]].lora_targets, *further)
     return [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear) and key.endswith(targets)]
@@ -84,7 +81,6 @@ def adapted(name: str, network: nn.Module) -> list[str]:
 
 @each
 def test_diffusers_converts_the_weights_back_to_the_bit(name: str, networks: dict[str, Any]) -> None:
-    """Every tensor, by its own name."""
     network = networks[name]
     tensors, config = drawn(network), network.config
     original = to_original(Original(PIPELINES[name], config), tensors)
@@ -123,7 +119,6 @@ def test_the_adapter_changes_the_original_weights_as_it_changes_ours(name: str, 
 
 
 def comfy_key(stem: str, original: dict[str, Tensor], names: Original) -> str:
-    """Return the weight that ComfyUI takes the keys of an adapter for."""
     prefix = names.layout.prefix
     if stem.startswith("lora_unet_"):
         flat = {f"lora_unet_{key.removeprefix(prefix).removesuffix('.weight').replace('.', '_')}": key for key in original}
@@ -152,7 +147,6 @@ def test_diffusers_converts_the_adapter_back_to_the_bit(name: str, networks: dic
 
 
 def loaded(pipeline: str, file: dict[str, Tensor], network: Any) -> dict[str, Tensor]:
-    """Return the factors that diffusers' pipeline reads of a file, by layer, A multiplied by the scale."""
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 

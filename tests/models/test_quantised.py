@@ -68,7 +68,6 @@ def test_int4_spaces_its_levels_evenly() -> None:
 
 
 def test_nf4_has_the_codes_that_bitsandbytes_gave() -> None:
-    """`quantize_4bit` of bitsandbytes 0.50.2 on a CPU, for two blocks of 64 values."""
     held = quantise(torch.linspace(-3, 2, 128).reshape(2, 64), "nf4")
     expected = (
         "0000000000001111111111111111112222222222223333333334444444455555"
@@ -104,7 +103,6 @@ def test_int8_has_the_codes_of_bitsandbytes() -> None:
 
 
 def test_int8_agrees_with_torchao() -> None:
-    """Its rows are scaled by the largest value over 127.5, so values agree to a step of the codes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library: Any = real_torchao.load("torchao.quantization")
@@ -146,7 +144,6 @@ def test_a_directional_derivative_passes_through() -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
-    """What autograd saves of a layer is its buffers, whose storages it shares."""
     layer = QuantisedLinear(nn.Linear(64, 64).requires_grad_(False), base, torch.float32)
     kept = list[torch.Tensor]()
 
@@ -162,8 +159,6 @@ def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
 
 
 def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
-    """And adapters' gradients are those over a module that holds the dequantised weights."""
-
     def net() -> Any:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -219,7 +214,6 @@ def test_a_merged_product_dequantises(disabled: bool) -> None:
 
 
 def test_merging_dequantises() -> None:
-    """The merged layer is a plain one over the dequantised weight, and computes what the adapted one did."""
     module: Any = nn.Sequential(nn.Linear(64, 64))
     add_lora(module, LoraConfig(rank=4), ("0",), seed=1)
     torch.nn.init.normal_(module[0].lora_B["default"].weight)

@@ -22,7 +22,6 @@ SHAPES = [(2, 1), (4, 2), (6, 3)]
 
 
 def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
-    """Return a rollout of a tiny transformer."""
     return Case(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
 
 
@@ -97,6 +96,5 @@ def peaks(world: World) -> dict[int, int]:
 
 
 def measure(world: World) -> dict[str, Any]:
-    """Return {counts, gradients, peaks}."""
     result = {"counts": counts(world), "gradients": gradients(world), "peaks": peaks(world)}
     return result

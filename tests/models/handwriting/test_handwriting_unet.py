@@ -44,17 +44,14 @@ CODES = ["0427", "1999", "3141"]
 
 @pytest.fixture(scope="module")
 def unet() -> nn.Module:
-    """Return the UNet with its base weights."""
     return MODEL.build().eval()
 
 
 def noise(count: int) -> Tensor:
-    """Return noise for a number of samples."""
     return normal(fold_in(key(0), torch.arange(count)), (count, *MODEL.latent_shape()))
 
 
 def sample(unet: nn.Module, prompts: list[str], *, steps: int = 10) -> Tensor:
-    """Return clean samples by deterministic DDIM."""
     schedule, cond = MODEL.schedule(steps), MODEL.encode(prompts)
 
     def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
@@ -85,7 +82,6 @@ def test_the_unet_is_small(unet: nn.Module) -> None:
 
 
 def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
-    """Down, middle, up; together they hold nearly all parameters."""
     blocks, ran = MODEL.blocks(unet), []
     handles = [
         block.register_forward_pre_hook(lambda module, args, place=place: ran.append(place))
@@ -101,7 +97,6 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
 
 
 def test_there_is_one_size() -> None:
-    """It is the size of the transformer."""
     assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
     with pytest.raises(ValueError, match="the size is 16x32"):
         MODEL.latent_shape(16, 32)
@@ -127,7 +122,6 @@ def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [3, 7, 30, 666])
 def test_any_schedule_rises(steps: int) -> None:
-    """Also if the steps do not divide 1000; each level is that of the UNet's timestep."""
     schedule = MODEL.schedule(steps)
     assert (schedule.levels.diff() > 0).all()
     assert 0.004 < schedule.levels[0] < schedule.levels[-1] < 1
@@ -136,7 +130,6 @@ def test_any_schedule_rises(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 667, 1000])
 def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
-    """Its last step would not change the level."""
     with pytest.raises(ValueError, match=f"steps is {steps}, expected 1 to 666"):
         MODEL.schedule(steps)
 
@@ -153,7 +146,6 @@ def test_the_timestep_follows_from_the_level() -> None:
 
 @torch.no_grad()
 def test_epsilon_is_pure_and_per_sample(unet: nn.Module) -> None:
-    """It is the same twice and independent of other samples; it depends on the conditioning; the timestep is optional."""
     x, schedule, cond = noise(3), MODEL.schedule(10), MODEL.encode(CODES)
     level, timestep = schedule.levels[[0, 4, 8]], schedule.timesteps[[0, 4, 8]]
     v = MODEL.predict(unet, x, level, cond)
@@ -170,7 +162,6 @@ def test_epsilon_is_pure_and_per_sample(unet: nn.Module) -> None:
 
 @torch.no_grad()
 def test_guidance_extrapolates_from_the_empty_prompt(unet: nn.Module) -> None:
-    """Scale 0 gives epsilon of the empty prompt, 1 that of the code, and larger scales extrapolate."""
     x, level = noise(3), torch.tensor([0.1, 0.5, 0.9])
     v, without = (MODEL.predict(unet, x, level, MODEL.encode(prompts)) for prompts in (CODES, ["", "", ""]))
     assert not torch.allclose(v, without, atol=1e-3)
@@ -181,7 +172,6 @@ def test_guidance_extrapolates_from_the_empty_prompt(unet: nn.Module) -> None:
 
 @torch.no_grad()
 def test_a_deterministic_rollout_is_that_of_diffusers(unet: nn.Module) -> None:
-    """It ends at the samples of DDIMScheduler with diffusers' UNet."""
     scheduler, cond = MODEL.scheduler(10), MODEL.encode(CODES)
     x = noise(3)
     for timestep in scheduler.timesteps:
@@ -240,7 +230,6 @@ def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch:
 
 
 def test_an_update_of_the_engine_is_that_of_the_plain_module() -> None:
-    """Sharded, with and without activation checkpointing of each block."""
     x, level, drawn, cond = noise(3), torch.tensor([0.1, 0.5, 0.9]), noise(6)[3:], MODEL.encode(CODES)
     plain = MODEL.build().train()
     expected = velocity_error(MODEL.predict(plain, x, level, cond), drawn)

@@ -30,8 +30,6 @@ MODULES = ("pipeline_qwenimage_edit", "pipeline_qwenimage_edit_plus")  # of diff
 
 
 class AdapterCase(NamedTuple):
-    """A pipeline, the options of its adapter, and the sizes of the images of two prompts as height and width."""
-
     name: str  # of `tiny_conditioned`
     size: tuple[int, int]
     options: dict[str, Any]
@@ -41,12 +39,10 @@ class AdapterCase(NamedTuple):
 
     @property
     def pixels(self) -> tuple[int, ...]:
-        """Height, width and, of a video, frames."""
         return (*self.size, *(() if self.frames is None else (self.frames,)))
 
     @property
     def call(self) -> list[str]:
-        """The options as flags of the command line."""
         numbers = dict(zip(("height", "width", "frames"), self.pixels, strict=False))
         sizes = {**numbers, "text-tokens": self.options["text_tokens"]}.items()
         call = [f"{name}={json.dumps(value)}" for name, value in self.options.items() if name != "text_tokens"]
@@ -84,7 +80,6 @@ Folders = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images are scaled to about 16 x 16 pixels in place of 1024 x 1024, by the ratio of their sides."""
     for name in MODULES:
         module = importlib.import_module(f"diffusers.pipelines.qwenimage.{name}")
         rest = module.calculate_dimensions(1024 * 1024, 1.0)[2:]
@@ -98,20 +93,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Saves the pipeline of a row once for the module."""
     root = tmp_path_factory.mktemp("conditioned")
     return lambda name: tiny_conditioned.save(ROWS[name].name, root / ROWS[name].name)
 
 
 def opened(name: str, folder: Path, **options: Any) -> Any:
-    """Return the adapter of a row."""
     row = ROWS[name]
     sizes = dict(zip(("height", "width", "frames"), row.pixels, strict=False))
     return open_model(folder, **{**sizes, **row.options, "device": "cpu", **options})
 
 
 def draw(argument: str, seed: int, size: tuple[int, int], file: Path) -> Path:
-    """Write an image of random pixels, or a mask that paints a part of one."""
     if argument != "mask_image":
         return tiny_conditioned.draw_image(file, seed, size)
     painted = np.zeros(size, np.uint8)
@@ -121,8 +113,6 @@ def draw(argument: str, seed: int, size: tuple[int, int], file: Path) -> Path:
 
 
 def prompts_of(model: Any, name: str, folder: Path) -> list[MediaPrompt]:
-    """Return two prompts with images of their own."""
-
     def source(number: int, place: int, argument: str) -> Path | tuple[Path, ...]:
         row, seed = ROWS[name], 10 * number + place
         seeds = (seed, 10 * number + 5) if row.several else (seed,)
@@ -138,7 +128,6 @@ def prompts_of(model: Any, name: str, folder: Path) -> list[MediaPrompt]:
 def theirs(
     name: str, folder: Path, prompt: MediaPrompt, noise: Tensor, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> Tensor:
-    """Return the images of diffusers' pipeline for one prompt from given noise."""
     row, pipeline = ROWS[name], tiny_conditioned.load(folder)
     pipeline.set_progress_bar_config(disable=True)
     call = {"prompt": prompt.text, "height": row.size[0], "width": row.size[1], "num_inference_steps": STEPS}
@@ -163,7 +152,6 @@ def theirs(
 
 @torch.no_grad()
 def sampled(model: Any, noise: Tensor, prompts: list[MediaPrompt], scale: float) -> Tensor:
-    """Return images by deterministic steps with the adapter."""
     schedule, cond, module = model.schedule(STEPS, tuple(noise.shape[1:])), model.encode(prompts), model.build().eval()
     assert len(schedule.timesteps) == STEPS
     if scale != 1:
@@ -205,7 +193,6 @@ def test_an_encoding_is_cached_by_text_and_images(
     prompts, latents = prompts_of(plain, name, tmp_path), start(plain, 2, ROWS[name].pixels)
 
     def encode(model: Any) -> tuple[Any, Tensor, int]:
-        """Return the conditioning, the images of samples, and how often the VAE encodes."""
         seen, own = [], model.vae.encode
         monkeypatch.setattr(model.vae, "encode", lambda images: seen.append(images) or own(images))  # type: ignore[func-returns-value]
         return model.encode([*prompts, prompts[0]]), decoded(model, latents, prompts), len(seen)
@@ -226,7 +213,6 @@ def test_an_encoding_is_cached_by_text_and_images(
 
 
 def test_the_mask_of_given_frames(folders: Folders, tmp_path: Path) -> None:
-    """One for all parts of the first latent, and for the last part of the last one if the last frame is given."""
     for name, last in (("wan", 0.0), ("wan-last", 1.0)):
         model = opened(name, folders(name))
         mask = model.encode(prompts_of(model, name, tmp_path)).image[:, : model.rate].amax((3, 4))
@@ -234,7 +220,6 @@ def test_the_mask_of_given_frames(folders: Folders, tmp_path: Path) -> None:
 
 
 def test_tokens_of_the_image_follow_those_of_the_sample(folders: Folders, tmp_path: Path) -> None:
-    """Their number is that of the image's latents, and where images have unlike shapes, of the largest."""
     counts = []
     for name in ("qwen-edit", "qwen-edit-mixed"):
         model = opened(name, folders(name))
@@ -247,7 +232,6 @@ def test_tokens_of_the_image_follow_those_of_the_sample(folders: Folders, tmp_pa
 
 
 def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(folders: Folders, tmp_path: Path) -> None:
-    """Each alone has the same bits as in a batch, and its own shape."""
     model = opened("qwen-edit-mixed", folders("qwen-edit"))
     module, prompts = model.build().eval(), prompts_of(model, "qwen-edit-mixed", tmp_path)
     x, level = start(model, 2, (16, 24)), torch.tensor([0.9, 0.4])
@@ -267,7 +251,6 @@ def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(folder
     ],
 )
 def test_images_that_are_missing_or_too_many_are_named(media: Any, lists: tuple[str, ...], says: str) -> None:
-    """By the prompt and the argument, with what it takes."""
     check_media(MediaPrompt("a red fox", {"image": (b"1", b"2")}), ("image",), ("image",))
     with pytest.raises(ValueError, match=f"^prompt 'a red fox' {says}"):
         check_media(MediaPrompt("a red fox", media), ("image",), lists)
@@ -319,7 +302,6 @@ def test_a_network_without_channels_of_images_is_refused(tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "wan-clip", "qwen-edit"])
 def test_steps_may_leave_out_blocks(name: str, folders: Folders, tmp_path: Path) -> None:
-    """A prediction at nearly the same level is made of the blocks of the one before."""
     model = opened(name, folders(name))
     module, x = model.build().eval(), start(model, 2, ROWS[name].pixels)
     cond = model.encode(prompts_of(model, name, tmp_path))
@@ -335,7 +317,6 @@ def test_steps_may_leave_out_blocks(name: str, folders: Folders, tmp_path: Path)
 
 
 def records(name: str, folder: Path, takes: tuple[str, ...]) -> Path:
-    """Write a file of prompts with images."""
     lines, row = [], ROWS[name]
     for number, text in enumerate((*TEXTS, "an owl")):
         files = {argument: f"{name}-{number}-{place}.png" for place, argument in enumerate(takes)}
@@ -414,7 +395,6 @@ def test_a_reference_with_another_scale_of_guidance_has_a_kl(
 @each_unet
 @pytest.mark.long
 def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders, tmp_path: Path) -> None:
-    """To the bit: the server is sent the prompts' images."""
     (folder := tmp_path / "model").symlink_to(folders(name))
     words = typed(name, folder, tmp_path)[1:]
     ended = wait([Forked(lambda: cli.run(["train", *words, "--out", str(tmp_path / "run")]), tmp_path / "run.txt")])
@@ -427,7 +407,6 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders
 def test_objectives_on_noised_samples_train(
     name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At any noise level, which a recorded pipeline does not know."""
     words = typed(name, folders(name), tmp_path, "--noising.each", "2", recipe="nft")
     assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
     assert [record["grad_norm"] > 0 for record in launch.records(tmp_path / "run") if "grad_norm" in record] == [True] * 2
@@ -435,7 +414,6 @@ def test_objectives_on_noised_samples_train(
 
 @pytest.mark.long
 def test_edits_have_several_sizes(folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Images of any shape with samples of any size."""
     words = typed("qwen-edit-mixed", folders("qwen-edit-mixed"), tmp_path, "--pipeline.sizes", "16x16", "24x16")
     words = words[: (at := words.index("--pipeline.height"))] + words[at + 4 :]
     assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
@@ -464,7 +442,6 @@ def test_images_that_a_run_cannot_use_are_refused_before_it(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """In one line: an image that is not asked for, and one of another size."""
     words = typed(name, folders(name), tmp_path, *more)
     records(name, tmp_path, takes)
     capfd.readouterr()
@@ -477,7 +454,6 @@ def test_images_that_a_run_cannot_use_are_refused_before_it(
 def test_samples_are_drawn_of_a_file_of_prompts_with_images(
     name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Other images make other samples; a prompt without one is refused."""
     takes = EDITS[name].media if name in UNETS else ("image",)
     lines, drawn = records(name, tmp_path, takes).read_text().splitlines(), []
     start = ["sample", str(folders(name)), "--steps", "3", "--each", "1", *ROWS[name].call]

@@ -41,7 +41,6 @@ def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_each_expert_has_a_scale_of_guidance(folders: Callable[[str], Path]) -> None:
-    """The images are the pipeline's with both scales, and other ones than with one."""
     row, folder = ROWS["wan-experts"], folders("wan-experts")
     model, pipeline = opened("wan-experts", folder, guidance_scale_2=1.5), theirs(row, folder)
     both = row._replace(call=lambda scale: {**row.call(scale), "guidance_scale_2": 1.5})
@@ -55,7 +54,6 @@ def test_each_expert_has_a_scale_of_guidance(folders: Callable[[str], Path]) -> 
 
 
 def test_the_scale_is_that_of_the_network_which_the_timestep_chooses(folders: Callable[[str], Path]) -> None:
-    """By the level where there is no timestep; one scale is for both networks."""
     folder, scale = folders("wan-experts"), torch.full((3,), 4.0)
     model: Any = opened("wan-experts", folder, guidance_scale_2=1.5)
     at = 1000 * model.boundary_ratio
@@ -85,7 +83,6 @@ SIZE = f"--pipeline.height 16 --pipeline.width 16 --pipeline.frames 5 --pipeline
 
 
 def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
-    """Write prompts, and return the command line of a run of one update with a second scale."""
     (folder / "prompts.txt").write_text("a red fox\ntwo cats\n")
     typed = (
         f"train grpo --model {folders('wan-experts')} --prompts {folder / 'prompts.txt'} --rewards jpeg --updates 1 "

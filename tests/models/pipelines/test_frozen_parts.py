@@ -19,7 +19,6 @@ from fluvial.models.quantised import find_quantised
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sd3", "wan"])
 def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """In a cache of their own, and with the bytes that a dry run counts."""
     plain, quantised = (opened(name, folders(name), cache=tmp_path, text_base=base) for base in (None, "int8"))
     prompts = ROWS[name].prompts[:2]
     expected, found = plain.encode(prompts), quantised.encode(prompts)
@@ -40,7 +39,6 @@ def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Call
 
 @pytest.mark.parametrize("name", ["sd3", pytest.param("wan", marks=pytest.mark.long)])
 def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Callable[[str], Path]) -> None:
-    """One image at a time, and with less memory than whole images one at a time."""
     whole, tiled = opened(name, folders(name)), opened(name, folders(name), vae=VaeOptions(tile=64))
     frames = 1 if name == "sd3" else 5
     *channels, height, width = whole.latent_shape(32, 32, frames)
@@ -60,7 +58,6 @@ def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Callable[[str]
 
 
 def test_a_vae_has_a_dtype_of_its_own(folders: Callable[[str], Path]) -> None:
-    """Beside text encoders in another; images are float32 in any case."""
     model = opened("sd3", folders("sd3"), dtype=torch.bfloat16, vae=VaeOptions(dtype=torch.float32))
     assert {p.dtype for p in model.vae.parameters()} == {torch.float32}
     expected = opened("sd3", folders("sd3"))
@@ -72,7 +69,6 @@ def test_a_vae_has_a_dtype_of_its_own(folders: Callable[[str], Path]) -> None:
 
 
 def test_a_vae_is_on_the_device_only_while_it_works(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays there while a gradient flows back through it."""
     model = opened("sd3", folders("sd3"), vae=VaeOptions(on_host=True))
     moves: list[str] = []
     latents = torch.randn(1, *model.latent_shape(32, 32))

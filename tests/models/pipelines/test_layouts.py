@@ -38,7 +38,6 @@ def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: py
 
 @pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME])
 def test_latents_come_back_from_every_layout(layout: Any) -> None:
-    """With any number of leading dimensions, and of a shape that is no square."""
     latents = torch.randn(2, 3, 4, 6, 10)
     there = layout.of_event(latents)
     assert there.shape == (2, 3, *layout.shape((4, 6, 10)))

@@ -22,7 +22,6 @@ from fluvial.models.pipelines.wan import EXPERTS
 
 @each_row
 def test_an_empty_network_is_filled_from_the_folder(name: str, one: World, folders: Callable[[str], Path]) -> None:
-    """The engine loads parameters shard by shard, and buffers, to the bit."""
     model = opened(name, folders(name))
     whole, empty = model.build(), model.build(empty=True)
     assert all(parameter.is_meta for parameter in empty.parameters())
@@ -95,7 +94,6 @@ def test_frozen_parts_are_loaded_when_they_are_used(name: str, folders: Callable
 
 @each_row
 def test_images_are_decoded_in_chunks(name: str, folders: Callable[[str], Path]) -> None:
-    """Images are those of one sample at a time, in [0, 1], and gradients reach the latents."""
     row, model = ROWS[name], opened(name, folders(name), decode_chunk=2)
     latents = (3 * start(model, 3, row.sizes[0])).requires_grad_()
     sizes: list[int] = []
@@ -119,7 +117,6 @@ def test_the_table_of_adapters_picks_by_the_pipeline(folders: Callable[[str], Pa
 
 
 def test_only_a_distilled_flux_depends_on_its_guidance_input(folders: Callable[[str], Path]) -> None:
-    """The input is one number per sample; schnell has no such input."""
     for name, matters in (("flux", True), ("flux-schnell", False)):
         model = opened(name, folders(name), embedded_guidance=1.5)
         module, x, cond = model.build(), start(model, 2, (16, 16)), model.encode(ROWS[name].prompts[:2])
@@ -146,7 +143,6 @@ def test_wan_with_one_timestep_per_token_makes_the_images_of_the_pipeline(tmp_pa
 
 
 def test_each_expert_computes_its_side(folders: Callable[[str], Path]) -> None:
-    """A batch on one side of the boundary runs one expert, and only that expert gets gradients."""
     model = opened("wan-experts", folders("wan-experts"))
     experts: Any = model.build()
     x, cond = start(model, 3, (16, 16)), model.encode(ROWS["wan-experts"].prompts)

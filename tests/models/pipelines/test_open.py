@@ -19,8 +19,6 @@ from fluvial.models.pipelines.open import has_adapter
 
 
 class Toy:
-    """A user-defined model: it predicts a multiple of its sample."""
-
     prediction: Prediction = "velocity"
     lora_targets = ("linear",)
     weights: Path | None = None
@@ -64,38 +62,27 @@ class Toy:
 
 
 class NoDecode(Toy):
-    """Lacks two members."""
-
     decode = guide = property()
 
 
 class WrongSignature(Toy):
-    """Its predict takes no timestep."""
-
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any) -> Tensor:  # type: ignore[override]
         return x
 
 
 class WrongPrediction(Toy):
-    """Its prediction has no meaning."""
-
     prediction = "score"  # type: ignore[assignment]
 
 
 class OneTarget(Toy):
-    """Its LoRA targets are a string, whose characters would be taken for names."""
-
     lora_targets = "linear"  # type: ignore[assignment]
 
 
 class NotAMethod(Toy):
-    """Its blocks are a list."""
-
     blocks = [nn.Linear(1, 1)]  # type: ignore[assignment]  # noqa: RUF012
 
 
 def failing(*args: Any, **kwargs: Any) -> Toy:
-    """Raise in the middle of opening."""
     raise RuntimeError("no licence\nfor this model")
 
 
@@ -105,7 +92,6 @@ NUMBER = 3
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """This file as the module `own_adapter`, and modules that cannot be imported."""
     monkeypatch.setitem(sys.modules, "own_adapter", sys.modules[__name__])
     (tmp_path / "own_raises.py").write_text("raise OSError('driver\\nis missing')")
     (tmp_path / "own_exits.py").write_text("import sys\nsys.exit('goodbye')")
@@ -117,14 +103,12 @@ def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a pipeline that no built-in adapter serves."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": "ToyPipeline"}))
     return tmp_path / "model"
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """Declare an entry point for ToyPipeline, as an installed package would."""
     points = {"fluvial.models": [EntryPoint("ToyPipeline", value, "fluvial.models")]}
     monkeypatch.setattr(opening, "entry_points", lambda group: points.get(group, []))
 
@@ -160,7 +144,6 @@ def test_an_installed_package_that_is_broken_is_named(folder: Path, monkeypatch:
 
 @pytest.mark.parametrize(("spec", "gain"), [("own_adapter:OBJECT", 3.0), ("own_adapter:Toy", 1.0)])
 def test_module_and_name_stand_for_a_model(spec: str, gain: float) -> None:
-    """An object is returned as it is; a class is called without arguments."""
     model: Any = load_adapter(spec)
     assert isinstance(model, Toy)
     assert model.gain == gain
@@ -191,7 +174,6 @@ BROKEN: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("spec", "says"), BROKEN, ids=[spec.partition(":")[2] or spec for spec, _ in BROKEN])
 def test_a_broken_adapter_ends_in_one_line(spec: str, says: str, folder: Path) -> None:
-    """Whether it is loaded on its own or for a folder."""
     for load in (load_adapter, lambda spec: open_model(folder, adapter=spec)):
         with pytest.raises(ValueError, match=says) as caught:
             load(spec)
@@ -199,7 +181,6 @@ def test_a_broken_adapter_ends_in_one_line(spec: str, says: str, folder: Path) -
 
 
 def test_an_adapter_of_folders_is_reloaded_and_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model over a folder has two more members than others."""
     monkeypatch.delattr(Toy, "with_weights")
     monkeypatch.delattr(Toy, "release")
     load_adapter("own_adapter:Toy")

@@ -27,7 +27,6 @@ def test_padding_is_trimmed_where_the_network_masks_it(name: str, folders: Calla
 
 
 def answered(model: Pipeline, module: nn.Module, x: Tensor, cond: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return a guided prediction, and the gradient of its mean square with respect to each parameter."""
     v = guided_velocity(model, module, x, torch.linspace(0.2, 0.9, len(x)), cond)
     found = torch.autograd.grad(v.square().mean(), list(module.parameters()), allow_unused=True)
     return v.detach(), [gradient for gradient in found if gradient is not None]
@@ -77,5 +76,4 @@ def test_a_short_prompt_of_qwen_image_costs_less(folders: Callable[[str], Path])
     ("longest", "limit", "length"), [(1, 512, 32), (32, 512, 32), (33, 512, 64), (500, 512, 512), (35, 40, 40)]
 )
 def test_lengths_repeat(longest: int, limit: int, length: int) -> None:
-    """They are multiples of 32 up to the model's own padding."""
     assert pad_length(longest, limit=limit) == length

@@ -48,12 +48,10 @@ def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folde
 
 
 def networks(pipeline: Any) -> list[nn.Module]:
-    """Return the parts of a pipeline that compute."""
     return [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
 
 
 def levels_of(scheduler: Any) -> Tensor:
-    """Return the levels of diffusers' scheduler: sigma, or alpha_bar for DDIM."""
     if type(scheduler).__name__ != "DDIMScheduler":
         return scheduler.sigmas
     before = scheduler.timesteps - 1000 // STEPS
@@ -64,7 +62,6 @@ def levels_of(scheduler: Any) -> Tensor:
 
 @each_row
 def test_guidance_and_prompt_change_the_samples(name: str, folders: Callable[[str], Path]) -> None:
-    """Otherwise images could agree because neither has an effect."""
     row, model = ROWS[name], opened(name, folders(name))
     module, x = model.build(), start(model, 2, row.sizes[0])
     schedule = model.schedule(STEPS, tuple(x.shape[1:]))
@@ -102,7 +99,6 @@ def test_on_policy_the_ratio_is_exactly_one(name: str, scale: float, folders: Ca
 @each_row
 @pytest.mark.parametrize("lora", [False, True])
 def test_every_trained_parameter_gets_a_gradient(name: str, lora: bool, folders: Callable[[str], Path]) -> None:
-    """Finite and not zero, apart from parameters whose output the architecture does not use."""
     row, model = ROWS[name], opened(name, folders(name))
     module = model.build()
     if lora:
@@ -126,7 +122,6 @@ def test_every_trained_parameter_gets_a_gradient(name: str, lora: bool, folders:
 
 @each_row
 def test_lora_targets_name_layers_of_every_block(name: str, folders: Callable[[str], Path]) -> None:
-    """Every block gets an adapter, and `blocks` misses none."""
     model = opened(name, folders(name))
     module = model.build()
     kinds = {type(block) for block in model.blocks(module)}
@@ -140,7 +135,6 @@ def test_lora_targets_name_layers_of_every_block(name: str, folders: Callable[[s
 def test_a_trained_adapter_makes_the_same_images_in_the_pipeline(
     name: str, tmp_path: Path, one: World, folders: Callable[[str], Path]
 ) -> None:
-    """Train LoRA for one step, export it, and load it with the pipeline's load_lora_weights."""
     row, folder = ROWS[name], folders(name)
     model, pipeline = opened(name, folder), theirs(row, folder)
     module, x = model.build(), start(model, 2, row.sizes[0])
@@ -162,7 +156,6 @@ def test_a_trained_adapter_makes_the_same_images_in_the_pipeline(
 
 @each_row
 def test_a_full_export_opens_in_the_pipeline(name: str, tmp_path: Path, one: World, folders: Callable[[str], Path]) -> None:
-    """Exported over the network's folder, every weight is the changed one."""
     row, folder = ROWS[name], folders(name)
     model = opened(name, folder)
     module = model.build()

@@ -18,7 +18,6 @@ from fluvial.models.pipelines.base import Pipeline
 
 @each_row
 def test_padding_counts_unless_it_is_masked(name: str, folders: Callable[[str], Path]) -> None:
-    """More padding leaves the velocity unchanged if and only if the network has a mask."""
     row, folder = ROWS[name], folders(name)
     short, long = (opened(name, folder, text_tokens=tokens) for tokens in (TEXT, TEXT + 9))
     module, x, sigma = short.build(), start(short, 3, row.sizes[0]), torch.tensor([0.9, 0.5, 0.1])
@@ -55,7 +54,6 @@ def test_padding_never_changes_a_masked_prediction(name: str, folders: Callable[
 
 @each_row
 def test_a_prompt_is_encoded_alone(name: str, folders: Callable[[str], Path]) -> None:
-    """All prompts have one shape, and the same bits in any batch."""
     row, model = ROWS[name], opened(name, folders(name))
     prompts = [row.prompts[0], "", row.prompts[1], row.prompts[0]]
     together = optree.tree_leaves(model.encode(prompts))
@@ -71,7 +69,6 @@ def test_a_prompt_is_encoded_alone(name: str, folders: Callable[[str], Path]) ->
 def test_encoded_prompts_are_cached_on_disk(
     name: str, tmp_path: Path, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, by prompt and encoder; a cached prompt needs no encoder."""
     row, folder = ROWS[name], folders(name)
     plain = opened(name, folder).encode(row.prompts)
     first = opened(name, folder, cache=tmp_path / "texts")
@@ -123,7 +120,6 @@ def test_a_long_prompt_is_refused(name: str, folders: Callable[[str], Path]) -> 
 
 
 def fits(model: Pipeline, prompt: str) -> bool:
-    """Return whether a prompt is accepted."""
     try:
         model.check_prompt(prompt)
     except ValueError:
@@ -132,7 +128,6 @@ def fits(model: Pipeline, prompt: str) -> bool:
 
 
 def test_a_template_around_a_prompt_is_counted(folders: Callable[[str], Path]) -> None:
-    """The longest accepted prompt fills all tokens, and none is cut off."""
     for name in ("qwen-image", "z-image"):
         model = opened(name, folders(name))
         counts = []

@@ -23,7 +23,6 @@ SCHEDULER = "scheduler/scheduler_config.json"
 
 @each_row
 def test_a_size_that_does_not_divide_is_refused(name: str, folders: Callable[[str], Path]) -> None:
-    """The message names the nearest size; numbers of frames are refused too."""
     model = opened(name, folders(name))
     with pytest.raises(ValueError, match=r"the size is 17x23, expected multiples of 4.*: the nearest is 16x24"):
         model.latent_shape(17, 23)
@@ -33,7 +32,6 @@ def test_a_size_that_does_not_divide_is_refused(name: str, folders: Callable[[st
 
 
 def test_a_size_beyond_the_positions_of_sd3_is_refused(folders: Callable[[str], Path]) -> None:
-    """The transformer has no positions for it."""
     model = opened("sd3", folders("sd3"))
     assert model.latent_shape(64, 64) == (4, 32, 32)
     with pytest.raises(ValueError, match="expected multiples of 4, at most 64: the nearest is 16x64"):
@@ -42,7 +40,6 @@ def test_a_size_beyond_the_positions_of_sd3_is_refused(folders: Callable[[str], 
 
 @pytest.mark.parametrize(("size", "near"), [((1, 1), "16x16"), ((24, 1000), "32x1008"), ((512, 15), "512x16")])
 def test_the_nearest_size_is_named(size: tuple[int, int], near: str) -> None:
-    """It is never zero, and a tie is rounded up."""
     with pytest.raises(ValueError, match=f"the nearest is {near}$"):
         check_size(*size, multiple=16)
 
@@ -61,7 +58,6 @@ def test_the_nearest_size_is_named(size: tuple[int, int], near: str) -> None:
 def test_a_schedule_of_another_kind_is_refused(
     name: str, file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Callable[[str], Path]
 ) -> None:
-    """By `open_model` or by `schedule`."""
     with pytest.raises(ValueError, match=message) as caught:
         opened(name, edited(folders(name), tmp_path, file, **changes)).schedule(STEPS, (4, 4, 4))
     assert "\n" not in str(caught.value)
@@ -69,7 +65,6 @@ def test_a_schedule_of_another_kind_is_refused(
 
 @pytest.mark.parametrize("steps", [0, 1000, 1001])
 def test_more_steps_than_timesteps_are_refused(steps: int, folders: Callable[[str], Path]) -> None:
-    """Stable Diffusion's spacing is offset by one, so 999 steps are the most."""
     model = opened("sd1", folders("sd1"))
     assert len(model.schedule(999, (4, 4, 4)).timesteps) == 999
     with pytest.raises(ValueError, match=f"has no {steps} steps"):
@@ -77,7 +72,6 @@ def test_more_steps_than_timesteps_are_refused(steps: int, folders: Callable[[st
 
 
 def test_frames_of_videos_are_one_plus_a_multiple(folders: Callable[[str], Path]) -> None:
-    """A multiple of the frames that the VAE merges into one."""
     model = opened("wan", folders("wan"))
     assert [model.latent_shape(16, 16, frames)[1] for frames in (1, 3, 5)] == [1, 2, 3]
     for frames in (0, 2, 4):
@@ -94,13 +88,11 @@ def test_frames_of_videos_are_one_plus_a_multiple(folders: Callable[[str], Path]
     ],
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str, folders: Callable[[str], Path]) -> None:
-    """The message names the option."""
     with pytest.raises(ValueError, match=message):
         SD3(folders("sd3"), **options)
 
 
 def edited(folder: Path, tmp_path: Path, file: str, **changes: Any) -> Path:
-    """Return a copy of a pipeline's folder with changed entries in one JSON file."""
     shutil.copytree(folder, tmp_path / "copy")
     path = tmp_path / "copy" / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -122,14 +114,12 @@ def edited(folder: Path, tmp_path: Path, file: str, **changes: Any) -> Path:
 def test_another_pipeline_is_refused(
     file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Callable[[str], Path]
 ) -> None:
-    """The message names what was found and what was expected."""
     with pytest.raises(ValueError, match=message) as caught:
         open_model(edited(folders("sd3"), tmp_path, file, **changes))
     assert "\n" not in str(caught.value)
 
 
 def test_settings_that_are_none_are_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
-    """A file that was cut off, one of a list, and a folder that the class of an adapter is not for."""
     folder = edited(folders("sd3"), tmp_path, "model_index.json")
     settings = folder / "transformer" / "config.json"
     for text, says in (("{", "cannot be read: Expecting property name"), ("[1]", "holds a list, expected a JSON object")):
@@ -142,7 +132,6 @@ def test_settings_that_are_none_are_refused(tmp_path: Path, folders: Callable[[s
 
 
 def test_another_scheduler_is_refused(tmp_path: Path, folders: Callable[[str], Path]) -> None:
-    """Its schedule would not be that of a flow."""
     folder = edited(folders("sd3"), tmp_path, "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
     with pytest.raises(ValueError, match="has the scheduler DDIMScheduler, expected FlowMatchEulerDiscreteScheduler"):
         open_model(folder).schedule(4, (4, 8, 8))
@@ -161,7 +150,6 @@ def test_another_scheduler_is_refused(tmp_path: Path, folders: Callable[[str], P
     ],
 )
 def test_a_missing_file_is_named(gone: str, message: str, tmp_path: Path, folders: Callable[[str], Path]) -> None:
-    """By `open_model`, not on first use."""
     shutil.copytree(folders("sd3"), tmp_path / "copy")
     path = tmp_path / "copy" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -197,7 +185,6 @@ def test_weights_in_float16_are_read_if_there_are_no_others(
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, folders: Callable[[str], Path]) -> None:
-    """A network in several files opens if all of them are there."""
     shutil.copytree(folders("sd3"), tmp_path / "copy")
     network: Any = opened("sd3", folders("sd3")).build()
     shutil.rmtree(tmp_path / "copy" / "transformer")
@@ -210,7 +197,6 @@ def test_a_missing_shard_is_named(tmp_path: Path, folders: Callable[[str], Path]
 
 
 def test_a_hub_id_is_downloaded(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers downloads it into its cache; a failed download is one line."""
     asked: list[tuple[str, dict[str, Any]]] = []
 
     def download(name: str, **options: Any) -> str:

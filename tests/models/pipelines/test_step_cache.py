@@ -20,8 +20,6 @@ UNETS = ("sd1", "sd2-v", "sdxl")  # the shapes of their blocks differ
 
 
 class Block(nn.Module):
-    """Returns two streams of one shape, or in the last block one of them, as SD3's does."""
-
     def __init__(self, *, last: bool) -> None:
         super().__init__()
         self.linear, self.last, self.calls = nn.Linear(3, 3), last, 0
@@ -33,8 +31,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A network of blocks, and its adapter in one; the output is that of the last block."""
-
     def __init__(self, blocks: list[nn.Module] | None = None) -> None:
         super().__init__()
         self.parts = nn.ModuleList(blocks or [Block(last=n == BLOCKS - 1) for n in range(BLOCKS)])
@@ -112,7 +108,6 @@ def test_other_batches_and_failures() -> None:
 
 
 def test_what_cannot_be_left_out_is_refused() -> None:
-    """Gradients, and blocks whose output has no one shape."""
     net = Net()
     with pytest.raises(ValueError, match="gradients are enabled"), of(net, 0.5).prediction(exact=False):
         pass
@@ -124,8 +119,6 @@ def test_what_cannot_be_left_out_is_refused() -> None:
 
 
 class Calls:
-    """Counts the blocks that compute, by hooks on a layer in each."""
-
     def __init__(self, model: Any, module: nn.Module) -> None:
         self.count = 0
         for block in model.blocks(module):
@@ -138,7 +131,6 @@ class Calls:
 
 @each_row
 def test_rollouts_leave_out_blocks(name: str, folders: Callable[[str], Path]) -> None:
-    """A threshold that no change is below keeps the bits; one that every change is below leaves out blocks."""
     row = ROWS[name]
     model = opened(name, folders(name))
     module = model.build().eval()

@@ -28,7 +28,6 @@ from fluvial.models.replay.media import MediaPrompt
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["sd-image", "xl-inpaint"])
 def test_the_noise_of_a_step_is_the_pipelines(name: str, tmp_path: Path) -> None:
-    """The standard deviation of a step, in the pipeline's own coordinates, is that of DDIM at the pipeline's levels."""
     model = open_model(save(name, tmp_path / "model"), height=SIZE[0], width=SIZE[1], **EDITS[name].call)
     ours = model.schedule(STEPS, model.latent_shape(*SIZE))
     from_image = model.takes == ("image",)
@@ -62,7 +61,6 @@ def test_what_image_to_image_cannot_do_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_negative_prompt_is_cached_with_each_image(tmp_path: Path) -> None:
-    """So that neither rollouts nor evaluations of other prompts load the text encoder again."""
     folder, file = save("sd-image", tmp_path / "model"), tmp_path / "edits.jsonl"
     lines = [{"prompt": text, "image": f"{text}.png"} for text in ("foxes", "cats", "owls", "bats")]
     for number, line in enumerate(lines):
@@ -93,19 +91,15 @@ def test_samples_that_start_as_noise_are_noise_mixed_with_the_image() -> None:
 
 
 class Listening:
-    """A model that keeps what it is asked to encode."""
-
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
     def encode(self, prompts: list[Any]) -> Tensor:
-        """Return a number per prompt."""
         self.asked.append(prompts)
         return torch.zeros(len(prompts), 1)
 
 
 def test_a_negative_prompt_has_the_images_of_the_prompt() -> None:
-    """So that both halves of guidance see the same image; a prompt of text alone has a text."""
     model: Any = Listening()
     Guidance(2.0, "blurred").encode(model, [Prompt("a red fox", media={"image": b"1"}), Prompt("two cats", negative="dogs")])
     assert model.asked[1] == [MediaPrompt("blurred", {"image": b"1"}), "dogs"]

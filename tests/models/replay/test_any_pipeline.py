@@ -46,12 +46,10 @@ def pipeline(name: str, folder: Path) -> Any:
 
 
 def networks(pipe: Any) -> list[nn.Module]:
-    """Return the parts of a pipeline that compute."""
     return [part for part in pipe.components.values() if isinstance(part, nn.Module)]
 
 
 def theirs(name: str, pipe: Any, noise: Tensor, *, output: str) -> Tensor:
-    """Return the output of diffusers' pipeline for given noise."""
     options = {**ROWS[name].options, "output_type": output, "return_dict": False}
     options |= {"prompt": PROMPTS[: len(noise)], "num_inference_steps": STEPS, "latents": ROWS[name].latents(noise)}
     made: Tensor = pipe(**options)[0]
@@ -89,7 +87,6 @@ def test_samples_are_those_of_the_pipeline(name: str, replayed: Callable[[str], 
 
 @each
 def test_the_check_passes_with_the_real_transformer(name: str, replayed: Callable[[str], Path]) -> None:
-    """On other prompts than the empty one, which the model was understood by."""
     model = opened(name, replayed(name))
     assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
     assert is_recorded(model)
@@ -98,7 +95,6 @@ def test_the_check_passes_with_the_real_transformer(name: str, replayed: Callabl
 
 @each
 def test_every_trained_parameter_has_a_gradient(name: str, replayed: Callable[[str], Path]) -> None:
-    """LoRA on the model's targets, at every step of the schedule."""
     model = opened(name, replayed(name))
     module = model.build()
     assert 1 <= len(model.blocks(module)) <= 8
@@ -117,7 +113,6 @@ def test_every_trained_parameter_has_a_gradient(name: str, replayed: Callable[[s
 
 @each
 def test_a_prompt_is_encoded_alone(name: str, replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its bits depend neither on its batch nor on the cache."""
     model = opened(name, replayed(name))
     together = optree.tree_leaves(model.encode(PROMPTS))
     for row, prompt in enumerate(PROMPTS):
@@ -130,7 +125,6 @@ def test_a_prompt_is_encoded_alone(name: str, replayed: Callable[[str], Path], t
 
 
 def test_the_cache_depends_on_every_argument_of_the_call(replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """Another guidance, number of steps or size gives another conditioning."""
     row = dict(ROWS["lumina2"].options)
     opened("lumina2", replayed("lumina2"), cache=tmp_path).encode(PROMPTS[:1])
     for options in ({"scale": 2.0}, {"steps": 3}, {"negative": "blurry"}, {"height": 64}):
@@ -142,7 +136,6 @@ def test_the_cache_depends_on_every_argument_of_the_call(replayed: Callable[[str
 
 @without_adapter
 def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], Path]) -> None:
-    """Velocities computed from a stored rollout are those of the rollout; guidance is the pipeline's own."""
     model = opened(name, replayed(name))
     module = model.build().eval()
     guidance = Guidance(scale=float(ROWS[name].options["guidance_scale"]))
@@ -163,7 +156,6 @@ def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], 
 
 
 def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(replayed: Callable[[str], Path]) -> None:
-    """The check uses the real weights, in other batches."""
     model = opened("sana", replayed("sana"))
     module = model.build().eval()
 
@@ -222,7 +214,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_impossible_calls_are_refused(
     name: str, options: dict[str, Any], says: str, replayed: Callable[[str], Path]
 ) -> None:
-    """When the model is opened or first run."""
     with pytest.raises(ValueError, match=says):
         _ = opened(name, replayed(name), **options).known
 
@@ -242,14 +233,12 @@ def test_impossible_calls_are_refused(
     ],
 )
 def test_unsuitable_folders_are_refused(index: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A UNet, a class that diffusers does not have, and half a pipeline."""
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=says):
         AnyPipeline(tmp_path, height=32, width=32, steps=STEPS)
 
 
 def test_a_solver_of_a_flow_is_replaced_by_euler_steps(replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """The published Sana has a solver; Euler's scheduler gets the same shift."""
     pipe = tiny_replayed.load("sana", replayed("sana"))
     shift = pipe.scheduler.config.shift
     pipe.scheduler = DPMSolverMultistepScheduler(use_flow_sigmas=True, flow_shift=shift, prediction_type="flow_prediction")
@@ -260,7 +249,6 @@ def test_a_solver_of_a_flow_is_replaced_by_euler_steps(replayed: Callable[[str],
 
 
 def test_a_scheduler_without_a_flow_is_refused(replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """The message names the scheduler and the expected one."""
     pipe = tiny_replayed.load("sana", replayed("sana"))
     pipe.scheduler = DPMSolverMultistepScheduler()
     pipe.save_pretrained(tmp_path)
@@ -269,7 +257,6 @@ def test_a_scheduler_without_a_flow_is_refused(replayed: Callable[[str], Path], 
 
 
 def test_another_size_or_number_of_steps_is_refused(replayed: Callable[[str], Path]) -> None:
-    """The model is known for one size and schedule only."""
     model = opened("sana", replayed("sana"))
     with pytest.raises(ValueError, match="as the pipeline was opened"):
         model.latent_shape(64, 64)
@@ -280,7 +267,6 @@ def test_another_size_or_number_of_steps_is_refused(replayed: Callable[[str], Pa
 
 
 def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline that pads to the longest prompt of the batch gives its transformer other shapes for other prompts."""
     model = opened("lumina2", replayed("lumina2"))
     encode: Any = type(model._load_pipeline()).encode_prompt
 
@@ -324,7 +310,6 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
 
 
 def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:
-    """The limit is the pipeline's max_sequence_length."""
     model = opened("lumina2", replayed("lumina2"))
     with pytest.raises(ValueError, match="expected at most 24"):
         model.check_prompt("x" * 40)

@@ -28,7 +28,6 @@ SHORT = {"max_sequence_length": 12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny pipeline, saved once."""
     root = tmp_path_factory.mktemp("pipelines")
 
     def of(name: str) -> Path:
@@ -42,7 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def refused(model: Callable[[], Any], says: str) -> None:
-    """Expect a refusal of one line."""
     with pytest.raises(ValueError, match=says) as caught:
         model()
     assert "\n" not in str(caught.value)
@@ -60,7 +58,6 @@ def test_inpainting_is_refused_at_the_first_blended_step(folder: Callable[[str],
 
 
 def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Callable[[str], Path]) -> None:
-    """The message shows no pixels."""
     call = {"image": IMAGE[:, :2], "strength": 0.5, **SHORT}
     model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
     refused(
@@ -83,7 +80,6 @@ def test_a_pipeline_that_fails_on_several_samples_makes_them_one_by_one(folder: 
 def test_what_depends_on_one_samples_noise_is_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples that are made one by one are compared with one another, as those of a batch."""
     call = {"image": IMAGE, "strength": 0.5, **SHORT}
     model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
     prepare = type(model._load_pipeline()).encode_prompt
@@ -99,7 +95,6 @@ def test_what_depends_on_one_samples_noise_is_refused(
 
 @pytest.mark.long
 def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callable[[str], Path]) -> None:
-    """The text of a large tensor leaves out most of its values."""
     prints = []
     for value in (0.0, 0.5):
         image = torch.zeros(1, 3, 64, 64)
@@ -113,7 +108,6 @@ def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callab
 def test_initial_samples_that_are_no_noise_are_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline that scales its noise, or adds something to it."""
     model = tiny_replayed.opened("sana", folder("sana"))
     kind = type(model._load_pipeline())
     prepare = kind.prepare_latents
@@ -144,7 +138,6 @@ def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], P
 
 
 def twins(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Make two samples per call."""
     call = kind.__call__
 
     def two(self: Any, *args: Any, generator: Any, **more: Any) -> Any:
@@ -156,7 +149,6 @@ def twins(patch: pytest.MonkeyPatch, kind: Any) -> None:
 
 
 def late(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Leave out the first step of a schedule, as image to image does, without an image."""
     module = sys.modules[kind.__module__]
     timesteps = module.retrieve_timesteps
 
@@ -168,7 +160,6 @@ def late(patch: pytest.MonkeyPatch, kind: Any) -> None:
 
 
 def restless(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Give the transformer another setting in each call."""
     call, count = kind.__call__, itertools.count()
     patch.setattr(kind, "__call__", lambda *args, **more: call(*args, attention_kwargs={"of": next(count)}, **more))
 
@@ -185,7 +176,6 @@ ALTERED: dict[str, tuple[Callable[[pytest.MonkeyPatch, Any], None], str]] = {
 def test_a_pipeline_that_lacks_a_property_is_refused(
     name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as it is run without its transformer."""
     alter, says = ALTERED[name]
     model = tiny_replayed.opened("sana", folder("sana"))
     alter(monkeypatch, type(model._load_pipeline()))
@@ -195,7 +185,6 @@ def test_a_pipeline_that_lacks_a_property_is_refused(
 def test_a_run_that_differs_from_the_first_or_fails_is_refused(
     folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its schedule is another one, or only the real transformer fails, with one prompt too; sounds are asked of none."""
     model = tiny_replayed.opened("sana", folder("sana"))
     module, kind = model.build().eval(), type(model._load_pipeline())
     refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
@@ -228,7 +217,6 @@ EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
 def test_an_exception_of_the_pipeline_is_one_line(
     method: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any type, with its type and text."""
     kind, says = EXCEPTIONS[method]
     model = tiny_replayed.opened("sana", folder("sana"))
 
@@ -264,8 +252,6 @@ def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], 
 
 
 def _refusing(tokenizer: Any) -> Any:
-    """Return a tokenizer that takes no bare text."""
-
     def refuse(self: Any, text: str) -> Any:
         raise TypeError("no images were given")
 
@@ -275,7 +261,6 @@ def _refusing(tokenizer: Any) -> Any:
 
 
 def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) -> None:
-    """FLUX.2 dev has a processor in its tokenizer's place."""
     from transformers import ProcessorMixin
 
     model = tiny_replayed.opened("sana", folder("sana"))
@@ -291,13 +276,11 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) 
 
 
 def noise(*shape: int) -> Tensor:
-    """Return standard normal noise."""
     return normal(key(3), shape)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 8, 8), (3, 16, 16), (2, 40000), (1, 4, 32, 32)])
 def test_normal_noise_passes(shape: tuple[int, ...]) -> None:
-    """In any shape, in bfloat16 too."""
     check_initial_noise("P", noise(*shape))
     check_initial_noise("P", noise(*shape).bfloat16())
 
@@ -321,7 +304,6 @@ def test_other_noise_does_not_pass(change: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_a_step_starts_where_the_one_before_ended() -> None:
-    """To the bit, but for a cast of the pipeline's."""
     x = noise(2, 4, 4)
     check_chain("P", 1, x, x.clone())
     check_chain("P", 1, x.bfloat16(), x)
@@ -343,7 +325,6 @@ def test_steps_are_taken_once_in_order(taken: tuple[int, ...], shown: str) -> No
 
 
 def test_the_last_steps_may_be_taken_alone() -> None:
-    """Image to image leaves out the first steps of its schedule, and no others."""
     assert check_tail("P", (2, 3, 4), 5, 3) == 2
     for taken in ((1, 2, 3, 4), (1, 2, 3), (2, 4)):
         with pytest.raises(ReplayError, match="of a schedule of 5, expected the last 3"):

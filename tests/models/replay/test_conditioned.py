@@ -33,19 +33,16 @@ each = pytest.mark.parametrize("name", [name if name in SHORT else long(name) fo
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of the pipelines, by row."""
     root = tmp_path_factory.mktemp("conditioned")
     return lambda name: tiny_conditioned.save(name, root / name)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images keep their size."""
     tiny_conditioned.without_scaling(monkeypatch)
 
 
 def prompts(name: str, folder: Path) -> list[MediaPrompt]:
-    """Return two prompts with images of their own."""
     return [
         MediaPrompt(
             text,
@@ -109,7 +106,6 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
 
 @pytest.mark.parametrize("name", ["kontext", long("fill")])
 def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Path]) -> None:
-    """The same text with another image; the same image under another name is the same."""
     first, second = prompts(name, folder(name))
     model = opened(name, folder(name), first)
     same = MediaPrompt(first.text, {argument: file.read_bytes() for argument, file in first.media.items()})  # type: ignore[union-attr]
@@ -130,7 +126,6 @@ def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Pa
 def test_an_image_or_sound_without_an_effect_is_refused(
     name: str, argument: str, ignored: Callable[[Any], Any], folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline that ignores what it is given in one of its arguments."""
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0])
     module = model.build().eval()
@@ -183,7 +178,6 @@ def test_each_sample_is_decoded_with_its_own_prompts_image(
 
 
 def test_a_decoding_that_mixes_samples_is_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts with images are run one by one, where it does not show."""
     asked = prompts("kontext", folder("kontext"))
     model = opened("kontext", folder("kontext"), asked[0])
     module = model.build().eval()
@@ -202,7 +196,6 @@ def test_a_decoding_that_mixes_samples_is_refused(folder: Callable[[str], Path],
 
 @pytest.mark.long
 def test_a_scale_of_the_whole_batch_is_refused(folder: Callable[[str], Path]) -> None:
-    """Kandinsky 5, whose samples are decoded one at a time for that reason."""
     asked = prompts("kandinsky-video", folder("kandinsky-video"))
     model = opened("kandinsky-video", folder("kandinsky-video"), asked[0])
     module = model.build().eval()

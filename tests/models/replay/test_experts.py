@@ -12,14 +12,11 @@ from fluvial.models.replay.experts import join_experts, place_network
 
 
 class Negates(nn.Module):
-    """A network of a call."""
-
     def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor]:
         return (-hidden_states,)
 
 
 def pipe(boundary: float | None) -> SimpleNamespace:
-    """Return a pipeline with two networks."""
     parts = {part: Negates() for part in EXPERTS}
     return SimpleNamespace(components=parts, config=SimpleNamespace(boundary_ratio=boundary))
 
@@ -30,7 +27,6 @@ def test_two_networks_without_a_boundary_are_refused() -> None:
 
 
 def test_a_call_on_the_other_side_of_the_boundary_is_refused() -> None:
-    """A pipeline that changes networks at another level, or that has both see a batch."""
     module = join_experts(pipe(0.5), EXPERTS[0])
     assert isinstance(module, Experts)
     high, low = (place_network(module, part) for part in EXPERTS)

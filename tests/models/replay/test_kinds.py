@@ -50,7 +50,6 @@ def as_webp(file: Path) -> Path:
 
 
 def as_mkv(file: Path) -> Path:
-    """Write with a codec that loses nothing."""
     import av
 
     with av.open(file.with_suffix(".mkv"), "w") as container:
@@ -77,7 +76,6 @@ def test_frames_of_a_video_are_those_written(write: Callable[[Path], Path], tmp_
 
 
 def pcm(width: int, channels: int = 2, count: int = 50) -> tuple[bytes, torch.Tensor]:
-    """Return a WAV file of whole numbers of a width in bytes, and its sound."""
     numbers = np.random.default_rng(width).integers(-(2 ** (8 * width - 1)), 2 ** (8 * width - 1), (count, channels))
     with io.BytesIO() as file:
         with wave.open(file, "wb") as made:
@@ -100,7 +98,6 @@ def test_sounds_of_whole_numbers_are_those_written(width: int) -> None:
 
 
 def test_sounds_of_other_formats_are_read_by_ffmpeg(tmp_path: Path) -> None:
-    """FLAC loses nothing."""
     import av
 
     numbers = np.random.default_rng(0).integers(-(2**15), 2**15, (2, 4096), dtype=np.int16)
@@ -187,7 +184,6 @@ def test_what_is_no_sound_is_one_line(make: Callable[[Path], Path], message: str
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only for what needs it."""
     monkeypatch.setattr(kinds, "find_spec", lambda name: None)
     assert read_sound(pcm(2)[0]).rate == 400
     assert len(read_video(as_webp(tmp_path / "clip"))) == len(FRAMES)
@@ -197,7 +193,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("write", [as_npy, as_webp, as_mkv])
 def test_a_strangers_video_has_no_more_pixels_than_allowed(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Those of an array are its bytes; those of other files are counted."""
     file = write(tmp_path / "clip").read_bytes()
     check_pixels(file, 5 * 16 * 24)
     if write is not as_npy:
@@ -208,7 +203,6 @@ def test_a_strangers_video_has_no_more_pixels_than_allowed(write: Callable[[Path
 
 
 def test_a_playlist_is_no_video(tmp_path: Path) -> None:
-    """FFmpeg would open the files and addresses that it names."""
     other = as_mkv(tmp_path / "clip")
     playlist = tmp_path / "clip.m3u8"
     playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{other}\n#EXT-X-ENDLIST\n")
@@ -218,7 +212,6 @@ def test_a_playlist_is_no_video(tmp_path: Path) -> None:
 
 
 def test_prompts_are_equal_by_the_contents_of_all_their_files(tmp_path: Path) -> None:
-    """A folder of frames by its files, a list of images by each of them, in order."""
     folder, other = as_folder(tmp_path / "one"), as_folder(tmp_path / "two")
     one = MediaPrompt("a fox", {"video": folder})
     assert one == MediaPrompt("a fox", {"video": other})

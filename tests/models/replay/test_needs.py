@@ -20,7 +20,6 @@ from fluvial.models.tiny import pipelines as tiny
 
 
 def test_a_package_that_a_pipeline_uses_without_a_check_is_named() -> None:
-    """diffusers' Cosmos resizes a mask by torchvision, which it imports if it is there."""
     named = r"^APipeline needs torchvision, which is not installed: pip install torchvision$"
     with pytest.raises(ValueError, match=named), foreign("APipeline", "be called"):
         transforms.functional.resize(0)  # type: ignore[name-defined]
@@ -64,8 +63,6 @@ def test_a_pipeline_without_a_prompt_is_refused_and_no_step_reuses_another_ones_
 def test_a_distilled_network_keeps_the_scale_that_it_was_distilled_for(
     embedded: bool | None, scale: float, call: dict[str, Any], expected: dict[str, float]
 ) -> None:
-    """No classifier-free guidance is no reason to give it 1."""
-
     def distilled(
         self: Any,
         prompt: str,
@@ -82,7 +79,6 @@ def test_a_distilled_network_keeps_the_scale_that_it_was_distilled_for(
 
 
 def test_a_sound_of_another_rate_than_the_pipelines_is_refused() -> None:
-    """It would be taken for a slower or a faster one."""
     prompt = MediaPrompt("rain", {"audio": SOUND.write(Sound(torch.zeros(1, 8), 800))})
     assert forms({"audio"}, prompt, 1, steps=[3], rate=800)
     says = r"^the audio of a prompt has 800 numbers per second, and the pipeline takes 400: resample it$"
@@ -129,8 +125,6 @@ def test_a_network_that_takes_no_batch_is_told_from_one_that_reads_values() -> N
 
 
 class Reads(nn.Module):
-    """Reads a value, as networks with experts do."""
-
     config = {"in_channels": 4, "out_channels": 2}  # noqa: RUF012
 
     def forward(self, hidden_states: Tensor) -> Any:
@@ -138,14 +132,12 @@ class Reads(nn.Module):
 
 
 def test_the_output_of_a_network_that_reads_values_is_guessed_by_its_input() -> None:
-    """Tokens as many as channels are no channels."""
     network = make_stand_in(Reads(), torch.device("cpu"), torch.float32)
     assert network(hidden_states=torch.ones(3, 4, 8))[0].shape == (3, 4, 8)
     assert network(hidden_states=torch.ones(3, 4, 8, 8))[0].shape == (3, 2, 8, 8)
 
 
 def test_tokens_of_text_before_those_of_the_sample_are_left_out() -> None:
-    """As Qwen-Image 2.1 returns both in one sequence; parts of another kind stay."""
     x, part = torch.zeros(2, 4, 3), torch.arange(2 * 6 * 3.0).view(2, 6, 3)
     assert torch.equal(tails([part], x)[0], part[:, 2:])
     assert tails([x], x)[0] is x
@@ -178,7 +170,6 @@ def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: 
     ],
 )
 def test_samples_that_are_no_rollout_are_refused_in_words(name: str, network: str, why: str, tmp_path: Path) -> None:
-    """From the class alone, before anything is loaded."""
     index = {"_class_name": name, "transformer": ["diffusers", network]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"^{name} cannot be trained without an adapter: .*{why}"):

@@ -23,7 +23,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_input_is_rebuilt_for_other_samples(layout: str, dtype: torch.dtype) -> None:
-    """From the places and the other numbers, to the bit."""
     build = LAYOUTS[layout]
     x, c, other = samples(4, 8, 8), samples(4, 8, 8, seed=1)[:1].expand(3, -1, -1, -1), samples(4, 8, 8, seed=2)
     found = find_in_input(build(x, c).to(dtype), x)
@@ -34,7 +33,6 @@ def test_an_input_is_rebuilt_for_other_samples(layout: str, dtype: torch.dtype) 
 
 
 def test_equal_elements_are_told_apart_by_their_neighbours() -> None:
-    """Elements of low precision may be equal in every sample; the order of the others decides."""
     have = torch.tensor([[1.0, 2, 3, 2, 5, 2]])
     assert locate(have, have).tolist() == [0, 1, 2, 3, 4, 5]
     assert locate(have[:, 2:], have).tolist() == [2, 3, 4, 5]
@@ -42,7 +40,6 @@ def test_equal_elements_are_told_apart_by_their_neighbours() -> None:
 
 
 def test_inputs_without_the_sample_are_not_taken_for_it() -> None:
-    """Other noise, a scaled sample, less than half of it, and copies that differ."""
     x = samples(4, 8, 8)
     differing = torch.cat([x, x.roll(1, dims=1)])
     for leaf in (samples(4, 8, 8, seed=3), 2 * x, x[:, :1], differing, torch.arange(3), "text", x[:2]):
@@ -102,7 +99,6 @@ def test_outputs_that_are_no_larger_or_of_another_shape_have_no_whole() -> None:
 
 
 def test_a_number_that_one_sample_has_by_coincidence_is_no_element_of_it() -> None:
-    """It stands alone among other numbers, and its element is found among those of the sample, too."""
     assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1, 2, 3])).tolist() == [-1, -1, -1, 0, 1, 2, 3]
     assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1])).tolist() == [-1, 2, -1, 0, 1]  # its only place
     assert drop_coincidences(torch.tensor([0, -1, 0, -1])).tolist() == [0, -1, 0, -1]  # every second channel
@@ -111,7 +107,6 @@ def test_a_number_that_one_sample_has_by_coincidence_is_no_element_of_it() -> No
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("first", [0, 2, 5])
 def test_one_sample_in_low_precision_is_found_as_a_block(axis: int, first: int) -> None:
-    """All of its elements must be there: with one other number it is no block of the input."""
     x = samples(4, 3, 6)[:1].bfloat16()
     shape = [4, 3, 6]
     shape[axis] = 5

@@ -31,25 +31,21 @@ each = pytest.mark.parametrize("name", ROWS)
 
 @pytest.fixture
 def load(replayed: Callable[[str], Path]) -> Callable[[str], Any]:
-    """Return a function that loads a fresh tiny pipeline."""
     return lambda name: tiny_replayed.load(name, replayed(name))
 
 
 def recorded(pipe: Any, name: str, *, prompts: list[str] = PROMPTS, seed: int = 0, **options: Any) -> Recording:
-    """Return a recording of a row's pipeline."""
     options = {"sampler": "flow_sde", "eta": 0.7, "key": key(seed), "steps": STEPS, **ROWS[name].options, **options}
     return record(pipe, prompts, **options)
 
 
 def every_pair(recording: Recording) -> tuple[Tensor, Tensor]:
-    """Return the samples and steps of all pairs, step by step."""
     steps = recording.trajectory.steps[0]
     batch = len(recording.trajectory.final)
     return torch.arange(batch).repeat(len(steps)), steps.repeat_interleave(batch)
 
 
 def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> Tensor:
-    """Return the log-probability of pairs, as the update computes it."""
     position = torch.searchsorted(recording.trajectory.steps[0], step.contiguous())
     levels = recording.schedule.levels
     x, x_next = (getattr(recording.trajectory, name)[sample, position] for name in ("x", "x_next"))
@@ -58,7 +54,6 @@ def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> T
 
 @pytest.mark.parametrize("name", [name if name == "flux" else long(name) for name in ROWS])
 def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -> None:
-    """It has its scheduler again and no hooks, and recording does not change the images."""
     pipe = load(name)
     own = pipe.scheduler
     recording = recorded(pipe, name, window=[0, 1])
@@ -134,7 +129,6 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 @each
 def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[str], Any]) -> None:
-    """As in the pipeline's source."""
     (recipe,) = recorded(load(name), name).model.recipes
     combination = recipe.combination
     assert isinstance(combination, Combination)
@@ -143,7 +137,6 @@ def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[st
 
 
 def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
-    """Sana's output is the velocity, Lumina's its negative."""
     for name in ("sana", "lumina2"):
         (recipe,) = recorded(load(name), name, guidance_scale=1.0).model.recipes
         assert isinstance(recipe.combination, Combination)
@@ -152,7 +145,6 @@ def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
 
 
 def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -> None:
-    """Lumina 2 can guide only its first steps; pairs of both kinds can be mixed."""
     pipe = load("lumina2")
     recording = recorded(pipe, "lumina2", cfg_trunc_ratio=0.5)
     assert [recipe.positions for recipe in recording.model.recipes] == [(0, 1), (2, 3)]
@@ -166,7 +158,6 @@ def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -
 
 @pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
 def test_shared_inputs_may_differ_by_step(kind: Callable[[int], Any], load: Callable[[str], Any]) -> None:
-    """Steps with equal shared inputs have the same recipe."""
     pipe = load("sana")
 
     def move(pipe: Any, step: int, timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,7 +170,6 @@ def test_shared_inputs_may_differ_by_step(kind: Callable[[int], Any], load: Call
 
 
 def test_inputs_are_recorded_before_the_transformer_changes_them(load: Callable[[str], Any]) -> None:
-    """Some transformers remove entries from a dictionary."""
     pipe = load("sana")
     forward = pipe.transformer.forward
 
@@ -193,7 +183,6 @@ def test_inputs_are_recorded_before_the_transformer_changes_them(load: Callable[
 
 
 def test_the_schedule_is_that_of_the_scheduler(load: Callable[[str], Any]) -> None:
-    """Also if its shift was changed after it was configured."""
     pipe = load("sana")
     pipe.scheduler.set_shift(7.0)
     recording = recorded(pipe, "sana")
@@ -203,7 +192,6 @@ def test_the_schedule_is_that_of_the_scheduler(load: Callable[[str], Any]) -> No
 
 
 def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
-    """A transformer in bfloat16 with samples in float32."""
     pipe = load("sana")
     pipe.transformer.to(torch.bfloat16)
     recording = recorded(pipe, "sana")
@@ -305,7 +293,6 @@ def test_the_gradient_is_that_of_the_pipeline(load: Callable[[str], Any]) -> Non
 
 
 def test_a_level_that_was_not_recorded_is_refused(load: Callable[[str], Any]) -> None:
-    """Inputs are known at the recorded steps only."""
     pipe = load("sana")
     recording = recorded(pipe, "sana", window=[0, 1])
     with pytest.raises(ValueError, match="the recording of SanaPipeline has no step at sigma"):
@@ -313,12 +300,9 @@ def test_a_level_that_was_not_recorded_is_refused(load: Callable[[str], Any]) ->
 
 
 def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Return the pipeline with a change of the velocity before each step."""
     step = RecordingScheduler.step
 
     class Changing(type(pipe)):  # type: ignore[misc]
-        """The pipeline under another name."""
-
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "scheduler" and isinstance(value, RecordingScheduler):
                 value.step = lambda v, t, x, **options: step(value, change(v, x), t, x, **options)  # type: ignore[method-assign]
@@ -330,52 +314,43 @@ def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
 
 
 def unguided(pipe: Any) -> Any:
-    """Bend the velocity, which is no weighted sum of outputs then."""
     return changed(pipe, lambda v, x: v.sin())
 
 
 def swapped(pipe: Any) -> Any:
-    """Step each sample with another sample's velocity."""
     return changed(pipe, lambda v, x: v.roll(1, 0))
 
 
 def batch_coupled(pipe: Any) -> Any:
-    """Make the transformer mix the samples of a batch."""
     pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
     return pipe
 
 
 def masked(pipe: Any) -> Any:
-    """Give the transformer another input than the sample."""
     pipe.transformer.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     return pipe
 
 
 def restless(pipe: Any) -> Any:
-    """Make the transformer's output random."""
     pipe.transformer.train().proj_out.register_forward_hook(lambda module, args, output: nn.functional.dropout(output))
     return pipe
 
 
 def heun(pipe: Any) -> Any:
-    """Give the pipeline a scheduler of second order."""
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
     return pipe
 
 
 def endless(pipe: Any) -> Any:
-    """Make the velocity overflow."""
     return changed(pipe, lambda v, x: v / 0)
 
 
 def shared(pipe: Any) -> Any:
-    """Make the transformer return one output for all samples."""
     pipe.transformer.register_forward_hook(lambda module, args, output: (output[0][:: len(PROMPTS)],))
     return changed(pipe, lambda v, x: v.expand_as(x))
 
 
 def interrupted(pipe: Any) -> Any:
-    """Leave out all steps."""
     pipe.__class__ = type("Interrupted", (type(pipe),), {"interrupt": True})
     return pipe
 
@@ -402,7 +377,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[str], Any]) -> None:
-    """The message names the pipeline, which keeps its scheduler."""
     change, options, message = REFUSED[case]
     pipe = change(load("sana"))
     own = pipe.scheduler
@@ -460,7 +434,6 @@ def test_a_control_network_that_shares_layers_is_refused() -> None:
 
 
 def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> None:
-    """By the object, else by its values; other numbers are the prompt's."""
     x, first, second = (torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     made = [[first.bfloat16(), first], [second]]
     given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
@@ -471,13 +444,11 @@ def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> N
 
 
 def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
-    """The conditional and unconditional outputs are then equal."""
     with pytest.raises(ValueError, match=r"FluxPipeline .* several combinations .* use prompts other than the negative"):
         recorded(load("flux"), "flux-guided", prompts=["bad"] * 3, negative_prompt=["bad"] * 3)
 
 
 def test_other_weights_are_found_before_the_first_update(load: Callable[[str], Any]) -> None:
-    """The check fails if the policy is not the recorded one."""
     pipe = load("aura-flow")
     recording = recorded(pipe, "aura-flow")
     with torch.no_grad():
@@ -488,7 +459,6 @@ def test_other_weights_are_found_before_the_first_update(load: Callable[[str], A
 
 
 def test_inputs_that_only_look_like_rows_are_refused(load: Callable[[str], Any]) -> None:
-    """With as many samples as tokens, the positions of tokens look like rows per sample."""
     pipe = load("flux")
     with pytest.raises(ValueError, match="FluxPipeline cannot be trained"):
         recorded(pipe, "flux", prompts=[f"{number} foxes" for number in range(16)], steps=2)

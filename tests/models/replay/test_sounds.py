@@ -27,7 +27,6 @@ CALL = {"audio_duration": 0.32}
 
 
 def opened(folder: Path, **options: object) -> AnyPipeline:
-    """Return the model of tiny ACE-Step."""
     size = {"height": 16, "width": 16, "steps": STEPS, "call": CALL, "example": "a drum"}
     return AnyPipeline(tiny_sounds.save(folder / "ace"), **{**size, **options})  # type: ignore[arg-type]
 
@@ -35,7 +34,6 @@ def opened(folder: Path, **options: object) -> AnyPipeline:
 @pytest.mark.long
 @pytest.mark.parametrize("lyrics", ["", "la la"])
 def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
-    """From the same noise, without guidance; lyrics are those of every prompt."""
     asked = ["rain", "two birds at dawn"]
     model = opened(tmp_path, call={**CALL, "lyrics": lyrics}).given(asked)
     module = model.build().eval()
@@ -59,7 +57,6 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
 
 
 def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check before the first update compares sounds as it does images."""
     model = opened(tmp_path)
     module, own = model.build().eval(), model.sounds
     monkeypatch.setattr(model, "sounds", lambda latents, prompts: own(latents + 0.1, prompts))
@@ -84,7 +81,6 @@ def test_a_drawing_shows_the_wave() -> None:
 
 
 def test_outputs_are_told_apart() -> None:
-    """A video with a sound, and a sound alone."""
     video, sound = torch.rand(1, 5, 3, 8, 8), torch.rand(1, 2, 100)
     both = split_output((video, sound))
     assert both.images is not None
@@ -97,7 +93,6 @@ def test_outputs_are_told_apart() -> None:
 
 
 def test_images_with_an_opacity_are_shown_over_white() -> None:
-    """Rewards take three channels; where an image is transparent, it is white."""
     image = torch.full((1, 4, 2, 2), 0.25)
     image[..., 0, 0] = torch.tensor([0.5, 0.0, 1.0, 0.0])
     shown = split_output((image,)).images
@@ -111,7 +106,6 @@ PLAIN = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
 
 
 def ltx2(folder: Path, **options: Any) -> AnyPipeline:
-    """Return the model of tiny LTX-2: videos with sound, guided in four ways."""
     if not (folder / "ltx2").exists():
         stored.copy_of("sounds-ltx2", folder / "ltx2", partial(tiny.save, "LTX2Pipeline"))
     call = {"max_sequence_length": 32, **options.pop("call", {})}
@@ -122,7 +116,6 @@ def ltx2(folder: Path, **options: Any) -> AnyPipeline:
 @pytest.mark.long
 @pytest.mark.parametrize("call", [{}, PLAIN, {"guidance_rescale": 0.4, "audio_guidance_rescale": 0.9}])
 def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, float]) -> None:
-    """Video and sound are the pipeline's own, from the same noise; each has its own scales of guidance, rescaled or not."""
     asked = ["rain", "a drum"]
     model = ltx2(tmp_path, call=call).given(asked)
     module = model.build().eval()

@@ -20,7 +20,6 @@ RATE = 8000
 
 
 def extractor() -> Any:
-    """Return the published feature extractor for sounds of one second at 8 kHz."""
     from transformers import ClapFeatureExtractor
 
     return ClapFeatureExtractor(
@@ -37,7 +36,6 @@ def extractor() -> Any:
 
 
 def config(**audio: Any) -> Any:
-    """Return the configuration of a tiny model."""
     from transformers import ClapConfig
 
     return ClapConfig(
@@ -68,7 +66,6 @@ def config(**audio: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny CLAP model without fusion."""
     from transformers import ClapModel, PreTrainedTokenizerFast
 
     place = tmp_path_factory.mktemp("clap")
@@ -84,7 +81,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sounds(samples: int = 6000) -> torch.Tensor:
-    """Return sounds `[3, samples]`: noise of rising loudness over a tone."""
     time = torch.arange(samples) / RATE
     tone = torch.sin(2 * torch.pi * 440 * time)
     return (uniform(key(0), (3, samples)) - 0.5) * torch.tensor([0.1, 0.4, 0.8])[:, None] + 0.3 * tone
@@ -108,7 +104,6 @@ def test_a_long_sound_is_cut_into_windows_that_cover_it() -> None:
 
 
 def expected(folder: Path, audio: torch.Tensor) -> nt.Array:
-    """Return the scores, with the text model and all projections in numpy and the audio model of transformers."""
     from transformers import AutoTokenizer, ClapModel
 
     model = ClapModel.from_pretrained(folder).eval()
@@ -162,7 +157,6 @@ def test_gradients_batches_channels_and_windows(folder: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "wanted"), [(6000, 8000), (16000, 8000), (44100, 48000)])
 def test_resampling_is_that_of_scipy(rate: int, wanted: int) -> None:
-    """By Fourier series, of a sound that has no frequencies above both."""
     time = torch.arange(601, dtype=torch.float64) / 601
     audio = sum(torch.sin(2 * torch.pi * n * time + n) / n for n in (1, 7, 40, 90))
     assert isinstance(audio, torch.Tensor)

@@ -23,7 +23,6 @@ PROMPTS = ["a red cat", "two dogs, one hat!", "a red cat"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny CLIP model, with a head of the aesthetic predictor."""
     place = tmp_path_factory.mktemp("clip")
     tiny_rewards.save_clip(place)
     sizes = [12, 9, 5, 1]
@@ -36,14 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(name: str, folder: Path, **options: Any) -> Any:
-    """Return a reward on the tiny model."""
     if name == "aesthetic":
         return Aesthetic(folder, head=folder, **options)
     return (PickScore if name == "pickscore" else ClipScore)(folder, **options)
 
 
 def reference(folder: Path) -> tuple[Array, Array, dict[str, Array]]:
-    """Return the embeddings of the images and of the prompts in numpy, and the weights."""
     from transformers import AutoTokenizer, CLIPModel
 
     state = numpy_towers.arrays(CLIPModel.from_pretrained(folder).state_dict())
@@ -55,7 +52,6 @@ def reference(folder: Path) -> tuple[Array, Array, dict[str, Array]]:
 
 
 def expected(name: str, folder: Path) -> Array:
-    """Return the scores of a reward by its formula in numpy."""
     images, texts, state = reference(folder)
     cosines = (images * texts).sum(-1)
     if name == "aesthetic":
@@ -85,7 +81,6 @@ def test_gradients_batches_and_videos(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_along_the_gradient_raises_the_score(name: str, folder: Path) -> None:
-    """And without a gradient of the images the score has none."""
     reward = build(name, folder)
     images = (tiny_rewards.images() * 0.5 + 0.25).requires_grad_()
     scores = reward(images, PROMPTS)
@@ -98,7 +93,6 @@ def test_a_step_along_the_gradient_raises_the_score(name: str, folder: Path) -> 
 
 
 def test_the_gradient_of_a_loss_on_the_score_is_that_of_the_model_on_unrounded_pixels(folder: Path) -> None:
-    """The whole way, against the model on pixels resized without rounding."""
     from torch.nn import functional
 
     reward = build("pickscore", folder)
@@ -161,7 +155,6 @@ def test_a_lower_precision_is_near(folder: Path) -> None:
 
 
 def refused(build: Callable[[], Any]) -> str:
-    """Return the one line that building a reward ends with."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         build()
     assert "\n" not in str(caught.value)

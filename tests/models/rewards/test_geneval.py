@@ -25,7 +25,6 @@ Scene = Sequence[tuple[str, str, int, int]]  # class, colour, left, top
 
 
 def drawn(scene: Scene) -> Tensor:
-    """Return an image `[3, 64, 64]` of a scene on grey."""
     image = torch.full((3, 64, 64), 0.5)
     for name, colour, left, top in scene:
         image[:, top : top + CLASSES[name], left : left + WIDTHS[name]] = torch.tensor(RGB[colour]).view(3, 1, 1)
@@ -33,8 +32,6 @@ def drawn(scene: Scene) -> Tensor:
 
 
 def detector(scene: Scene, confidence: float = 0.95) -> Any:
-    """Return a detector that knows the scene; the first objects are the surest."""
-
     def detect(image: Tensor) -> dict[str, list[Detection]]:
         found: dict[str, list[Detection]] = {}
         for number, (name, _, left, top) in enumerate(scene):
@@ -48,13 +45,11 @@ def detector(scene: Scene, confidence: float = 0.95) -> Any:
 
 
 def named(crops: Sequence[Tensor], name: str) -> list[str]:
-    """Return the nearest colour to the mean of each crop."""
     palette = torch.tensor(list(RGB.values()), dtype=torch.float32)
     return [list(RGB)[int((palette - crop.flatten(1).mean(1)).norm(dim=1).argmin())] for crop in crops]
 
 
 def verdict(scene: Scene, *include: dict[str, Any], tag: str = "", exclude: Any = (), confidence: float = 0.95) -> Any:
-    """Return the verdict on a scene, with the partial score to three digits."""
     record = {"tag": tag, "include": list(include), "exclude": list(exclude)}
     found = evaluate(drawn(scene), record, detector(scene, confidence), named)
     return found.correct, found.strict, round(found.partial, 3)
@@ -65,7 +60,6 @@ LEFT, RIGHT, TOP, LOW = ("square", "red", 4, 28), ("square", "blue", 50, 28), ("
 
 
 def test_objects_and_counts() -> None:
-    """GenEval asks for enough objects, flow_grpo for as many."""
     assert verdict([LEFT], ONE) == (True, True, 1)
     assert verdict([TOP], ONE) == (False, False, 0)
     assert verdict([LEFT, RIGHT], ONE) == (True, False, 0)
@@ -83,14 +77,12 @@ def test_too_many_objects_are_wrong_where_they_are_excluded() -> None:
 
 
 def test_counting_asks_for_a_surer_detector() -> None:
-    """Confidence above 0.9 in place of 0.3."""
     assert verdict([LEFT], ONE, confidence=0.8) == (True, True, 1)
     assert verdict([LEFT], ONE, tag="counting", confidence=0.8)[0] is False
     assert verdict([LEFT], ONE, confidence=0.3)[0] is False
 
 
 def test_colours() -> None:
-    """Those of the surest objects count."""
     assert verdict([LEFT], {**ONE, "color": "red"}) == (True, True, 1)
     assert verdict([LEFT], {**ONE, "color": "blue"}) == (False, False, 0.5)
     assert verdict([LEFT, RIGHT], {**TWO, "color": "red"}) == (False, False, 0.75)
@@ -118,14 +110,11 @@ def test_positions(scene: Scene, relation: str, holds: bool) -> None:
 
 
 def test_a_position_needs_a_target() -> None:
-    """And is nothing where its own objects are missing."""
     assert verdict([TOP], ONE, {**BARS, "position": ["above", 0]}) == (False, False, round(1 / 3, 3))
     assert verdict([LEFT], ONE, {**BARS, "position": ["above", 0]}) == (False, False, round(1 / 3, 3))
 
 
 def test_an_offset_along_the_diagonal_is_two_positions() -> None:
-    """And one that is small for the objects' sizes is not one."""
-
     def at(x: float, y: float, size: float = 10) -> Detection:
         return Detection((x, y, x + size, y + size), 1.0)
 
@@ -156,7 +145,6 @@ def test_a_crop_is_grey_outside_of_the_object() -> None:
 
 
 def test_colours_are_named_by_the_nearest_embedding() -> None:
-    """The class's embedding of a colour is the mean of three normalised ones."""
     asked: list[str] = []
 
     def texts(lines: Sequence[str]) -> Tensor:
@@ -177,7 +165,6 @@ def test_colours_are_named_by_the_nearest_embedding() -> None:
 
 
 def test_it_is_a_reward_of_several_numbers() -> None:
-    """The partial score is learnt from unless another is asked for."""
     scenes: list[Scene] = [[LEFT], [LEFT, RIGHT]]
     images = torch.stack([drawn(scene) for scene in scenes])
 

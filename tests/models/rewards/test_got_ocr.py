@@ -15,7 +15,6 @@ SIDE, TOKENS = 128, 6
 
 
 def vocabulary() -> Any:
-    """Return a tokenizer of single bytes with the tokens of GOT-OCR."""
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
@@ -25,7 +24,6 @@ def vocabulary() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny GOT-OCR with random weights."""
     from transformers import GotOcr2Config, GotOcr2ForConditionalGeneration
 
     place = tmp_path_factory.mktemp("got")
@@ -63,7 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def as_uint8(images: torch.Tensor) -> torch.Tensor:
-    """Return images as a recogniser gets them."""
     return (images * 255).round().byte().permute(0, 2, 3, 1)
 
 
@@ -93,7 +90,6 @@ def test_the_text_is_the_greedy_transcription(folder: Path) -> None:
 
 
 def test_the_request_is_the_one_of_the_published_processor(folder: Path) -> None:
-    """Without its image processor, which torchvision would have to be installed for."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
     from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 

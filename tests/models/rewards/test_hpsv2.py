@@ -25,7 +25,6 @@ WIDTH, TEXT, OUT, LAYERS, HEADS, PATCH, SIDE, LENGTH = 16, 20, 12, 2, 2, 10, 30,
 
 
 def vocabulary() -> Any:
-    """Return a tokenizer whose end is the largest token, as CLIP's is."""
     from transformers import CLIPTokenizer
 
     words = [word for word in sorted(clip_tokenizer().get_vocab()) if not word.startswith("<|")]
@@ -34,7 +33,6 @@ def vocabulary() -> Any:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Return a random state dict of open_clip's CLIP with a vision transformer."""
     shapes: dict[str, tuple[int, ...]] = {
         "logit_scale": (),
         "positional_embedding": (LENGTH, TEXT),
@@ -74,7 +72,6 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the weights as they are published, and a tokenizer."""
     place = tmp_path_factory.mktemp("hpsv2")
     mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
     torch.save({"state_dict": {**state(), "attn_mask": mask}}, place / FILE)
@@ -83,7 +80,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resblock(x: Array, w: nt.Weights, allowed: Array | None = None) -> Array:
-    """Return a block of open_clip."""
     y = nt.norm(x, w, "ln_1")
     q, k, v = np.split(y @ w["attn.in_proj_weight"].T + w["attn.in_proj_bias"], 3, axis=-1)
     x = x + nt.linear(nt.attend(q, k, v, HEADS, allowed), w, "attn.out_proj")
@@ -91,7 +87,6 @@ def resblock(x: Array, w: nt.Weights, allowed: Array | None = None) -> Array:
 
 
 def expected(pixels: Array, ids: Array) -> Array:
-    """Return the cosine of images and texts, as open_clip computes it."""
     w = nt.arrays(state())
     x = nt.patches(pixels, w["visual.conv1.weight"])
     first = np.broadcast_to(w["visual.class_embedding"], (len(x), 1, WIDTH))
@@ -152,7 +147,6 @@ def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
     ],
 )
 def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> None:
-    """By the functions of its own wheel; tokens are those of the cleaned prompt, and differ from the raw one's."""
     file = wheels.install("hpsv2", "1.2.0") / "hpsv2" / "src" / "open_clip" / "tokenizer.py"
     package = wheels.definitions(file, "basic_clean", "whitespace_clean", ftfy=ftfy, html=html, re=import_module("regex"))
     wanted = package["whitespace_clean"](package["basic_clean"](prompt))
@@ -173,8 +167,6 @@ def test_gradients_batches_and_videos(folder: Path) -> None:
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
-    """No such file, another model, tensors missing or of another shape, tensors that a CLIP model does not have."""
-
     def message(tensors: Any) -> str:
         torch.save(tensors, tmp_path / FILE)
         with pytest.raises(ValueError, match="hpsv2: ") as caught:
@@ -195,7 +187,6 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_heads_of_the_published_model_are_known() -> None:
-    """ViT-H/14 has 16 heads of 80 in its vision tower and 16 of 64 in its text tower."""
     from fluvial.models.rewards.hpsv2 import infer_config
 
     tensors = {name: torch.empty(0) for name in ("logit_scale",)}

@@ -23,7 +23,6 @@ KINDS: dict[str, Callable[..., Any]] = {"dino": Dino, "perceptual": Perceptual}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny DINOv2 model that sees 30 x 30 pixels."""
     from transformers import Dinov2Config, Dinov2Model
 
     place = tmp_path_factory.mktemp("dino")
@@ -35,7 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def before() -> list[Tensor]:
-    """Return images before an edit, of several sizes."""
     return [tiny_rewards.images(1, height, width, seed=7)[0] for height, width in ((41, 53), (60, 36), (30, 30))]
 
 
@@ -94,7 +92,6 @@ def test_the_distance_is_that_of_lpips(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_image_that_is_kept_has_the_highest_score(name: str, folder: Path) -> None:
-    """The cosine is 1, and the distance 0."""
     images = tiny_rewards.images()
     found = KINDS[name](folder)(images, PROMPTS, list(images))
     torch.testing.assert_close(found, torch.full((3,), 1.0 if name == "dino" else 0.0), rtol=0, atol=1e-5)

@@ -22,7 +22,6 @@ WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "red", "cat", "two", "dogs"]
 
 
 def vocabulary() -> Any:
-    """Return a tokenizer of words that begins with [CLS], as BERT's does."""
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
@@ -36,8 +35,6 @@ def vocabulary() -> Any:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Return a random state dict with the names of ImageReward.pt."""
-
     def linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
@@ -79,7 +76,6 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the weights as they are published, and a tokenizer."""
     place = tmp_path_factory.mktemp("imagereward")
     torch.save(state(), place / FILE)
     vocabulary().save_pretrained(place)
@@ -87,14 +83,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attention(x: Array, context: Array, w: nt.Weights, allowed: Array | None) -> Array:
-    """Return BERT's attention with its residual and the layer norm after it."""
     q = nt.linear(x, w, "self.query")
     k, v = nt.linear(context, w, "self.key"), nt.linear(context, w, "self.value")
     return nt.norm(nt.linear(nt.attend(q, k, v, HEADS, allowed), w, "output.dense") + x, w, "output.LayerNorm", 1e-12)
 
 
 def expected(pixels: Array, ids: Array) -> Array:
-    """Return the scores of pixels and token ids."""
     w = nt.arrays(state())
     v, t = nt.below(w, "blip.visual_encoder."), nt.below(w, "blip.text_encoder.")
     x = nt.patches(pixels, v["patch_embed.proj.weight"]) + v["patch_embed.proj.bias"]
@@ -120,7 +114,6 @@ def expected(pixels: Array, ids: Array) -> Array:
 
 
 def test_scores_are_the_formula(folder: Path) -> None:
-    """With padding of the prompt, which is not attended to."""
     images = tiny_rewards.images()
     ids = np.array([vocabulary()(prompt, padding="max_length", max_length=TOKENS)["input_ids"] for prompt in PROMPTS])
     wanted = expected(Preprocess(SIDE, (SIDE, SIDE))(images).double().numpy(), ids)
@@ -134,8 +127,6 @@ def test_gradients_batches_and_videos(folder: Path) -> None:
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
-    """No file, another model, a tensor missing, of another shape, or one too many."""
-
     def message(tensors: Any) -> str:
         torch.save(tensors, tmp_path / FILE)
         with pytest.raises(ValueError, match="imagereward: ") as caught:

@@ -16,7 +16,6 @@ FONT = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans-Bold.ttf")
 
 
 def drawn(text: str, width: int = 192, height: int = 64) -> torch.Tensor:
-    """Return black text on white, `[3, height, width]`."""
     image = Image.new("RGB", (width, height), "white")
     ImageDraw.Draw(image).text((10, 8), text, fill="black", font=ImageFont.truetype(str(FONT), 40))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
@@ -24,14 +23,11 @@ def drawn(text: str, width: int = 192, height: int = 64) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def line() -> Ocr:
-    """Reward that reads a whole image as one line."""
     return Ocr(detect=False)
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is downloaded: a connection would fail."""
-
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a connection was opened")
 
@@ -50,7 +46,6 @@ def test_drawn_words_are_read_and_scored(line: Ocr) -> None:
 
 
 def test_text_is_found_in_an_image() -> None:
-    """Two lines, from the top."""
     image = torch.ones(3, 160, 256)
     image[:, :64, :192], image[:, 80:144, 40:232] = drawn("Happy"), drawn("Day")
     reward = Ocr(side=160)
@@ -59,7 +54,6 @@ def test_text_is_found_in_an_image() -> None:
 
 
 def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenCV's: blue first."""
     seen: list[np.ndarray] = []
     engine = line.engine
 
@@ -76,7 +70,6 @@ def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monke
 
 
 def broken(**options: object) -> None:
-    """Fail as an engine without its models does."""
     raise OSError("no model\nsecond line")
 
 

@@ -22,7 +22,6 @@ LENGTH = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny SigLIP, whose tokenizer pads as T5's does."""
     from transformers import SiglipConfig, SiglipModel
 
     place = tmp_path_factory.mktemp("siglip")
@@ -37,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cosines(folder: Path) -> tuple[Array, nt.Weights]:
-    """Return the cosine of each image and prompt in numpy, and the weights."""
     from transformers import AutoTokenizer, SiglipModel
 
     state = nt.arrays(SiglipModel.from_pretrained(folder).state_dict())

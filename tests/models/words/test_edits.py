@@ -18,25 +18,21 @@ from fluvial.models.words.edits import MOVES, comparison, read_pixels
 
 
 def file_of(image: Image.Image) -> bytes:
-    """Return an image as a PNG file."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
 def prompt_of(word: str, shown: str, move: tuple[int, int] = (0, 0)) -> MediaPrompt:
-    """Return the prompt of a word with an image that shows another one."""
     return MediaPrompt(word, {"image": file_of(Image.fromarray(draw(shown, *move)))})
 
 
 def images_of(*drawn: tuple[str, tuple[int, int]]) -> Tensor:
-    """Return drawn words in [0, 1], `[B, 1, 24, 96]`."""
     return torch.stack([torch.tensor(draw(word, *move))[None] / 255 for word, move in drawn])
 
 
 @pytest.mark.long
 def test_every_image_has_one_wrong_letter() -> None:
-    """Every word has an image, which differs from the word, moved as it is, within one letter; all moves occur."""
     seen = set()
     for word, file in list(misspelt_images("heldout").items())[::3]:
         shown = read_pixels(MediaPrompt(word, {"image": file}))
@@ -53,7 +49,6 @@ def test_every_image_has_one_wrong_letter() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_the_wrong_letter_and_the_move_are_found(noise: float) -> None:
-    """Of every word with a random letter in a random place, moved at random; also in an image with some noise."""
     choice = random.Random(0)
     for number, word in enumerate(words("heldout")[::9]):
         place, move = choice.randrange(len(word)), choice.choice(MOVES)
@@ -65,7 +60,6 @@ def test_the_wrong_letter_and_the_move_are_found(noise: float) -> None:
 
 
 def test_the_corrected_word_is_where_the_image_has_it() -> None:
-    """Exactly the word, moved as the image is."""
     found = correct([prompt_of("river", "rover", (1, -1)), prompt_of("act", "ant", (0, 1))])
     torch.testing.assert_close((found + 1) / 2, images_of(("river", (1, -1)), ("act", (0, 1))))
     assert correct([]).shape == (0, 1, HEIGHT, WIDTH)
@@ -121,7 +115,6 @@ def test_a_prompt_without_an_image_of_its_size_is_refused(prompt: str | MediaPro
 @pytest.mark.long
 @torch.no_grad()
 def test_it_starts_as_the_words_network_and_learns_to_see_the_image() -> None:
-    """Without weights the image counts for nothing; with the shipped ones the word is drawn where the image has it."""
     prompts = [prompt_of("river", "rover", (0, 1)), prompt_of("river", "rover", (0, -1))]
     x = normal(fold_in(key(0), torch.arange(1)), (1, 1, HEIGHT, WIDTH)).expand(2, -1, -1, -1)
     sigma = torch.ones(2)

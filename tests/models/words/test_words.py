@@ -27,7 +27,6 @@ from fluvial.models.words.model import CONFIG, LEAST_SIGMA
 
 
 def test_a_fifth_of_the_words_is_held_out() -> None:
-    """The hash of a word decides; every word has 3 to 6 letters, and every letter occurs in both splits."""
     train, heldout = words("train"), words("heldout")
     listed = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
     assert sorted(train + heldout) == sorted(set(listed))
@@ -39,7 +38,6 @@ def test_a_fifth_of_the_words_is_held_out() -> None:
 
 
 def test_drawing_depends_on_the_key_alone() -> None:
-    """The same key gives the same bits, an image does not depend on the other ones, and every image differs."""
     prompts = ["river", "river", "act"]
     images = write(key(3), prompts)
     assert images.shape == (3, 1, HEIGHT, WIDTH)
@@ -62,7 +60,6 @@ def test_no_letter_is_cut_off() -> None:
 
 
 def test_words_are_moved_by_whole_pixels() -> None:
-    """By one pixel either way or not at all, each equally often; the letters stay the same to the bit."""
     images = write(key(7), ["river"] * 90)
     moved = {(i, j): torch.tensor(draw("river", i, j)) / 127.5 - 1 for i in (-1, 0, 1) for j in (-1, 0, 1)}
     counts = [sum(torch.equal(image[0], one) for image in images) for one in moved.values()]
@@ -74,13 +71,11 @@ def test_words_are_moved_by_whole_pixels() -> None:
 
 @pytest.mark.parametrize("prompt", ["ab", "abcdefg", "River", "ri ver", "ri-er", "naïve", "r1ver", ""])
 def test_a_prompt_that_is_not_a_word_is_refused(prompt: str) -> None:
-    """The message names the expected form."""
     with pytest.raises(ValueError, match=r"is not a word of 3 to 6 letters from a to z, expected for example 'river'$"):
         Words().check_prompt(prompt)
 
 
 def test_both_recognisers_read_drawn_words() -> None:
-    """On held-out words, which both read nearly always; each reads what is drawn, not what is asked for."""
     prompts = list(words("heldout")[3::35])
     images = Words().decode(write(key(1), prompts))
     for recogniser in (reward_recogniser(), heldout_recogniser()):
@@ -104,14 +99,11 @@ def test_the_unseen_recogniser_is_the_packages_own() -> None:
 
 
 def test_a_character_that_a_ctc_network_repeats_is_one() -> None:
-    """Unless a blank is between the two."""
     best = [0, 1, 1, 0, 1, 2, 2, 2, 0, 0]
     assert recognisers.decode_ctc(np.eye(3)[best], ["", "a", "b"]) == "aab"
 
 
 def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
-    """It is 1 for the word alone: a letter too many costs as much as a wrong one."""
-
     def read(pixels: np.ndarray) -> list[str]:
         return ["river", "RI VER", "rivers", "rover", "r", "", "something else"]
 
@@ -141,7 +133,6 @@ def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_images_are_read_on_torchs_threads_and_in_order() -> None:
-    """As many at once as torch computes with, no more; the results are those of one thread."""
     images = np.arange(12, dtype=np.uint8)[:, None, None].repeat(2, 1)
     together = Barrier(2)
 
@@ -160,7 +151,6 @@ def test_images_are_read_on_torchs_threads_and_in_order() -> None:
 
 
 def test_recognisers_see_eight_bits() -> None:
-    """Values outside [0, 1] are clipped, and halves are rounded."""
     seen = []
 
     def read(pixels: np.ndarray) -> list[str]:
@@ -204,7 +194,6 @@ def test_the_network_predicts_the_clean_image() -> None:
 
 @torch.no_grad()
 def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
-    """Other samples of the batch do not matter; one letter does; images have one size."""
     model = Words(None)
     module = model.build()
     x = normal(fold_in(key(0), torch.arange(2)), (2, *model.latent_shape()))

@@ -18,7 +18,6 @@ SIZES = [(41, 53, 30, 38), (53, 41, 60, 47), (20, 20, 30, 30), (64, 64, 64, 21),
 
 
 def as_pil(image: torch.Tensor) -> Image.Image:
-    """Return an image `[3, H, W]` in [0, 1] as a PIL image."""
     return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
 
 
@@ -29,7 +28,6 @@ def as_pil(image: torch.Tensor) -> Image.Image:
 def test_resize_has_the_bits_of_pil(
     height: int, width: int, to_height: int, to_width: int, resample: str, filter_: Image.Resampling
 ) -> None:
-    """Of noise, which overshoots and is clipped, larger and smaller."""
     noise = (uniform(key(1), (2, 3, height, width)) * 2).clamp(0, 1)
     found = pixels.resize(pixels.as_bytes(noise), (to_height, to_width), resample)
     for image, resized in zip(noise, found, strict=True):
@@ -38,7 +36,6 @@ def test_resize_has_the_bits_of_pil(
 
 
 def processors() -> list[tuple[str, Any]]:
-    """Return image processors of transformers on PIL images, as the published models have them but smaller."""
     import transformers.models.clip.image_processing_pil_clip as clip
     import transformers.models.got_ocr2.image_processing_pil_got_ocr2 as got
     import transformers.models.siglip.image_processing_pil_siglip as siglip
@@ -54,7 +51,6 @@ def processors() -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("number", range(4), ids=["clip", "crop", "siglip", "got_ocr"])
 @pytest.mark.parametrize(("height", "width"), [(41, 53), (53, 41), (30, 30), (19, 90)])
 def test_preprocessing_is_that_of_the_published_processor(number: int, height: int, width: int) -> None:
-    """From the processor's own settings, on PIL images; the rest is rounding."""
     _, processor = processors()[number]
     images = tiny_rewards.images(2, height, width)
     given = [as_pil(image) for image in images]
@@ -68,7 +64,6 @@ def test_preprocessing_is_that_of_the_published_processor(number: int, height: i
 
 
 def test_gradients_are_those_of_the_resize_without_rounding() -> None:
-    """Rounding counts as the identity; where nothing is clipped, resizing is linear."""
     images = (uniform(key(2), (2, 3, 41, 53), dtype=torch.float64) * 0.4 + 0.3).requires_grad_()
     weights = uniform(key(3), (2, 3, 30, 38), dtype=torch.float64)
     (pixels.resize(pixels.as_bytes(images), (30, 38)) / 255 * weights).sum().backward()
@@ -87,7 +82,6 @@ def test_values_are_the_same_with_and_without_gradient() -> None:
 
 
 def test_padding_to_a_square_keeps_the_whole_image_in_the_middle() -> None:
-    """The longer edge has the length of the square, the rest is 0; a square that fits is left as it is."""
     image = torch.ones(1, 3, 20, 60, dtype=torch.float64)
     padded = pixels.pad_to_square(image, 30)
     assert padded.shape == (1, 3, 30, 30)

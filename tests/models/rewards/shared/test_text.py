@@ -12,7 +12,6 @@ WORDS = st.text(alphabet="abcd", max_size=6)
 
 
 def distance(a: str, b: str) -> int:
-    """Return the edit distance by its recursion."""
     if not a or not b:
         return len(a) + len(b)
     return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
