@@ -177,10 +177,7 @@ def _plain() -> dict[str, Tensor]:
 
 WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"text_encoder.q.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: text_encoder.q.lora_A.weight"),
-    (
-        {"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)},
-        r"blocks.1.\S+ has no lengths of rows, which other layers have",
-    ),
+    ({"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)}, r"blocks.1.\S+ has no lengths of rows"),
     ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has lengths of \[9\] at .*, expected .* \[6\]"),
     # LyCORIS with wd_on_out=False, and OneTrainer: lengths of columns
     ({f"{name}.dora_scale": torch.ones(1, 4) for name in LAYERS}, r"has lengths of \[1, 4\] at .*, expected one per row"),
@@ -195,10 +192,7 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"blocks.0.to_out.0.alpha": torch.tensor(1.0)}, "is incomplete: blocks.0.to_out.0 has no factor A"),
     ({"blocks.0.to_q.lora_B.weight": torch.full((6, 2), torch.inf)}, "not finite: blocks.0.to_q.lora_B.weight"),
     ({"transformer.blocks.0.to_q.lora_B.weight": torch.zeros(6, 2)}, "has several keys for one part of blocks.0.to_q"),
-    (
-        {"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)},
-        "has the rank 0 at blocks.0.to_q, expected at least 1",
-    ),
+    ({"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)}, "has the rank 0"),
     ({"blocks.0.norm.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: blocks.0.norm.lora_A.weight"),
     ({"blocks.0.to_q.lora_B.weight": None}, "is incomplete: blocks.0.to_q has no factor B"),
     ({"blocks.0.to_q.lora_A.weight": torch.zeros(2, 5)}, r"of another architecture: blocks.0.to_q has factors of \[2, 5\]"),
@@ -261,10 +255,7 @@ def test_settings_of_peft_that_do_not_fit_are_named(tmp_path: Path, setting: dic
         ({"alpha": "None"}, "has the alpha None in its header, expected a number"),
         ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
         ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
-        (
-            {"ss_network_alpha": "16"},
-            "has rank 2 and the ss_network_alpha 16 in its header, which its factors may hold already",
-        ),
+        ({"ss_network_alpha": "16"}, "has rank 2 and the ss_network_alpha 16 in its header"),
         ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
     ],
 )

@@ -424,12 +424,7 @@ def test_edits_have_several_sizes(folders: Folders, tmp_path: Path, capfd: pytes
 @pytest.mark.parametrize(
     ("name", "takes", "more", "says"),
     [
-        (
-            "wan",
-            ("image", "last_image"),
-            (),
-            "has a column last_image, which would be ignored: set --pipeline.call to last_image=true",
-        ),
+        ("wan", ("image", "last_image"), (), "has a column last_image"),
         ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
     ],
 )

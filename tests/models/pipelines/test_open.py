@@ -158,14 +158,8 @@ BROKEN: list[tuple[str, str]] = [
     ("own_adapter:Toi", r"cannot be imported: AttributeError: .* has no attribute 'Toi'"),
     ("own_adapter:NUMBER", "is of type int, expected a DiffusionModel, or a class or function of one"),
     ("own_adapter:failing", "adapter 'own_adapter:failing' cannot be opened: RuntimeError: no licence for this model"),
-    (
-        "own_adapter:NoDecode",
-        "an object of type NoDecode, which is not a (Diffusion|Pipeline)Model: it has no decode, guide$",
-    ),
-    (
-        "own_adapter:WrongSignature",
-        r"WrongSignature.predict has the signature \(module.*\) -> .*, expected \(module, x, level",
-    ),
+    ("own_adapter:NoDecode", "an object of type NoDecode, which is not a (Diffusion|Pipeline)Model: it has no decode"),
+    ("own_adapter:WrongSignature", r"WrongSignature.predict has the signature \(module.*\) ->"),
     ("own_adapter:WrongPrediction", "WrongPrediction.prediction is 'score', expected velocity or epsilon"),
     ("own_adapter:OneTarget", "OneTarget.lora_targets is the string 'linear', expected a sequence of strings"),
     ("own_adapter:NotAMethod", r"NotAMethod.blocks is of type list, expected a method of \(module\)"),

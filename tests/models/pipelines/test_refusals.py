@@ -102,11 +102,7 @@ def edited(folder: Path, tmp_path: Path, file: str, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        (
-            "model_index.json",
-            {"_class_name": "KandinskyPipeline"},
-            "holds a KandinskyPipeline, which there is no adapter for",
-        ),
+        ("model_index.json", {"_class_name": "KandinskyPipeline"}, "holds a KandinskyPipeline"),
         ("model_index.json", {"vae": [None, None]}, "names no vae: save or download the whole pipeline"),
         ("transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "expected a SD3Transformer2DModel"),
     ],

@@ -202,11 +202,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sana", {"frames": 5}, "frames is 5, expected 1: SanaPipeline makes images"),
     ("lumina2", {"height": 30}, "divisible"),
     ("aura-flow", {"text_tokens": 0}, "text_tokens is 0"),
-    (
-        "sana",
-        {"call": {"complex_human_instruction": 5}},
-        "SanaPipeline cannot be called with .*height=32, .*: TypeError: can only join",
-    ),
+    ("sana", {"call": {"complex_human_instruction": 5}}, "SanaPipeline cannot be called with .*height=32"),
 ]
 
 
@@ -221,14 +217,8 @@ def test_impossible_calls_are_refused(
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        (
-            {"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]},
-            "there is no adapter for, and",
-        ),
-        (
-            {"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]},
-            "TomorrowsPipeline, which diffusers .* does",
-        ),
+        ({"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}, "there is no adapter"),
+        ({"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]}, "TomorrowsPipeline, which diffusers"),
         ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no vae"),
     ],
 )

@@ -161,11 +161,7 @@ def test_pipelines_with_positions_of_the_text_are_replayed(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "network", "why"),
     [
-        (
-            "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
-            "SkyReelsV2Transformer3DModel",
-            "each frame at a noise level of its own",
-        ),
+        ("SkyReelsV2DiffusionForcingVideoToVideoPipeline", "SkyReelsV2Transformer3DModel", "each frame at a noise level"),
         ("WanAnimatePipeline", "WanAnimateTransformer3DModel", "in segments, each from the last frames of the one before"),
     ],
 )

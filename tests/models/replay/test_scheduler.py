@@ -323,18 +323,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         config_of(DPMSolverMultistepScheduler, use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0),
         r"DPMSolverMultistepScheduler, expected .* FlowMatchEulerDiscreteScheduler\(shift=3.0\) steps",
     ),
-    "unnamed": (
-        lambda: RecordingScheduler.from_config(DDIMScheduler().config),
-        "is of a scheduler with beta_start, .*, expected FlowMatchEuler",
-    ),
+    "unnamed": (lambda: RecordingScheduler.from_config(DDIMScheduler().config), "is of a scheduler with beta_start,"),
     "sampler": (lambda: made("euler"), "sampler is 'euler', expected one of 'flow_sde', 'dance_sde'"),  # type: ignore[arg-type]
     "ddim": (lambda: made("ddim", 0.5), "sampler is 'ddim', which is not a flow's"),
     "eta": (lambda: made("flow_sde", -1.0), "eta is -1.0, expected a finite number >= 0"),
     "share": (lambda: made("cps", 1.5), r"eta is 1.5, expected a finite number in \[0, 1\]"),
-    "dtype": (
-        lambda: recorded(made(), record=Record(dtype=torch.bfloat16)),
-        "record.dtype is torch.bfloat16, expected None",
-    ),
+    "dtype": (lambda: recorded(made(), record=Record(dtype=torch.bfloat16)), "record.dtype is torch.bfloat16"),
     "both": (lambda: recorded(made(), key=key(0), generator=torch.Generator()), "key and generator are both given"),
     "density": (lambda: recorded(made()), "ode takes no stochastic step in .* use a stochastic sampler with eta > 0"),
     "last": (lambda: recorded(made("cps", 0.5), key=key(0), record=[4]), "cps has std 0 at step 4"),
@@ -342,10 +336,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "record": (lambda: recorded(made("cps", 0.5), key=key(0), record=[-1]), r"record holds steps \[-1\]"),
     "keys": (lambda: recorded(made("cps", 0.5), key=fold_in(key(0), torch.arange(2))), "2 keys for 3 samples"),
     "generators": (lambda: recorded(made("cps", 0.5), generator=[torch.Generator()]), "1 generators for 3 samples"),
-    "rising": (
-        lambda: rising(made("cps", 0.5)),
-        r"sigmas rise at step 0 \(0.5 to 0.8\), .*; only the ODE, unrecorded, steps",
-    ),
+    "rising": (lambda: rising(made("cps", 0.5)), r"sigmas rise at step 0 \(0.5 to 0.8\),"),
     "twice": (lambda: twice(made("cps", 0.5)), "step 0 is taken twice"),
     "within": (lambda: within(made()), "records already"),
     "unread": (lambda: unread(made()), "no step was taken"),
