@@ -49,39 +49,40 @@ def factors() -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def diffusers(folder: Path) -> Path:
+def written(
+    stem: str, *names: str, alpha: bool = False, of: Callable[[Tensor], Tensor] = lambda a: a, scale: float = 1.0
+) -> Any:
+    """Return the tensors of a file by the names of A and B; `stem` has the place of a layer's name."""
     named: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
-        named |= {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
+        key = stem.format(layer.replace(".", "_") if alpha else layer)
+        named |= {f"{key}.{names[0]}.weight": of(a), f"{key}.{names[1]}.weight": b * scale}
+        named |= {f"{key}.alpha": torch.tensor(ALPHA)} if alpha else {}
+    return named
+
+
+def diffusers(folder: Path) -> Path:
     header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": ALPHA})
-    save_file(named, folder / "pytorch_lora_weights.safetensors", metadata={"lora_adapter_metadata": header})
+    tensors = written("transformer.{}", "lora_A", "lora_B")
+    save_file(tensors, folder / "pytorch_lora_weights.safetensors", metadata={"lora_adapter_metadata": header})
     return folder
 
 
 def peft(folder: Path) -> Path:
-    named: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        named |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
-    save_file(named, folder / "adapter_model.safetensors")
+    save_file(written("base_model.model.{}", "lora_A", "lora_B"), folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
     return folder
 
 
 def kohya(folder: Path) -> Path:
-    named: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        flat = f"lora_unet_{layer.replace('.', '_')}"
-        named |= {f"{flat}.lora_down.weight": a, f"{flat}.lora_up.weight": b, f"{flat}.alpha": torch.tensor(ALPHA)}
-    save_file(named, folder / "kohya.safetensors")
+    save_file(written("lora_unet_{}", "lora_down", "lora_up", alpha=True), folder / "kohya.safetensors")
     return folder / "kohya.safetensors"
 
 
 def comfy(folder: Path) -> Path:
-    named: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        name = f"diffusion_model.{layer}"
-        named |= {f"{name}.lora_down.weight": a[..., None, None], f"{name}.lora_up.weight": b * ALPHA / RANK}
-    save_file(named, folder / "any name.safetensors")
+    """Write the same with dots, A as a convolution of one pixel, and scales multiplied into B."""
+    names = ("diffusion_model.{}", "lora_down", "lora_up")
+    save_file(written(*names, of=lambda a: a[..., None, None], scale=ALPHA / RANK), folder / "any name.safetensors")
     return folder
 
 
@@ -169,9 +170,7 @@ def test_a_converter_that_leaves_parts_out_is_not_believed(tmp_path: Path, monke
 
 
 def _plain() -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        found |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+    found: dict[str, Tensor] = written("{}", "lora_A", "lora_B")
     return found
 
 
@@ -236,31 +235,30 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "says"), SETTINGS)
-@pytest.mark.parametrize("place", ["header", "prefixed header", "beside"])
+HEADERS = [
+    ({"alpha": "None"}, "has the alpha None in its header, expected a number"),
+    ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
+    ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
+    ({"ss_network_alpha": "16"}, "has rank 2 and the ss_network_alpha 16 in its header"),
+    ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "says", "place"),
+    [
+        *((*row, place) for row in SETTINGS for place in ("header", "prefixed header", "beside")),
+        *((*row, "whole header") for row in HEADERS),
+    ],
+)
 def test_settings_of_peft_that_do_not_fit_are_named(tmp_path: Path, setting: dict[str, Any], says: str, place: str) -> None:
     settings = {**PEFT_SETTINGS, **setting}
     header = {f"transformer.{name}" if place == "prefixed header" else name: value for name, value in settings.items()}
     metadata = None if place == "beside" else {"lora_adapter_metadata": json.dumps(header)}
+    metadata = setting if place == "whole header" else metadata
     save_file(_plain(), tmp_path / "a.safetensors", metadata=metadata)
     if place == "beside":
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=says):
-        read_lora(tmp_path / "a.safetensors", Net())
-
-
-@pytest.mark.parametrize(
-    ("header", "says"),
-    [
-        ({"alpha": "None"}, "has the alpha None in its header, expected a number"),
-        ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
-        ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
-        ({"ss_network_alpha": "16"}, "has rank 2 and the ss_network_alpha 16 in its header"),
-        ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
-    ],
-)
-def test_headers_that_do_not_fit_are_named(tmp_path: Path, header: dict[str, str], says: str) -> None:
-    save_file(_plain(), tmp_path / "a.safetensors", metadata=header)
     with pytest.raises(ValueError, match=says):
         read_lora(tmp_path / "a.safetensors", Net())
 

@@ -74,7 +74,6 @@ ROWS = {
     **UNETS,
 }
 each = pytest.mark.parametrize("name", ROWS)
-each_unet = pytest.mark.parametrize("name", UNETS)
 Folders = Callable[[str], Path]
 
 
@@ -242,52 +241,54 @@ def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(folder
             assert torch.equal(alone, both[row : row + 1])
 
 
-@pytest.mark.parametrize(
-    ("media", "lists", "says"),
-    [
+def test_images_that_are_missing_or_too_many_are_named() -> None:
+    """By the prompt and the argument, with what it takes."""
+    two = {"image": (b"1", b"2")}
+    check_media(MediaPrompt("a red fox", two), ("image",), ("image",))
+    for media, lists, says in (
         ({}, (), "has no image: give its record a column image with an image$"),
         ({}, ("image",), "has no image: give its record a column image with an image or a list of images$"),
-        ({"image": (b"1", b"2")}, (), "has 2 images in image, expected one$"),
-    ],
-)
-def test_images_that_are_missing_or_too_many_are_named(media: Any, lists: tuple[str, ...], says: str) -> None:
-    check_media(MediaPrompt("a red fox", {"image": (b"1", b"2")}), ("image",), ("image",))
-    with pytest.raises(ValueError, match=f"^prompt 'a red fox' {says}"):
-        check_media(MediaPrompt("a red fox", media), ("image",), lists)
+        (two, (), "has 2 images in image, expected one$"),
+    ):
+        with pytest.raises(ValueError, match=f"^prompt 'a red fox' {says}"):
+            check_media(MediaPrompt("a red fox", media), ("image",), lists)
 
 
 def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path) -> None:
     """A prompt without its image, other sizes, images of other shapes, and a last frame that there is no place for."""
     wan, edit, mixed, unet = (opened(name, folders(name)) for name in ("wan", "qwen-edit", "qwen-edit-mixed", "sd-inpaint"))
-    for model in (wan, edit, unet):
-        with pytest.raises(
-            ValueError, match=r"prompt 'a red fox' has no image: give its record a column image with an image$"
-        ):
-            model.encode(["a red fox"])
-    with pytest.raises(ValueError, match="the size is 16x16x5, expected 16x32x5"):
-        wan.latent_shape(16, 16, 5)
-    with pytest.raises(ValueError, match="the size is 8x8, expected that of the images, 16x24"):
-        unet.latent_shape(8, 8)
-    with pytest.raises(ValueError, match=r"has 20x40 pixels, which are scaled to 12x24, expected 20x12, those of 24x16"):
-        edit.encode([prompts_of(edit, "qwen-edit-mixed", tmp_path)[0]])
-    long_image = tiny_conditioned.draw_image(tmp_path / "long.png", 0, (10, 50))
-    with pytest.raises(ValueError, match="has 50x10 pixels, expected sides of a ratio of at most 4: crop it"):
-        mixed.encode([MediaPrompt("a red fox", {"image": long_image})])
-    with pytest.raises(
-        ValueError, match="the image of prompt 'a red fox' has 50x10 pixels, expected 24x16, the size of the samples"
-    ):
-        unet.encode([MediaPrompt("a red fox", {**prompts_of(unet, "sd-inpaint", tmp_path)[0].media, "image": long_image})])
     several = opened("qwen-edit-plus", folders("qwen-edit-plus"), mixed_images=True)
-    with pytest.raises(ValueError, match="'a red fox' has several images, expected one with mixed_images=true"):
-        several.encode([MediaPrompt("a red fox", {"image": (long_image, long_image)})])
-    with pytest.raises(ValueError, match="text_tokens is 16, expected 512: by this number the network tells the text"):
-        opened("wan-clip", folders("wan-clip"), text_tokens=16)
-    with pytest.raises(ValueError, match="last_image is true, but there are 1 frames"):
-        opened("wan-last", folders("wan"), frames=1)
     short = opened("qwen-edit", folders("qwen-edit"))
     short.check_prompt, short.text_tokens = lambda prompt: None, 133  # which counts the text alone
-    with pytest.raises(ValueError, match="has 137 tokens with its image, expected at most 133: set text_tokens to more"):
-        short.encode(prompts_of(short, "qwen-edit", tmp_path))
+    long_image = tiny_conditioned.draw_image(tmp_path / "long.png", 0, (10, 50))
+    masked = {**prompts_of(unet, "sd-inpaint", tmp_path)[0].media, "image": long_image}
+
+    def encode(model: Any, media: Any) -> Callable[[], Any]:
+        return lambda: model.encode([MediaPrompt("a red fox", media)])
+
+    for call, says in (
+        *(
+            (encode(model, {}), "prompt 'a red fox' has no image: .* a column image with an image")
+            for model in (wan, edit, unet)
+        ),
+        (lambda: wan.latent_shape(16, 16, 5), "the size is 16x16x5, expected 16x32x5"),
+        (lambda: unet.latent_shape(8, 8), "the size is 8x8, expected that of the images, 16x24"),
+        (
+            lambda: edit.encode([prompts_of(edit, "qwen-edit-mixed", tmp_path)[0]]),
+            "has 20x40 pixels, which are scaled to 12x24, expected 20x12, those of 24x16",
+        ),
+        (encode(mixed, {"image": long_image}), "has 50x10 pixels, expected sides of a ratio of at most 4: crop it"),
+        (encode(unet, masked), "prompt 'a red fox' has 50x10 pixels, expected 24x16, the size of the samples"),
+        (encode(several, {"image": (long_image, long_image)}), "several images, expected one with mixed_images=true"),
+        (lambda: opened("wan-clip", folders("wan-clip"), text_tokens=16), "text_tokens is 16, expected 512"),
+        (lambda: opened("wan-last", folders("wan"), frames=1), "last_image is true, but there are 1 frames"),
+        (
+            lambda: short.encode(prompts_of(short, "qwen-edit", tmp_path)),
+            "has 137 tokens with its image, expected at most 133",
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
 
 
 @pytest.mark.long
@@ -346,6 +347,12 @@ def typed(name: str, folder: Path, work: Path, *more: str, recipe: str = "") -> 
     return launch.rewarded("train", recipe, *model, *cached, *SHORT.split(), *ROWS[name].call, *more)
 
 
+def updates_of(words: list[str], out: Path, capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Run a command line, and return the records of its updates."""
+    assert cli.run([*words, "--out", str(out)]) == 0, capfd.readouterr().err
+    return [record for record in launch.records(out) if "grad_norm" in record]
+
+
 LOW = ("--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16")
 SINGLE = ("--engine.compute", "float32", "--pipeline.frozen", "float32")
 
@@ -358,8 +365,7 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
 ) -> None:
     """By the command line; the first ratio is exactly 1, and what is exported is evaluated as the run evaluated it."""
     out = tmp_path / "run"
-    assert cli.run([*typed(name, folders(name), tmp_path, *compute), "--out", str(out)]) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(out) if "grad_norm" in record]
+    updates = updates_of(typed(name, folders(name), tmp_path, *compute), out, capfd)
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
     assert updates[0]["grad_norm"] > 0
     pipeline = tiny_conditioned.load(folders(name))
@@ -380,20 +386,29 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
         assert next(row["mean"] for row in rows if row["evaluator"] == "jpeg") == pytest.approx(expected, rel=1e-5)
 
 
-@each_unet
 @pytest.mark.long
-def test_a_reference_with_another_scale_of_guidance_has_a_kl(
-    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = typed(name, folders(name), tmp_path, "--kl.coef", "0.1", "--kl.guidance", "2", "--rollout.window", "all")
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
-    assert updates[0]["first_pass_max_abs_log_ratio"] == 0
-    assert updates[0]["objective"]["kl_ref"] > 0
+@pytest.mark.parametrize("name", [*UNETS, "wan", "wan-first-frame", "qwen-edit-plus-mixed", "qwen-edit-mixed"])
+def test_further_options_train(name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A reference with another scale of guidance; edits of several sizes; noised samples, at any level."""
+    several = name == "qwen-edit-mixed"
+    recipe, more = "", ["--kl.coef", "0.1", "--kl.guidance", "2", "--rollout.window", "all"]
+    if name not in UNETS:
+        more = ["--pipeline.sizes", "16x16", "24x16"] if several else ["--noising.each", "2"]
+        recipe = "" if several else "nft"
+    words = typed(name, folders(name), tmp_path, *more, recipe=recipe)
+    if several:
+        words = words[: (at := words.index("--pipeline.height"))] + words[at + 4 :]
+    updates = updates_of(words, tmp_path / "run", capfd)
+    if name in UNETS:
+        assert updates[0]["objective"]["kl_ref"] > 0
+    if recipe:
+        assert [record["grad_norm"] > 0 for record in updates] == [True, True]
+    else:
+        assert updates[0]["first_pass_max_abs_log_ratio"] == 0
 
 
-@each_unet
 @pytest.mark.long
+@pytest.mark.parametrize("name", UNETS)
 def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders, tmp_path: Path) -> None:
     (folder := tmp_path / "model").symlink_to(folders(name))
     words = typed(name, folder, tmp_path)[1:]
@@ -402,46 +417,19 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders
     assert pipelines._train_served(words, tmp_path, cli.run, recorded=False) == "yes"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["wan", "wan-first-frame", "qwen-edit-plus-mixed"])
-def test_objectives_on_noised_samples_train(
-    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = typed(name, folders(name), tmp_path, "--noising.each", "2", recipe="nft")
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    assert [record["grad_norm"] > 0 for record in launch.records(tmp_path / "run") if "grad_norm" in record] == [True] * 2
-
-
-@pytest.mark.long
-def test_edits_have_several_sizes(folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = typed("qwen-edit-mixed", folders("qwen-edit-mixed"), tmp_path, "--pipeline.sizes", "16x16", "24x16")
-    words = words[: (at := words.index("--pipeline.height"))] + words[at + 4 :]
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
-    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "takes", "more", "says"),
-    [
-        ("wan", ("image", "last_image"), (), "has a column last_image"),
-        ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
-    ],
-)
 def test_images_that_a_run_cannot_use_are_refused_before_it(
-    name: str,
-    takes: tuple[str, ...],
-    more: tuple[str, ...],
-    says: str,
-    folders: Folders,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = typed(name, folders(name), tmp_path, *more)
-    records(name, tmp_path, takes)
-    capfd.readouterr()
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 2
-    assert says in launch.one_line(capfd.readouterr().err)
+    """In one line: an image that is not asked for, and one of another size."""
+    for name, takes, more, says in (
+        ("wan", ("image", "last_image"), (), "has a column last_image, which would be ignored"),
+        ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
+    ):
+        words = typed(name, folders(name), tmp_path, *more)
+        records(name, tmp_path, takes)
+        capfd.readouterr()
+        assert cli.run([*words, "--out", str(tmp_path / "run")]) == 2
+        assert says in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.mark.long
