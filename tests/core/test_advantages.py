@@ -6,6 +6,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import refuses
 from helpers.tables import DTYPES, normals
 from helpers.tolerances import COMPUTE_DTYPE, tolerance
 from hypothesis import given
@@ -70,8 +71,7 @@ def test_the_standard_deviation_is_numpys(samples: list[tuple[float, int]], ddof
 
 
 def test_a_ddof_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ddof is 2, expected 0 or 1"):
-        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), ddof=2)
+    refuses(r"ddof is 2, expected 0 or 1", group_advantages, torch.zeros(2), torch.zeros(2, dtype=torch.int64), ddof=2)
 
 
 def test_the_defaults_are_those_of_grpo() -> None:
@@ -151,11 +151,9 @@ def test_non_contiguous_inputs() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
     reward, group = torch.tensor([0.0, bad, 1.0, bad]), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"group_advantages: rewards are not finite at indices \[1, 3\]"):
-        group_advantages(reward, group)
+    refuses(r"group_advantages: rewards are not finite at indices \[1, 3\]", group_advantages, reward, group)
     rewards = torch.stack([reward, torch.zeros(4)], dim=1)
-    with pytest.raises(ValueError, match=r"multi_reward_advantages: .* indices \[\[1, 0\], \[3, 0\]\]"):
-        multi_reward_advantages(rewards, torch.ones(2), group)
+    refuses(r"multi_reward_advantages: .* indices \[\[1, 0\], \[3", multi_reward_advantages, rewards, torch.ones(2), group)
 
 
 @every_scale

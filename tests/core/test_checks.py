@@ -246,11 +246,7 @@ CASES: list[Case] = [
     ),
     (lambda: table.Record(form="densty"), checks.FieldError, "record.form is 'densty'"),
     (lambda: table.Record(reduction="max"), checks.FieldError, "record.reduction is 'max', expected one of 'mean', 'sum'"),
-    (
-        lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), key=fold_in(key(0), GROUP[:2])),
-        ValueError,
-        "shape",
-    ),
+    (lambda: walk(transition=partial(transitions.dance_sde, eta=0.5), key=fold_in(key(0), GROUP[:2])), ValueError, "shape"),
     (
         # Euler's step over alpha_bar is no step of a variance-preserving path.
         lambda: rollout.rollout(

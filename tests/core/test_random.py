@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers.marks import Patch
 from helpers.tables import DTYPES
 from helpers.tolerances import KOLMOGOROV, NORMAL_LIMIT, kolmogorov
 from hypothesis import given
@@ -160,7 +161,7 @@ def test_normal_numbers_are_box_and_mullers() -> None:
 
 
 @pytest.mark.parametrize("word", [0, 2**32 - 1])
-def test_the_extreme_words_are_in_range(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extreme_words_are_in_range(word: int, monkeypatch: Patch) -> None:
     # Each comes once in 2^32 words, which no fixed key of a test will meet: log(0) and a uniform number of 1 would.
     monkeypatch.setattr(random, "philox", lambda counter, key: (torch.full_like(counter[0], word),) * 4)
     assert bool((uniform(key(0), (4,)) < 1).all())

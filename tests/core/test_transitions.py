@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from helpers.tables import (
     DTYPES,
     ETA_CONDITION,
@@ -296,8 +297,7 @@ def test_every_sampler_of_the_table_has_a_name() -> None:
     ],
 )
 def test_a_name_or_an_eta_that_is_none_is_named(name: str, eta: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        transitions.bind(name, eta, LEVELS)
+    refuses(message, transitions.bind, name, eta, LEVELS)
 
 
 def constant(level: Tensor, level_next: Tensor) -> transitions.Transition:

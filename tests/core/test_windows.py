@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from helpers.tables import normals
 from torch import Tensor
 
@@ -65,8 +66,7 @@ def test_nothing_is_recorded_where_nothing_is_asked_for() -> None:
 )
 def test_a_window_per_sample_is_checked(window: Tensor, says: str) -> None:
     x, sampler = normals(0, 4, 3, dtype=torch.float32), bind("flow_sde", 0.7, GRID)
-    with pytest.raises(ValueError, match=says):
-        rollout(velocity, x, GRID, transition=sampler, key=key(1), window=window)
+    refuses(says, rollout, velocity, x, GRID, transition=sampler, key=key(1), window=window)
 
 
 def test_samples_may_not_differ_in_their_number_of_recorded_steps() -> None:
@@ -103,7 +103,5 @@ def test_an_exponential_decay() -> None:
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "stride": 0}])
 def test_a_window_that_cannot_move(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected at least 1"):
-        moving_window(0, 8, 3, **options)
-    with pytest.raises(ValueError, match="moving_window: size is 9"):
-        moving_window(0, 8, 9, every=1)
+    refuses("expected at least 1", moving_window, 0, 8, 3, **options)
+    refuses("moving_window: size is 9", moving_window, 0, 8, 9, every=1)

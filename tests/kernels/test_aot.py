@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from helpers.marks import Patch
 
 from fluvial.bench import aot, harness
 from fluvial.bench.aot import AotRow
@@ -72,7 +73,7 @@ def test_the_committed_table_has_every_launch() -> None:
     assert complaints(rows) == []
 
 
-def test_changed_code_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_is_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
     def hashed(code: str) -> str:
         (tmp_path / "kernel.py").write_text(code)
         aot.sources.cache_clear()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lora_model import perturb
+from helpers.marks import Patch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -96,7 +97,7 @@ def test_only_calls_like_the_first_take_what_is_kept() -> None:
         assert module(x).requires_grad
 
 
-def test_large_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_not_kept(monkeypatch: Patch) -> None:
     module, x = adapted()
     for most, merged in ((8 * 8 * 4, 0), (8 * 8 * 4 - 1, 1)):
         monkeypatch.setattr(fixed_adapters, "LARGEST", most)

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from helpers.marks import Patch
 from torch import Tensor
 
 from fluvial.models import host_values
@@ -14,7 +15,7 @@ from fluvial.models.host_values import join, keep, read, recall, remember, rows
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
+def device(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host_values, "_on_host", lambda tensor: tensor.dtype != torch.int32)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import lora_model
 from helpers.lora_model import LORA, MODEL, perturb, run
+from helpers.refusals import refuses
 from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
@@ -154,12 +155,9 @@ def test_a_missing_adapter_is_named() -> None:
     module, plain = lora_model.adapted("default", "old"), MODEL.build()
     with pytest.raises(ValueError, match="there is no adapter ref: the module has default, old"), use_adapter(module, "ref"):
         pass
-    with pytest.raises(ValueError, match="there is no adapter ref"):
-        copy_adapter(module, "ref", "old")
-    with pytest.raises(ValueError, match="there is no adapter ref"):
-        blend_adapter(module, "default", "ref", 0.5)
-    with pytest.raises(ValueError, match="the module has none"):
-        adapter_parameters(plain, "default")
+    refuses("there is no adapter ref", copy_adapter, module, "ref", "old")
+    refuses("there is no adapter ref", blend_adapter, module, "default", "ref", 0.5)
+    refuses("the module has none", adapter_parameters, plain, "default")
     with use_adapter(plain, None):
         assert run(plain).isfinite().all()
 
@@ -178,8 +176,7 @@ def test_copy_and_blend() -> None:
     assert same(values(module, "default"), default)
     assert same(values(module, "ref"), ref)
     assert not any(parameter.requires_grad for parameter in parameters.values())
-    with pytest.raises(ValueError, match="decay"):
-        blend_adapter(module, "default", "old", 1.5)
+    refuses("decay", blend_adapter, module, "default", "old", 1.5)
 
 
 def test_merged_is_the_same_function_without_adapters() -> None:
@@ -222,21 +219,18 @@ def test_the_config_may_choose_the_layers() -> None:
 )
 def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message: str) -> None:
     module = MODEL.build()
-    with pytest.raises(ValueError, match=message):
-        add_lora(module, LoraConfig(), targets)
+    refuses(message, add_lora, module, LoraConfig(), targets)
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
 def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="expected default first"):
-        add_lora(MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
+    refuses("expected default first", add_lora, MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}])
 def test_a_wrong_setting_is_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match=r"lora\."):
-        LoraConfig(**wrong)
+    refuses(r"lora\.", LoraConfig, **wrong)
 
 
 # ShardedModule.

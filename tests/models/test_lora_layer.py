@@ -5,6 +5,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from helpers.marks import Patch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -119,7 +120,7 @@ def test_a_compiler_sees_the_merged_product_of_narrow_layers(product: light.Prod
     torch._dynamo.reset()
 
 
-def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: Patch) -> None:
     """Through the gradient of the whole weight, out x in numbers per row, or through the factors, 2 R (out + in)."""
     taken, matmul = [], Tensor.mm
 
@@ -135,7 +136,7 @@ def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: pytes
         assert ((5, 6) in taken) is dense
 
 
-def test_the_merged_product_is_for_float32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_merged_product_is_for_float32_alone(monkeypatch: Patch) -> None:
     """In bfloat16 the sum W + scale B A would lose small adapters."""
     seen: list[torch.dtype] = []
     merged = light.merged_linear
@@ -165,7 +166,7 @@ def test_a_part_of_a_batch_that_is_not_contiguous_has_the_same_gradients() -> No
     assert not found[1][:, 4:].any()
 
 
-def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def spied(monkeypatch: Patch) -> list[Any]:
     seen: list[Any] = []
     pass_ = light.adapted_linear
 
@@ -177,7 +178,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: Patch) -> None:
     """A trained base layer, dropout, autocast, another dtype, no adapter and torch.func."""
     seen, x = spied(monkeypatch), torch.randn(3, 6)
     theirs, ours = layers(2.0)

@@ -8,6 +8,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_utils as theirs
 from helpers import tiny_conditioned, tiny_pipelines
+from helpers.refusals import refuses
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -198,19 +199,15 @@ def test_layers_whose_scale_and_shift_are_exchanged(networks: dict[str, Any]) ->
 
 def test_what_has_no_original_name_is_named(networks: dict[str, Any]) -> None:
     names = Original(PIPELINES["wan"], networks["wan"].config)
-    with pytest.raises(ValueError, match=r"blocks\.0\.extra\.weight has no original name"):
-        to_original(names, {"blocks.0.extra.weight": torch.zeros(1)})
+    refuses(r"blocks\.0\.extra\.weight has no original name", to_original, names, {"blocks.0.extra.weight": torch.zeros(1)})
     for keys, says in (
         (("lora_unet_elsewhere.lora_down.weight",), "is of no layer of WanPipeline"),
         (("diffusion_model.blocks.0.self_attn.q.lora_A.weight",), "has no factor B"),
     ):
-        with pytest.raises(ValueError, match=says):
-            adapter_from_original(PIPELINES["wan"], {key: torch.zeros(2, 2) for key in keys}, networks["wan"])
+        refuses(says, adapter_from_original, PIPELINES["wan"], {key: torch.zeros(2, 2) for key in keys}, networks["wan"])
     joined = {"lora_unet_joint_blocks_0_x_block_attn_qkv.lokr_w1": torch.zeros(2, 2)}
-    with pytest.raises(ValueError, match="attn_qkv is a LoKr of several layers, which is none of each"):
-        adapter_from_original(PIPELINES["sd3"], joined, networks["sd3"])
-    with pytest.raises(ValueError, match="StableDiffusionPipeline has no original layout"):
-        adapter_from_original("StableDiffusionPipeline", {}, nn.Linear(1, 1))
+    refuses("attn_qkv is a LoKr of several layers", adapter_from_original, PIPELINES["sd3"], joined, networks["sd3"])
+    refuses("StableDiffusionPipeline has no original", adapter_from_original, "StableDiffusionPipeline", {}, nn.Linear(1, 1))
 
 
 def test_the_message_names_the_architectures() -> None:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,14 +86,12 @@ def test_the_empty_prompt_is_zeros_of_the_same_shape() -> None:
     assert not none.pooled[0].any()
     assert torch.equal(none.tokens[0, :, 10:], some.tokens[0, :, 10:])  # the positions stay
     assert not none.tokens[0, :, :10].any()
-    with pytest.raises(ValueError, match="is not a code of 4 digits"):
-        Handwriting().check_prompt("")
+    refuses("is not a code of 4 digits", Handwriting().check_prompt, "")
 
 
 @pytest.mark.parametrize("prompt", ["042", "04277", "04a7", "०४२७", " 427", "0.27"])
 def test_a_prompt_that_is_not_a_code_is_refused(prompt: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a code of 4 digits, expected for example '0427'$"):
-        Handwriting().encode([prompt])
+    refuses(r"is not a code of 4 digits, expected for example '0427'$", Handwriting().encode, [prompt])
 
 
 def test_the_transformer_is_small() -> None:

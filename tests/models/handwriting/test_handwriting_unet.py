@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -98,10 +100,8 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
 
 def test_there_is_one_size() -> None:
     assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
-    with pytest.raises(ValueError, match="the size is 16x32"):
-        MODEL.latent_shape(16, 32)
-    with pytest.raises(ValueError, match="is not a code of 4 digits"):
-        MODEL.check_prompt("042")
+    refuses("the size is 16x32", MODEL.latent_shape, 16, 32)
+    refuses("is not a code of 4 digits", MODEL.check_prompt, "042")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 20, 50, 100, 500])
@@ -130,8 +130,7 @@ def test_any_schedule_rises(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 667, 1000])
 def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
-    with pytest.raises(ValueError, match=f"steps is {steps}, expected 1 to 666"):
-        MODEL.schedule(steps)
+    refuses(f"steps is {steps}, expected 1 to 666", MODEL.schedule, steps)
 
 
 def test_the_timestep_follows_from_the_level() -> None:
@@ -207,7 +206,7 @@ def test_the_transformers_training_is_flow_matching() -> None:
 
 
 @pytest.mark.parametrize("kind", ["handwriting", "handwriting-unet"])
-def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch: Patch) -> None:
     """The result is a folder with a record, which the model's class opens and the other class refuses."""
     made, other = (HandwritingUNet, Handwriting) if kind == "handwriting-unet" else (Handwriting, HandwritingUNet)
     recipe = (handwriting_unet_pretraining if made is HandwritingUNet else handwriting_pretraining)(tmp_path / "made")
@@ -225,8 +224,7 @@ def test_either_model_can_be_pre_trained(kind: str, tmp_path: Path, monkeypatch:
     weights, fresh = (made(folder).build().state_dict() for folder in (tmp_path / "made", None))
     assert {name: tensor.shape for name, tensor in weights.items()} == {name: t.shape for name, t in fresh.items()}
     assert not all(torch.equal(weights[name], fresh[name]) for name in fresh)
-    with pytest.raises(ValueError, match="is not of the handwriting"):
-        other(tmp_path / "made").build()
+    refuses("is not of the handwriting", other(tmp_path / "made").build)
 
 
 def test_an_update_of_the_engine_is_that_of_the_plain_module() -> None:
@@ -270,10 +268,8 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
         (tmp_path, "config.json is missing"),
         (tmp_path / "pickled", "there is no diffusion_pytorch_model.safetensors; only weights in the safetensors"),
     ):
-        with pytest.raises(ValueError, match=message):
-            HandwritingUNet(folder).build()
-    with pytest.raises(ValueError, match="random weights cannot be built empty"):
-        HandwritingUNet(None).build(empty=True)
+        refuses(message, HandwritingUNet(folder).build)
+    refuses("random weights cannot be built empty", HandwritingUNet(None).build, empty=True)
 
 
 def test_the_base_model_has_something_left_to_learn(unet: nn.Module) -> None:

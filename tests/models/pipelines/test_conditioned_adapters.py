@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.marks import Captured, Folders, Patch
+from helpers.refusals import refuses
 from helpers.tiny_conditioned import EDITS, SIZE
 from helpers.tiny_pipelines import STEPS, packed, start
 from PIL import Image
@@ -74,11 +76,10 @@ ROWS = {
     **UNETS,
 }
 each = pytest.mark.parametrize("name", ROWS)
-Folders = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: Patch) -> None:
     for name in MODULES:
         module = importlib.import_module(f"diffusers.pipelines.qwenimage.{name}")
         rest = module.calculate_dimensions(1024 * 1024, 1.0)[2:]
@@ -250,8 +251,7 @@ def test_images_that_are_missing_or_too_many_are_named() -> None:
         ({}, ("image",), "has no image: give its record a column image with an image or a list of images$"),
         (two, (), "has 2 images in image, expected one$"),
     ):
-        with pytest.raises(ValueError, match=f"^prompt 'a red fox' {says}"):
-            check_media(MediaPrompt("a red fox", media), ("image",), lists)
+        refuses(f"^prompt 'a red fox' {says}", check_media, MediaPrompt("a red fox", media), ("image",), lists)
 
 
 def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path) -> None:
@@ -287,8 +287,7 @@ def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path)
             "has 137 tokens with its image, expected at most 133",
         ),
     ):
-        with pytest.raises(ValueError, match=says):
-            call()
+        refuses(says, call)
 
 
 @pytest.mark.long
@@ -296,8 +295,7 @@ def test_a_network_without_channels_of_images_is_refused(tmp_path: Path) -> None
     folder = tiny_conditioned.save("wan-first-frame", tmp_path / "wan")
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace('"expand_timesteps": true', '"expand_timesteps": false'))
-    with pytest.raises(ValueError, match="transformer has 4 input channels, expected 10"):
-        open_model(folder)
+    refuses("transformer has 4 input channels, expected 10", open_model, folder)
 
 
 @pytest.mark.long
@@ -347,7 +345,7 @@ def typed(name: str, folder: Path, work: Path, *more: str, recipe: str = "") -> 
     return launch.rewarded("train", recipe, *model, *cached, *SHORT.split(), *ROWS[name].call, *more)
 
 
-def updates_of(words: list[str], out: Path, capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def updates_of(words: list[str], out: Path, capfd: Captured) -> list[dict[str, Any]]:
     """Run a command line, and return the records of its updates."""
     assert cli.run([*words, "--out", str(out)]) == 0, capfd.readouterr().err
     return [record for record in launch.records(out) if "grad_norm" in record]
@@ -361,7 +359,7 @@ SINGLE = ("--engine.compute", "float32", "--pipeline.frozen", "float32")
 @pytest.mark.long
 @pytest.mark.parametrize("compute", [SINGLE, LOW], ids=["float32", "bfloat16"])
 def test_a_run_trains_an_adapter_that_the_pipeline_opens(
-    name: str, compute: tuple[str, ...], folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, compute: tuple[str, ...], folders: Folders, tmp_path: Path, capfd: Captured
 ) -> None:
     """By the command line; the first ratio is exactly 1, and what is exported is evaluated as the run evaluated it."""
     out = tmp_path / "run"
@@ -388,7 +386,7 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*UNETS, "wan", "wan-first-frame", "qwen-edit-plus-mixed", "qwen-edit-mixed"])
-def test_further_options_train(name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_further_options_train(name: str, folders: Folders, tmp_path: Path, capfd: Captured) -> None:
     """A reference with another scale of guidance; edits of several sizes; noised samples, at any level."""
     several = name == "qwen-edit-mixed"
     recipe, more = "", ["--kl.coef", "0.1", "--kl.guidance", "2", "--rollout.window", "all"]
@@ -417,9 +415,7 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders
     assert pipelines._train_served(words, tmp_path, cli.run, recorded=False) == "yes"
 
 
-def test_images_that_a_run_cannot_use_are_refused_before_it(
-    folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_a_run_cannot_use_are_refused_before_it(folders: Folders, tmp_path: Path, capfd: Captured) -> None:
     """In one line: an image that is not asked for, and one of another size."""
     for name, takes, more, says in (
         ("wan", ("image", "last_image"), (), "has a column last_image, which would be ignored"),
@@ -435,7 +431,7 @@ def test_images_that_a_run_cannot_use_are_refused_before_it(
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "qwen-edit-plus-several", *UNETS])
 def test_samples_are_drawn_of_a_file_of_prompts_with_images(
-    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, folders: Folders, tmp_path: Path, capfd: Captured
 ) -> None:
     takes = EDITS[name].media if name in UNETS else ("image",)
     lines, drawn = records(name, tmp_path, takes).read_text().splitlines(), []

@@ -5,6 +5,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers.marks import Patch
 from helpers.tiny_pipelines import ROWS
 
 from fluvial.models.pipelines.base import TextCond
@@ -20,7 +21,7 @@ def test_each_architecture_has_the_layout_of_sglang() -> None:
     assert found == dict.fromkeys(ROWS, PLAIN) | packed
 
 
-def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: Patch) -> None:
     """As `_prepare_edit_cond_kwargs` of sglang has them; a sample of 4 x 6 latents, and two images of 2 x 2 tokens."""
     model: Any = object.__new__(QwenImageEdit)
     monkeypatch.setattr(QwenImageEdit, "vae_scale", 2)

@@ -1,13 +1,13 @@
 """Layers that see the prompt alone compute once per rollout: counted, and the bits of a rollout stay."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.lora_model import perturb
+from helpers.marks import Folders, Patch
 from helpers.tiny_pipelines import ROWS, STEPS, each_row, opened
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -67,7 +67,7 @@ def made(
 
 
 @each_row
-def test_a_rollout_computes_them_once(name: str, folders: Callable[[str], Path]) -> None:
+def test_a_rollout_computes_them_once(name: str, folders: Folders) -> None:
     """Once per chunk and half of guidance instead of at each of 3 steps; the next chunk has other prompts."""
     row = ROWS[name]
     model = opened(name, folders(name))
@@ -130,7 +130,7 @@ def counting(layer: nn.Module) -> Iterator[list[int]]:
         yield calls
 
 
-def test_layers_are_looked_up_once_and_again_after_one_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_looked_up_once_and_again_after_one_was_replaced(monkeypatch: Patch) -> None:
     walks, matching = [], prompt_layers._matching
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 from helpers import tiny_replayed
-from helpers.marks import long
+from helpers.marks import Folders, long
+from helpers.refusals import refuses
 from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ each = pytest.mark.parametrize("name", ROWS)
 
 
 @pytest.fixture
-def load(replayed: Callable[[str], Path]) -> Callable[[str], Any]:
+def load(replayed: Folders) -> Callable[[str], Any]:
     return lambda name: tiny_replayed.load(name, replayed(name))
 
 
@@ -97,8 +97,7 @@ def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -
         torch.testing.assert_close(v, want, rtol=0, atol=5e-6 * scale)
     assert check_replay(pipe.transformer, recording, micro_batch=4) < 5e-6
     trajectory.velocity[0, 0] = torch.nan  # in the last micro-batch alone, whose error comes after others that are fine
-    with pytest.raises(ValueError, match="misses the recorded velocity by nan of its norm"):
-        check_replay(pipe.transformer, recording, micro_batch=1)
+    refuses("misses the recorded velocity by nan of its norm", check_replay, pipe.transformer, recording, micro_batch=1)
 
 
 def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str], Any]) -> None:
@@ -357,9 +356,7 @@ def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[s
     change, options, message = REFUSED[case]
     pipe = change(load("sana"))
     own = pipe.scheduler
-    with pytest.raises(ValueError, match=message) as caught:
-        recorded(pipe, "sana", **options)
-    assert "\n" not in str(caught.value)
+    refuses(message, recorded, pipe, "sana", **options)
     assert pipe.scheduler is own
 
 
@@ -406,8 +403,7 @@ def test_a_control_network_that_shares_layers_is_refused() -> None:
     pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
     assert set(frozen_networks(pipe)) == {"controlnet"}
     pipe.controlnet.append(pipe.transformer)
-    with pytest.raises(ValueError, match="a network beside the transformer shares layers with it, which are trained"):
-        frozen_networks(pipe)
+    refuses("a network beside the transformer shares layers with it, which are trained", frozen_networks, pipe)
 
 
 def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> None:
@@ -425,8 +421,7 @@ def test_other_weights_are_found_before_the_first_update(load: Callable[[str], A
     recording = recorded(pipe, "aura-flow")
     with torch.no_grad():
         pipe.transformer.proj_out.weight.mul_(1.01)
-    with pytest.raises(ValueError, match=r"AuraFlowPipeline cannot be trained .* other weights"):
-        check_replay(pipe.transformer, recording, micro_batch=3)
+    refuses(r"AuraFlowPipeline cannot be trained .* other weights", check_replay, pipe.transformer, recording, micro_batch=3)
     assert check_replay(pipe.transformer, recording, micro_batch=3, tolerance=0.1) > 1e-3
 
 
@@ -448,5 +443,4 @@ def test_what_a_recording_cannot_tell_is_refused(load: Callable[[str], Any]) -> 
             "FluxPipeline cannot be trained",
         ),
     ):
-        with pytest.raises(ValueError, match=says):
-            call()
+        refuses(says, call)

@@ -14,6 +14,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
 )
 from helpers import tiny_replayed
+from helpers.refusals import refuses
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -346,14 +347,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_it_says_in_one_line(case: str) -> None:
     act, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as caught:
-        act()
-    assert "\n" not in str(caught.value)
+    refuses(message, act)
 
 
 def test_a_failed_recording_is_over() -> None:
     scheduler = made("cps", 0.5)
-    with pytest.raises(ValueError, match="window"):
-        recorded(scheduler, key=key(0), window=[9])
+    refuses("window", recorded, scheduler, key=key(0), window=[9])
     scheduler.set_timesteps(T)
     recorded(scheduler, key=key(0))

@@ -9,6 +9,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from helpers import stored, tiny_sounds
+from helpers.marks import Patch
+from helpers.refusals import refuses
 
 from fluvial.core.random import key
 from fluvial.core.table import Record
@@ -56,7 +58,7 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     assert model.decode(x).shape == (2, 1, 16, 16)
 
 
-def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     model = opened(tmp_path)
     module, own = model.build().eval(), model.sounds
     monkeypatch.setattr(model, "sounds", lambda latents, prompts: own(latents + 0.1, prompts))
@@ -171,13 +173,11 @@ def test_pieces_of_a_recording_step_together() -> None:
         other = copy.deepcopy(scheduler)
         scheduler.set_timesteps(STEPS)
         other.set_timesteps(STEPS + 1)
-        with pytest.raises(ValueError, match="several pieces are recorded with falling sigmas and the ODE only"):
-            scheduler.step(v, scheduler.timesteps[0], x)
+        refuses("several pieces are recorded with falling sigmas and the ODE", scheduler.step, v, scheduler.timesteps[0], x)
     scheduler = RecordingScheduler(shift=3.0)
     with scheduler.recording(key=key(0)):
         other = copy.deepcopy(scheduler)
         scheduler.set_timesteps(STEPS)
         other.set_timesteps(STEPS + 1)
         scheduler.step(v, scheduler.timesteps[0], x)
-        with pytest.raises(ValueError, match="other steps or noise levels than one another"):
-            other.step(change, other.timesteps[0], sound)
+        refuses("other steps or noise levels than one another", other.step, change, other.timesteps[0], sound)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,8 +71,7 @@ def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float
 
 
 def test_a_strength_of_none_takes_no_steps() -> None:
-    with pytest.raises(ValueError, match="strength is 0, with which no schedule takes 3 steps"):
-        find_step_counts(3, 0.0)
+    refuses("strength is 0, with which no schedule takes 3 steps", find_step_counts, 3, 0.0)
 
 
 def test_the_coordinates_are_each_others_inverse() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from torch import Tensor
 
 from fluvial.models.rewards.geneval import (
@@ -196,7 +197,5 @@ def test_it_is_a_reward_of_several_numbers() -> None:
     ],
 )
 def test_metadata_of_another_form_is_one_line(record: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        evaluate(drawn([LEFT]), record, detector([LEFT]))
-    with pytest.raises(ValueError, match="score is 'most'"):
-        GenEval(detector([LEFT]), score="most")  # type: ignore[arg-type]
+    refuses(says, evaluate, drawn([LEFT]), record, detector([LEFT]))
+    refuses("score is 'most'", GenEval, detector([LEFT]), score="most")

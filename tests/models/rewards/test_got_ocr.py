@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_rewards
+from helpers.refusals import refuses
 from PIL import Image
 
 from fluvial.models.rewards.got_ocr import END, GotOcr
@@ -110,13 +111,11 @@ def test_scores_compare_what_is_read_with_the_quotes(folder: Path) -> None:
         assert float(reward(images, prompts)[0]) == 1.0
     assert 0 <= float(reward(images, prompts[1:] * 2)[1]) < 1
     assert second is not None
-    with pytest.raises(ValueError, match="has no text in double quotes"):
-        reward(images, ["a sign", "a sign"])
+    refuses("has no text in double quotes", reward, images, ["a sign", "a sign"])
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     from transformers import BertConfig
 
     BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="of the architecture 'bert', expected 'got_ocr2'"):
-        GotOcr(tmp_path)
+    refuses("of the architecture 'bert', expected 'got_ocr2'", GotOcr, tmp_path)

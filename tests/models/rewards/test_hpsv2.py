@@ -12,7 +12,9 @@ import pytest
 import torch
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards, wheels
+from helpers.marks import Patch
 from helpers.numpy_towers import Array
+from helpers.refusals import refuses
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards import table
@@ -156,10 +158,9 @@ def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> 
     assert torch.equal(ids, super(Hpsv2, reward).tokenize([wanted])["input_ids"])
 
 
-def test_a_missing_package_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^hpsv2: ftfy is not installed: pip install 'fluvial\[rewards\]'$"):
-        Hpsv2(folder)
+    refuses(r"^hpsv2: ftfy is not installed: pip install 'fluvial\[rewards\]'$", Hpsv2, folder)
 
 
 def test_gradients_batches_and_videos(folder: Path) -> None:
@@ -174,8 +175,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    with pytest.raises(ValueError, match=f"the folder {tmp_path} has no file HPS_v2"):
-        Hpsv2(tmp_path)
+    refuses(f"the folder {tmp_path} has no file HPS_v2", Hpsv2, tmp_path)
     assert "expected a state dict of open_clip" in message({"weight": torch.zeros(1)})
     assert "expected tensors by name" in message([1, 2])
     whole = state()

@@ -12,6 +12,7 @@ import torch
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards, wheels
 from helpers.numpy_towers import Array
+from helpers.refusals import refuses
 from torch import Tensor
 
 from fluvial.engines.scoring.signature import signature_of
@@ -104,5 +105,4 @@ def test_gradients_batches_and_videos(name: str, folder: Path) -> None:
 
 
 def test_blocks_that_the_model_lacks_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="perceptual: layers is 5, expected 1 to 4, the blocks of the model"):
-        Perceptual(folder, layers=5)
+    refuses("perceptual: layers is 5, expected 1 to 4, the blocks of the model", Perceptual, folder, layers=5)

@@ -10,6 +10,7 @@ import torch
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards
 from helpers.numpy_towers import Array
+from helpers.refusals import refuses
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, normal
@@ -134,8 +135,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    with pytest.raises(ValueError, match=r"has no file ImageReward\.pt"):
-        ImageReward(tmp_path)
+    refuses(r"has no file ImageReward\.pt", ImageReward, tmp_path)
     assert "have no tensor blip.visual_encoder.*" in message({"weight": torch.zeros(1)})
     whole = state()
     assert "have no pos_embed of 3 dimensions" in message({**whole, "blip.visual_encoder.pos_embed": torch.zeros(4, 4)})

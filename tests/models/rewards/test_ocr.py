@@ -8,6 +8,8 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from PIL import Image, ImageDraw, ImageFont
 
 from fluvial.models.rewards.ocr import Ocr
@@ -27,7 +29,7 @@ def line() -> Ocr:
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch: Patch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a connection was opened")
 
@@ -53,7 +55,7 @@ def test_text_is_found_in_an_image() -> None:
     assert reward.read((image[None] * 255).byte().permute(0, 2, 3, 1)) == ["Happy\nDay"]
 
 
-def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monkeypatch: Patch) -> None:
     seen: list[np.ndarray] = []
     engine = line.engine
 
@@ -73,15 +75,10 @@ def broken(**options: object) -> None:
     raise OSError("no model\nsecond line")
 
 
-def test_what_is_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="ocr: target is 'word', expected one of quoted, prompt"):
-        Ocr(target="word")
-    with pytest.raises(ValueError, match="ocr: confidence is 2, expected a number from 0 to 1"):
-        Ocr(confidence=2)
+def test_what_is_wrong_is_one_line(monkeypatch: Patch) -> None:
+    refuses("ocr: target is 'word', expected one of quoted, prompt", Ocr, target="word")
+    refuses("ocr: confidence is 2, expected a number from 0 to 1", Ocr, confidence=2)
     monkeypatch.setitem(sys.modules, "rapidocr", types.SimpleNamespace(RapidOCR=broken, __spec__="there"))
-    with pytest.raises(ValueError, match="ocr: RapidOCR cannot be started: OSError: no model") as caught:
-        Ocr()
-    assert "\n" not in str(caught.value)
+    refuses("ocr: RapidOCR cannot be started: OSError: no model", Ocr)
     monkeypatch.setattr("fluvial.models.rewards.table.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"ocr: rapidocr, onnxruntime is not installed: pip install 'fluvial\[rewards\]'"):
-        Ocr()
+    refuses(r"ocr: rapidocr, onnxruntime is not installed: pip install 'fluvial\[rewards\]'", Ocr)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers import tiny_qwen_vl as tiny
 from helpers import tiny_rewards, wheels
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -38,7 +40,7 @@ SMALL = 6 * 28 * 28  # pixels of an image in these tests
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(qwen_vl, "AREA", SMALL)
     monkeypatch.setattr(qwen_vl, "LEAST_VIDEO_AREA", 4 * 28 * 28)
 
@@ -180,7 +182,7 @@ def test_hpsv3_is_the_original(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("height", "width"), [(512, 512), (41, 73), (1000, 30), (448, 448), (720, 1280)])
-def test_images_are_prepared_as_the_original_does(height: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_prepared_as_the_original_does(height: int, width: int, monkeypatch: Patch) -> None:
     """The size of its wheel's `smart_resize`, PIL's bits, and the patches of transformers' processor."""
     monkeypatch.undo()
     area = qwen_vl.AREA
@@ -266,8 +268,7 @@ def test_videoreward_is_its_formula(folders: dict[str, Path]) -> None:
     assert abs(float(found["score"][0] - found["score"][1])) > 1e-4
     only = made("videoreward", folders, score="VQ")(video, PROMPTS[:1])
     torch.testing.assert_close(only["score"], only["VQ"])
-    with pytest.raises(ValueError, match=r"videoreward scores videos of 2 frames or more, got samples \[3, 60, 90\]"):
-        reward(video[:, :, 0], PROMPTS[:1])
+    refuses(r"videoreward scores videos of 2 frames or more, got samples \[3, 60, 90\]", reward, video[:, :, 0], PROMPTS[:1])
 
 
 def test_frames_of_a_video_are_counted_as_the_original_does() -> None:

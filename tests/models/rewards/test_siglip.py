@@ -9,6 +9,7 @@ import pytest
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards
 from helpers.numpy_towers import Array
+from helpers.refusals import refuses
 from scipy.special import expit
 
 from fluvial.models.rewards.clip import Siglip
@@ -84,7 +85,5 @@ def test_another_architecture_is_named(folder: Path, tmp_path: Path) -> None:
     from transformers import Siglip2Config
 
     Siglip2Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="of the architecture 'siglip2', expected 'siglip'"):
-        Siglip(tmp_path)
-    with pytest.raises(ValueError, match="form is 'odd', expected one of cosine, logit, probability"):
-        Siglip(folder, form="odd")
+    refuses("of the architecture 'siglip2', expected 'siglip'", Siglip, tmp_path)
+    refuses("form is 'odd', expected one of cosine, logit, probability", Siglip, folder, form="odd")

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -105,8 +106,7 @@ def test_the_conditioning_holds_the_image() -> None:
     ],
 )
 def test_a_prompt_without_an_image_of_its_size_is_refused(prompt: str | MediaPrompt, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        EditWords().encode([prompt])
+    refuses(says, EditWords().encode, [prompt])
 
 
 @pytest.mark.long

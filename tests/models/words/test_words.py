@@ -7,6 +7,8 @@ from threading import Barrier, get_ident
 import numpy as np
 import pytest
 import torch
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -71,8 +73,7 @@ def test_words_are_moved_by_whole_pixels() -> None:
 
 @pytest.mark.parametrize("prompt", ["ab", "abcdefg", "River", "ri ver", "ri-er", "naïve", "r1ver", ""])
 def test_a_prompt_that_is_not_a_word_is_refused(prompt: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a word of 3 to 6 letters from a to z, expected for example 'river'$"):
-        Words().check_prompt(prompt)
+    refuses(r"is not a word of 3 to 6 letters from a to z, expected for example 'river'$", Words().check_prompt, prompt)
 
 
 def test_both_recognisers_read_drawn_words() -> None:
@@ -111,7 +112,7 @@ def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
     assert scores.tolist() == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.2, 0.0, 0.0])
 
 
-def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: Patch) -> None:
     """Sureness counts for right words alone: from 0 to 1 as the confidence rises."""
     answers = iter([("R iver", 0.99), ("river", 1.0), ("river", 0.0), ("rover", 0.99), (None, None)])
 
@@ -205,8 +206,7 @@ def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
     other = model.predict(module, x, sigma, model.encode(["rover", "act"]))
     assert not torch.allclose(v[0], other[0], atol=1e-5)
     assert len(model.blocks(module)) == CONFIG["num_layers"]
-    with pytest.raises(ValueError, match="the size is 8x8 of 1 frames, expected 24x96 of 1: words has one size"):
-        model.latent_shape(8, 8)
+    refuses("the size is 8x8 of 1 frames, expected 24x96 of 1: words has one size", model.latent_shape, 8, 8)
 
 
 def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
