@@ -86,11 +86,8 @@ def test_values_of_the_fields_types_pass() -> None:
         check_fields(config, steps=(1, 10), eta=(0, 1), dtype=(1, 10))
 
 
-def test_the_owner_is_the_class_or_what_is_passed() -> None:
+def test_the_owner_of_a_value_is_named() -> None:
     refuses(r"^rollout\.sampler is 'sde'", check_fields, broken(sampler="sde"), "rollout")
-
-
-def test_an_argument_of_a_function_is_named_with_the_function() -> None:
     refuses("^log_prob: form is 'densty'", check_choice, "log_prob", "form", "densty", ("density", "unscaled"))
     with pytest.raises(TypeError, match=r"^shifted: shift is a bool, expected a number$"):
         check_number("shifted", "shift", True)

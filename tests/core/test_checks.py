@@ -25,6 +25,7 @@ from fluvial.core import (
     awm,
     checks,
     correction,
+    crd,
     dgpo,
     distill,
     dpo,
@@ -260,6 +261,17 @@ CASES: list[Case] = [
         ValueError,
         "window",
     ),
+    *(
+        (partial(ema.update, {"w": X}, {"w": X}, decay), ValueError, "ema.update: decay is")
+        for decay in (-0.1, 1.1, float("nan"))
+    ),
+    (lambda: advantages.group_advantages(S, GROUP, ddof=2), ValueError, "ddof is 2, expected 0 or 1"),
+    (lambda: sigmas.sde_window(fold_in(key(0), GROUP), 4, 2), TypeError, "expected one key on the host"),
+    (lambda: crd.crd_loss(S, S, S, beta=0.0, scale=1.0), ValueError, "crd_loss: beta is 0"),
+    (lambda: dgpo.dgpo_loss(S, S, S, S, clip_low=2, clip_high=0.1), ValueError, "dgpo_loss: clip_low is 2"),
+    (lambda: dgpo.preference_margin(S, S, S, beta=0), ValueError, "preference_margin: beta is 0"),
+    (lambda: dpo.clip_log_ratio(S, S, eps=1), ValueError, "clip_log_ratio: eps is 1"),
+    (lambda: dpo.d3po_loss(S, S, S, beta=0), ValueError, "d3po_loss: beta is 0"),
     (lambda: checks.check_number("f", "x", -1.0, low=0), ValueError, "f: x is -1.0, expected a finite number >= 0"),
 ]
 
@@ -274,13 +286,10 @@ def test_a_check(call: Callable[[], object], error: type[Exception], message: st
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_in_range_pass() -> None:
+def test_values_and_views_that_pass() -> None:
     for value in (0, 1, 0.5):
         checks.check_number("f", "x", value, low=0, high=1)
     checks.check_number("f", "x", -1e300)
-
-
-def test_per_sample_views() -> None:
     assert checks.per_sample(S, torch.zeros(3, 4, 5)).shape == (3, 1, 1)
     assert checks.per_sample(S, S).shape == (3,)
     assert checks.per_sample(S[0], X).shape == ()

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,18 +52,3 @@ def test_no_error_is_divided_by_less_than_the_minimum(weight_min: float) -> None
     target = torch.zeros(1, 4, dtype=torch.float64)
     got = implicit_reward(target + 1, target + 2, target, weight_min=weight_min)
     assert float(got) == pytest.approx(4 / max(2, weight_min) - 1 / max(1, weight_min), rel=1e-12)
-
-
-def test_gradients_flow_to_the_policy_alone() -> None:
-    v, old, target = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    implicit = implicit_reward(v, old, target.detach())
-    centre, reward = (torch.tensor([0.1, -0.2], dtype=torch.float64, requires_grad=True) for _ in range(2))
-    crd_loss(implicit, centre, reward, beta=1.0, scale=5.0).sum().backward()
-    assert v.grad is not None
-    assert bool((v.grad != 0).any())
-    assert old.grad is centre.grad is reward.grad is None
-
-
-def test_wrong_values_raise() -> None:
-    one = torch.ones(2)
-    refuses("crd_loss: beta is 0", crd_loss, one, one, one, beta=0.0, scale=1.0)

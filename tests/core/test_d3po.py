@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,9 +46,3 @@ def test_items_without_a_pair_add_nothing() -> None:
     assert loss.tolist() == [0.0, 0.0]
     assert own.grad is not None
     assert own.grad.tolist() == [0.0, 0.0]
-
-
-def test_wrong_numbers_raise() -> None:
-    one = torch.ones(2)
-    refuses("clip_log_ratio: eps is 1", clip_log_ratio, one, one, eps=1)
-    refuses("d3po_loss: beta is 0", d3po_loss, one, one, one, beta=0)

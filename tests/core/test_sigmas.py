@@ -34,19 +34,9 @@ def test_linear(T: int) -> None:
 @given(T=steps, shift=shifts)
 def test_shifted_is_the_formula(T: int, shift: float) -> None:
     assert is_schedule(shifted(T, shift), T)
+    assert torch.equal(shifted(T, 1), linear(T))
     want = [shift * s / (1 + (shift - 1) * s) for s in (1 - i / T for i in range(T + 1))]
     assert_close(shifted(T, shift).double(), torch.tensor(want).double(), rtol=2 * EPS, atol=1e-12)
-
-
-@given(T=steps, first=shifts, second=shifts)
-def test_shifts_compose_by_multiplication(T: int, first: float, second: float) -> None:
-    s = shifted(T, first).double()
-    assert_close(shifted(T, first * second).double(), second * s / (1 + (second - 1) * s), rtol=20 * EPS, atol=1e-12)
-
-
-@given(T=steps)
-def test_a_shift_of_one_is_linear(T: int) -> None:
-    assert torch.equal(shifted(T, 1), linear(T))
 
 
 @given(T=steps, seq_len=st.integers(256, 8192), kind=st.sampled_from(("exponential", "linear")))
@@ -151,11 +141,6 @@ def test_windows_are_uniform() -> None:
 )
 def test_an_impossible_window(T: int, size: int, lo: int, hi: int | None, message: str) -> None:
     refuses(message, sde_window, key(0), T, size, lo, hi)
-
-
-def test_a_window_needs_a_key_on_the_host() -> None:
-    with pytest.raises(TypeError, match="expected one key on the host"):
-        sde_window(fold_in(key(0), torch.arange(2)), 4, 2)
 
 
 @given(T=st.integers(2, 60), shift=shifts)

@@ -168,15 +168,12 @@ def test_bad_arguments_are_refused_alike(implementation: str, case: str) -> None
 
 
 @unchecked
-def test_what_does_not_exist_is_an_error() -> None:
-    refuses("step_log_prob: implementation is 'cuda'", kernels.step_log_prob, STEP, X, V, X_NEXT, implementation="cuda")
-
-
 def test_what_cannot_be_met_is_an_error() -> None:
-    """Nothing is replaced silently: Triton on a CPU, and a compiled function inside a transform."""
+    """Nothing is replaced silently: Triton on a CPU, a compiled function inside a transform, and names of nothing."""
     refuses("implementation is 'triton', but the tensors are on cpu", kernels.velocity_error, V, X, implementation="triton")
     with pytest.raises(ValueError, match=r"'compiled', which torch.func cannot transform"):
         torch.func.grad(lambda v: kernels.velocity_error(v, X, implementation="compiled").sum())(V)
+    refuses("step_log_prob: implementation is 'cuda'", kernels.step_log_prob, STEP, X, V, X_NEXT, implementation="cuda")
 
 
 @unchecked
