@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.refusals import refuses
-from helpers.tables import (
-    DTYPES,
-    ETA_CONDITION,
-    SAMPLERS,
-    SIGMA_MAX,
-    SamplerRow,
-    etas,
-    normals,
-    reference_coefficients,
-)
+from helpers.tables import DTYPES, ETA_CONDITION, SAMPLERS, SIGMA_MAX, SamplerRow, etas, normals, reference_coefficients
 from helpers.tolerances import COMPUTE_DTYPE, EXACT, tolerance
 from hypothesis import given
 from hypothesis import strategies as st

@@ -23,10 +23,18 @@ def on_device(*values: int) -> Tensor:
     return remember(torch.tensor(values, dtype=torch.int32), torch.tensor(values))
 
 
-def test_a_tensor_of_the_host_is_its_own_values() -> None:
+def test_what_is_known_of_the_host_and_read_once() -> None:
     tensor = torch.arange(3)
     assert recall(tensor) is tensor
     assert read(tensor) is tensor
+    unknown = torch.arange(4, dtype=torch.int32)
+    assert recall(unknown) is None
+    assert recall(rows(unknown, slice(2))) is None
+    assert recall(join(on_device(1), unknown)) is None
+    tensor = torch.arange(4, dtype=torch.int32)
+    first = read(tensor)
+    assert read(tensor) is first
+    assert recall(rows(tensor, slice(2))) is not None
 
 
 def test_rows_joined_and_repeated_tensors_are_known() -> None:
@@ -42,20 +50,6 @@ def test_rows_joined_and_repeated_tensors_are_known() -> None:
         assert host is not None
         assert host.dtype == torch.int64
         assert host.tolist() == out.tolist()
-
-
-def test_what_is_computed_from_unknown_tensors_is_unknown() -> None:
-    unknown = torch.arange(4, dtype=torch.int32)
-    assert recall(unknown) is None
-    assert recall(rows(unknown, slice(2))) is None
-    assert recall(join(on_device(1), unknown)) is None
-
-
-def test_values_are_read_once() -> None:
-    tensor = torch.arange(4, dtype=torch.int32)
-    first = read(tensor)
-    assert read(tensor) is first
-    assert recall(rows(tensor, slice(2))) is not None
 
 
 @pytest.mark.parametrize("which", ["device", "host"])

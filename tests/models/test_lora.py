@@ -48,15 +48,20 @@ def test_a_new_adapter_changes_nothing() -> None:
         assert any(f".{target}.lora_A" in name for name in trained), target
 
 
-def test_the_seed_decides_the_adapter() -> None:
+def test_the_seed_decides_the_adapter_and_others_begin_as_it() -> None:
     before = torch.random.get_rng_state()
     one, same_seed, other = (values(lora_model.adapted(seed=seed), "default") for seed in (1, 1, 2))
     assert same(one, same_seed)
     assert not same(one, other)
     assert torch.equal(before, torch.random.get_rng_state())
+    module = lora_model.adapted(*ALL)
+    assert same(values(module, "default"), values(module, "old"))
+    assert same(values(module, "default"), values(module, "ref"))
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == set(adapter_names(module, "default").values())
 
 
-def test_the_adapter_is_what_peft_makes() -> None:
+def test_the_adapter_is_what_peft_makes_and_calls_it() -> None:
     plain = MODEL.build()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -67,6 +72,10 @@ def test_the_adapter_is_what_peft_makes() -> None:
         module = lora_model.adapted(*adapters, seed=5)
         names, found = adapter_names(module, "default"), values(module, "default")
         assert same(want, {names[name]: tensor for name, tensor in found.items()})
+    module = lora_model.adapted(*ALL)
+    for adapter in ALL:
+        perturb(module, adapter, seed=ALL.index(adapter))
+        assert same(values(module, adapter), peft.get_peft_model_state_dict(module, adapter_name=adapter))
 
 
 def test_the_initial_distribution_of_a() -> None:
@@ -80,14 +89,6 @@ def test_the_initial_distribution_of_a() -> None:
         assert not dict(module.named_parameters())["to_q.lora_B.default.weight"].any()
     assert float(drawn["default"].abs().max()) <= 1 / 400**0.5 * 1.8  # sqrt(3): uniform of the same variance, and rounding
     assert float(drawn["gaussian"].std()) == pytest.approx(1 / 4, rel=0.1)
-
-
-def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
-    module = lora_model.adapted(*ALL)
-    assert same(values(module, "default"), values(module, "old"))
-    assert same(values(module, "default"), values(module, "ref"))
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert trained == set(adapter_names(module, "default").values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,24 +107,6 @@ def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
             assert parameter.is_meta
     want = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in real.named_parameters()]
     assert [(name, parameter.dtype, parameter.requires_grad) for name, parameter in meta.named_parameters()] == want
-
-
-def test_names_are_those_of_peft() -> None:
-    module = lora_model.adapted(*ALL)
-    for adapter in ALL:
-        perturb(module, adapter, seed=ALL.index(adapter))
-        assert same(values(module, adapter), peft.get_peft_model_state_dict(module, adapter_name=adapter))
-
-
-def test_without_lora_is_the_reference() -> None:
-    """Inside the context the base is active, after it the adapters again."""
-    module = lora_model.adapted()
-    perturb(module)
-    base, with_adapters = run(MODEL.build()), run(module)
-    assert not torch.allclose(base, with_adapters, atol=1e-3)
-    with use_adapter(module, None):
-        assert torch.equal(run(module), base)
-    assert torch.equal(run(module), with_adapters)
 
 
 def test_each_adapter_is_active_in_its_context() -> None:
@@ -180,6 +163,7 @@ def test_copy_and_blend() -> None:
 
 
 def test_merged_is_the_same_function_without_adapters() -> None:
+    """Only the given adapter is merged; then new ones can be added."""
     module = lora_model.adapted()
     perturb(module)
     before = run(module)
@@ -188,9 +172,6 @@ def test_merged_is_the_same_function_without_adapters() -> None:
     assert set(module.state_dict()) == set(MODEL.build().state_dict())
     assert not lora_layers(module)
     assert "peft_config" not in vars(module)  # diffusers would take the adapter's name for taken
-
-
-def test_another_adapter_can_be_merged() -> None:
     module = lora_model.adapted("default", "old")
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)
@@ -209,28 +190,22 @@ def test_the_config_may_choose_the_layers() -> None:
     assert set(lora_layers(module)) == want
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
+def test_what_cannot_be_adapted_is_refused() -> None:
+    """And the module is unchanged."""
+    module = MODEL.build()
+    for targets, says in (
         (["nowhere"], "no layer's name ends in nowhere"),
         (["to_q", "q"], "no layer's name ends in q"),  # a part of a name is not the end of one
         (["attn"], "expected a linear layer"),
-    ],
-)
-def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message: str) -> None:
-    module = MODEL.build()
-    refuses(message, add_lora, module, LoraConfig(), targets)
+    ):
+        refuses(says, add_lora, module, LoraConfig(), targets)
+    adapters: tuple[tuple[str, ...], ...] = (), ("old",), ("old", "default"), ("default", "old", "old")
+    for names in adapters:
+        refuses("expected default first", add_lora, module, LORA, MODEL.lora_targets, adapters=names)
     assert all(parameter.requires_grad for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
-def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
-    refuses("expected default first", add_lora, MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
-
-
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}])
-def test_a_wrong_setting_is_refused(wrong: dict) -> None:
-    refuses(r"lora\.", LoraConfig, **wrong)
+    settings: list[dict[str, Any]] = [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}]
+    for wrong in settings:
+        refuses(r"lora\.", LoraConfig, **wrong)
 
 
 # ShardedModule.

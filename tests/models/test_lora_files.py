@@ -51,126 +51,44 @@ def factors() -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def written(
-    stem: str, *names: str, alpha: bool = False, of: Callable[[Tensor], Tensor] = lambda a: a, scale: float = 1.0
-) -> Any:
-    """Return the tensors of a file by the names of A and B; `stem` has the place of a layer's name."""
-    named: dict[str, Tensor] = {}
+def _plain(prefix: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
-        key = stem.format(layer.replace(".", "_") if alpha else layer)
-        named |= {f"{key}.{names[0]}.weight": of(a), f"{key}.{names[1]}.weight": b * scale}
-        named |= {f"{key}.alpha": torch.tensor(ALPHA)} if alpha else {}
-    return named
-
-
-def diffusers(folder: Path) -> Path:
-    header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": ALPHA})
-    tensors = written("transformer.{}", "lora_A", "lora_B")
-    save_file(tensors, folder / "pytorch_lora_weights.safetensors", metadata={"lora_adapter_metadata": header})
-    return folder
-
-
-def peft(folder: Path) -> Path:
-    save_file(written("base_model.model.{}", "lora_A", "lora_B"), folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
-    return folder
-
-
-def kohya(folder: Path) -> Path:
-    save_file(written("lora_unet_{}", "lora_down", "lora_up", alpha=True), folder / "kohya.safetensors")
-    return folder / "kohya.safetensors"
-
-
-def comfy(folder: Path) -> Path:
-    """Write the same with dots, A as a convolution of one pixel, and scales multiplied into B."""
-    names = ("diffusion_model.{}", "lora_down", "lora_up")
-    save_file(written(*names, of=lambda a: a[..., None, None], scale=ALPHA / RANK), folder / "any name.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("write", [diffusers, peft, kohya, comfy])
-def test_the_same_adapter_by_any_keys(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    """The network computes W + (alpha / rank) B A at each layer of the file, and at no other."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module, x = Net(), torch.randn(3, 4)
-    found = read_lora(write(tmp_path), module)
-    assert (found.rank, found.layers) == (RANK, tuple(sorted(LAYERS)))
-    if write is not comfy:
-        assert found.alpha == ALPHA
-    merged = Net()
-    merged.load_state_dict(module.state_dict())
-    for layer, (a, b) in factors().items():
-        linear: Any = merged.get_submodule(layer)
-        linear.weight.data += ALPHA / RANK * b @ a
-    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha), found.layers, adapters=("default", "start"))
-    for name in ("default", "start"):
-        load_lora(module, found.tensors, name)
-    torch.testing.assert_close(module(x), merged(x), rtol=1e-5, atol=1e-5)
-
-
-def test_layers_of_different_ranks_and_scales(tmp_path: Path) -> None:
-    """Smaller factors are filled up with zeros, and scales multiplied into B: the products stay the same."""
-    named: dict[str, Tensor] = {}
-    products: dict[str, Tensor] = {}
-    for number, (layer, (a, b)) in enumerate(factors().items()):
-        rank, alpha = 1 + number % 2, 1.0 + number
-        flat = f"lora_transformer_{layer.replace('.', '_')}"
-        named |= {
-            f"{flat}.lora_down.weight": a[:rank].clone(),
-            f"{flat}.lora_up.weight": b[:, :rank].contiguous(),
-            f"{flat}.alpha": torch.tensor(alpha),
-        }
-        products[layer] = alpha / rank * b[:, :rank] @ a[:rank]
-    save_file(named, tmp_path / "mixed.safetensors")
-    found = read_lora(tmp_path / "mixed.safetensors", Net())
-    assert found.rank == 2
-    for layer, product in products.items():
-        a, b = (found.tensors[f"{layer}.lora_{factor}.weight"] for factor in "AB")
-        torch.testing.assert_close(found.alpha / found.rank * b @ a, product)
+        found |= {f"{prefix}{layer}.lora_A.weight": a, f"{prefix}{layer}.lora_B.weight": b}
+    return found
 
 
 def test_several_networks_have_a_folder_each(tmp_path: Path) -> None:
+    header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": ALPHA})
     for name in ("high", "low"):
         (tmp_path / name).mkdir()
-        diffusers(tmp_path / name)
+        file = tmp_path / name / "pytorch_lora_weights.safetensors"
+        save_file(_plain("transformer."), file, metadata={"lora_adapter_metadata": header})
     found = read_lora(tmp_path, nn.ModuleDict({"high": Net(), "low": Net()}))
     assert len(found.layers) == 6
     assert torch.equal(found.tensors["low.blocks.0.to_q.lora_A.weight"], factors()["blocks.0.to_q"][0])
     assert (found.rank, found.alpha) == (RANK, ALPHA)
 
 
-def test_a_converter_is_asked_where_keys_match_nothing(tmp_path: Path) -> None:
-    save_file({f"double.{name}": tensor for name, tensor in _plain().items()}, tmp_path / "a.safetensors")
-
-    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("double."): tensor for name, tensor in tensors.items()}
-
-    assert read_lora(tmp_path, Net(), convert=convert).layers == tuple(sorted(LAYERS))
-    refuses(r"match no linear layer of the Net: double\.blocks", read_lora, tmp_path, Net(), convert=lambda tensors: 1 / 0)
-
-
-def test_a_converter_that_leaves_parts_out_is_not_believed(tmp_path: Path, monkeypatch: Patch) -> None:
-    """As diffusers' pipelines leave out the lengths of a DoRA's rows, or layers that they do not know, with a warning."""
+def test_a_converter_is_asked_and_not_believed(tmp_path: Path, monkeypatch: Patch) -> None:
+    """For layouts in which layers have other names altogether; diffusers' pipelines leave out parts with a warning."""
     import diffusers
 
     from fluvial.engines.run.jobs.weights import converter
 
-    lengths = {f"double.{name}.dora_scale": torch.ones(4 if name.endswith("0") else 6, 1) for name in LAYERS}
-    save_file({f"double.{key}": tensor for key, tensor in _plain().items()} | lengths, tmp_path / "a.safetensors")
-
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key.removeprefix("double."): tensor for key, tensor in tensors.items() if "dora" not in key}
 
+    plain = _plain("double.")
+    save_file(plain, tmp_path / "a.safetensors")
+    assert read_lora(tmp_path, Net(), convert=convert).layers == tuple(sorted(LAYERS))
+    refuses(r"match no linear layer of the Net: double\.blocks", read_lora, tmp_path, Net(), convert=lambda tensors: 1 / 0)
+    lengths = {f"double.{name}.dora_scale": torch.ones(4 if name.endswith("0") else 6, 1) for name in LAYERS}
+    save_file(plain | lengths, tmp_path / "a.safetensors")
     refuses(r"match no linear layer of the Net: double\.\S+dora_scale", read_lora, tmp_path, Net(), convert=convert)
     some = {key: tensor for key, tensor in _plain().items() if "blocks.0" in key}
     monkeypatch.setattr(diffusers.FluxPipeline, "lora_state_dict", lambda tensors, **_: some)
     refuses("diffusers leaves out layers of an adapter of FluxPipeline", converter("FluxPipeline"), _plain())
-
-
-def _plain() -> dict[str, Tensor]:
-    found: dict[str, Tensor] = written("{}", "lora_A", "lora_B")
-    return found
 
 
 WRONG: list[tuple[dict[str, Tensor | None], str]] = [
@@ -345,10 +263,17 @@ def flat(prefix: str) -> Callable[[str], str]:
 
 
 def low_rank(
-    weight: Tensor, draw: Callable[..., Tensor], *, scale: float, names: str = "lora_down lora_up", **further: float
+    weight: Tensor,
+    draw: Callable[..., Tensor],
+    *,
+    scale: float,
+    names: str = "lora_down lora_up",
+    pixels: bool = False,
+    **further: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     a, b, (down, up) = draw(2, weight.shape[1]), draw(len(weight), 2), names.split()
-    parts = {f"{down}.weight": a, f"{up}.weight": b, **{name: torch.tensor(value) for name, value in further.items()}}
+    a_file = a[..., None, None] if pixels else a  # as a convolution of one pixel
+    parts = {f"{down}.weight": a_file, f"{up}.weight": b, **{name: torch.tensor(value) for name, value in further.items()}}
     return weight + scale * b @ a, parts
 
 
@@ -403,6 +328,7 @@ WRITERS: dict[str, Writer] = {
     "kohya": by_layout(flat("lora_unet_"), partial(low_rank, scale=3.0, alpha=6.0), ss_network_alpha="1"),
     "kohya, alpha in the header": by_layout(flat("lora_unet_"), partial(low_rank, scale=3.0), ss_network_alpha="6.0"),
     # ostris/ai-toolkit and musubi-tuner's convert_lora.py: the factors hold the scale
+    "ComfyUI, convolutions": by_layout(dotted("diffusion_model."), partial(low_rank, scale=1.0, pixels=True)),
     "ComfyUI": by_layout(dotted("diffusion_model."), partial(low_rank, scale=1.0, names=A_B)),
     "alpha in the header": by_layout(dotted("transformer."), partial(low_rank, scale=3.0, names=A_B), alpha="6"),
     "lora_alpha in the header": by_layout(
@@ -429,29 +355,3 @@ def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> N
     expected = tiny_transformers.flux_velocity(theirs, items)
     assert not torch.allclose(base, expected, atol=1e-2)
     torch.testing.assert_close(tiny_transformers.flux_velocity(ours, items), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_original_names_of_wan_are_converted_by_its_pipeline(tmp_path: Path) -> None:
-    from helpers import tiny_pipelines
-
-    from fluvial.engines.run.jobs.weights import converter
-
-    module = tiny_pipelines.wan().transformer
-    names = {
-        f"{kind}.{letter}": f"{ours}.{theirs}"
-        for kind, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for letter, theirs in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-    } | {"ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"}
-    named, expected = {}, {}
-    for block in range(2):
-        for theirs, ours in names.items():
-            layer = module.get_submodule(f"blocks.{block}.{ours}")
-            a, b = torch.randn(2, layer.in_features), torch.randn(layer.out_features, 2)
-            named[f"diffusion_model.blocks.{block}.{theirs}.lora_A.weight"] = a
-            named[f"diffusion_model.blocks.{block}.{theirs}.lora_B.weight"] = b
-            expected[f"blocks.{block}.{ours}"] = a
-    save_file(named, tmp_path / "wan.safetensors")
-    found = read_lora(tmp_path, module, convert=converter("WanPipeline"))
-    assert set(found.layers) == set(expected)
-    assert all(torch.equal(found.tensors[f"{layer}.lora_A.weight"], a) for layer, a in expected.items())
-    refuses("match no linear layer of the WanTransformer3DModel", read_lora, tmp_path, module)

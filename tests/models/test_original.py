@@ -166,7 +166,7 @@ def loaded(pipeline: str, file: dict[str, Tensor], network: Any) -> dict[str, Te
     return {key.removeprefix("unet.").replace(".processor.", "."): tensor for key, tensor in plain}
 
 
-def test_a_part_of_joined_layers(networks: dict[str, Any]) -> None:
+def test_joined_and_exchanged_layers(networks: dict[str, Any]) -> None:
     """An adapter of queries alone has zeros for keys and values; factors that joined layers share are split by rows."""
     network, layer = networks["sd3"], "transformer_blocks.0.attn.to_q"
     original = Original(PIPELINES["sd3"], network.config)
@@ -184,16 +184,12 @@ def test_a_part_of_joined_layers(networks: dict[str, Any]) -> None:
         start = f"transformer_blocks.0.attn.to_{letter}"
         assert torch.equal(split[f"{start}.lora_A.weight"], shared[f"{stem}.lora_down.weight"])
         assert torch.equal(split[f"{start}.lora_B.weight"], shared[f"{stem}.lora_up.weight"][16 * part : 16 * (part + 1)])
-
-
-def test_layers_whose_scale_and_shift_are_exchanged(networks: dict[str, Any]) -> None:
     network = networks["sd3"]
     found = factors(network, ["norm_out.linear"])
     file = adapter_to_original(Original(PIPELINES["sd3"], network.config), found, network, alpha=ALPHA)
     up = file["lora_unet_final_layer_adaLN_modulation_1.lora_up.weight"]
     assert torch.equal(up, swap_halves(found["norm_out.linear"][1]))
     assert not torch.equal(up, found["norm_out.linear"][1])
-    back = adapter_from_original(PIPELINES["sd3"], file, network)
     assert torch.equal(back["norm_out.linear.lora_B.weight"], found["norm_out.linear"][1])
 
 
@@ -208,8 +204,5 @@ def test_what_has_no_original_name_is_named(networks: dict[str, Any]) -> None:
     joined = {"lora_unet_joint_blocks_0_x_block_attn_qkv.lokr_w1": torch.zeros(2, 2)}
     refuses("attn_qkv is a LoKr of several layers", adapter_from_original, PIPELINES["sd3"], joined, networks["sd3"])
     refuses("StableDiffusionPipeline has no original", adapter_from_original, "StableDiffusionPipeline", {}, nn.Linear(1, 1))
-
-
-def test_the_message_names_the_architectures() -> None:
     from_text = {name for name in LAYOUTS if not name.endswith(("ImageToVideoPipeline", "EditPipeline", "EditPlusPipeline"))}
     assert len(from_text) == len(ARCHITECTURES.replace(" and ", ", ").split(", "))

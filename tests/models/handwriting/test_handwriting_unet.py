@@ -72,7 +72,7 @@ def sample(unet: nn.Module, prompts: list[str], *, steps: int = 10) -> Tensor:
         ).final
 
 
-def test_the_unet_is_small(unet: nn.Module) -> None:
+def test_the_unet_is_small_and_of_one_size(unet: nn.Module) -> None:
     """It has about 0.7 million parameters in less than 4 MB, and its linear layers take LoRA."""
     assert 0.5e6 < sum(p.numel() for p in unet.parameters()) < 1e6
     assert sum(path.stat().st_size for path in BASE_UNET.iterdir()) < 4e6
@@ -81,6 +81,9 @@ def test_the_unet_is_small(unet: nn.Module) -> None:
     x, level, cond = noise(3), torch.tensor([0.1, 0.5, 0.9]), MODEL.encode(CODES)
     with torch.no_grad():
         assert torch.equal(MODEL.predict(adapted, x, level, cond), MODEL.predict(unet, x, level, cond))
+    assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
+    refuses("the size is 16x32", MODEL.latent_shape, 16, 32)
+    refuses("is not a code of 4 digits", MODEL.check_prompt, "042")
 
 
 def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
@@ -96,12 +99,6 @@ def test_the_blocks_are_in_the_order_they_run(unet: nn.Module) -> None:
     assert ran == list(range(7))
     inside = sum(p.numel() for block in blocks for p in block.parameters())
     assert inside > 0.9 * sum(p.numel() for p in unet.parameters())
-
-
-def test_there_is_one_size() -> None:
-    assert MODEL.latent_shape() == Handwriting(None).latent_shape() == (1, 8, 32)
-    refuses("the size is 16x32", MODEL.latent_shape, 16, 32)
-    refuses("is not a code of 4 digits", MODEL.check_prompt, "042")
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5, 8, 10, 20, 50, 100, 500])
@@ -120,17 +117,15 @@ def test_the_schedule_is_that_of_diffusers(steps: int) -> None:
     assert schedule.levels[-1] == scheduler.alphas_cumprod[0]
 
 
-@pytest.mark.parametrize("steps", [3, 7, 30, 666])
-def test_any_schedule_rises(steps: int) -> None:
-    schedule = MODEL.schedule(steps)
-    assert (schedule.levels.diff() > 0).all()
-    assert 0.004 < schedule.levels[0] < schedule.levels[-1] < 1
-    assert torch.equal(find_timestep(schedule.levels[:-1]), schedule.timesteps)
-
-
-@pytest.mark.parametrize("steps", [0, 667, 1000])
-def test_a_schedule_of_too_many_steps_is_refused(steps: int) -> None:
-    refuses(f"steps is {steps}, expected 1 to 666", MODEL.schedule, steps)
+def test_any_schedule_rises() -> None:
+    """Also if the steps do not divide 1000; with too many of them the last would not change the level."""
+    for steps in (3, 7, 30, 666):
+        schedule = MODEL.schedule(steps)
+        assert (schedule.levels.diff() > 0).all()
+        assert 0.004 < schedule.levels[0] < schedule.levels[-1] < 1
+        assert torch.equal(find_timestep(schedule.levels[:-1]), schedule.timesteps)
+    for steps in (0, 667, 1000):
+        refuses(f"steps is {steps}, expected 1 to 666", MODEL.schedule, steps)
 
 
 def test_the_timestep_follows_from_the_level() -> None:
@@ -272,14 +267,9 @@ def test_weights_are_read_as_diffusers_wrote_them(unet: nn.Module, tmp_path: Pat
     refuses("random weights cannot be built empty", HandwritingUNet(None).build, empty=True)
 
 
-def test_the_base_model_has_something_left_to_learn(unet: nn.Module) -> None:
+def test_the_record_of_the_base_model_is_true(unet: nn.Module) -> None:
     """The record of the weights, and the weights themselves: some held-out codes are correct, and many are not."""
     record = json.loads((BASE_UNET / "made-by.json").read_text())
-    assert record["command"] == "fluvial pretrain handwriting-unet"
-    assert record["eval_samples"] >= 1000
-    for evaluator in ("reward", "heldout"):
-        assert 0.3 < record["heldout_exact"][evaluator] < 0.6
-        assert 0.75 < record["heldout_score"][evaluator] < 0.9
     prompts = list(codes("heldout")[::32])
     images = MODEL.decode(sample(unet, prompts))
     assert images.shape == (len(prompts), 1, 8, 32)

@@ -58,7 +58,7 @@ def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Folders) -> No
     assert torch.equal(torch.cat([tiled.decode(latents[i : i + 1]) for i in range(2)]), images[1])
 
 
-def test_a_vae_has_a_dtype_of_its_own(folders: Folders) -> None:
+def test_a_vae_has_a_dtype_of_its_own_and_tiles_if_it_can(folders: Folders, monkeypatch: Patch) -> None:
     model = opened("sd3", folders("sd3"), dtype=torch.bfloat16, vae=VaeOptions(dtype=torch.float32))
     assert {p.dtype for p in model.vae.parameters()} == {torch.float32}
     expected = opened("sd3", folders("sd3"))
@@ -67,6 +67,9 @@ def test_a_vae_has_a_dtype_of_its_own(folders: Folders) -> None:
     other = opened("sd3", folders("sd3"), dtype=torch.bfloat16)
     assert other.decode(latents).dtype == torch.float32
     assert model.image_encoder() != other.image_encoder()
+    model = opened("sd3", folders("sd3"), vae=VaeOptions(tile=64))
+    monkeypatch.setattr(model, "_vae", torch.nn.Linear(1, 1))
+    refuses("has a Linear, which does not work in tiles", model._tile)
 
 
 def test_a_vae_is_on_the_device_only_while_it_works(folders: Folders, monkeypatch: Patch) -> None:
@@ -90,9 +93,3 @@ def test_a_vae_is_on_the_device_only_while_it_works(folders: Folders, monkeypatc
     model.decode(latents.requires_grad_()).sum().backward()
     assert moves[4:] == ["cpu:0"]
     assert latents.grad is not None
-
-
-def test_a_vae_without_tiles_is_refused(folders: Folders, monkeypatch: Patch) -> None:
-    model = opened("sd3", folders("sd3"), vae=VaeOptions(tile=64))
-    monkeypatch.setattr(model, "_vae", torch.nn.Linear(1, 1))
-    refuses("has a Linear, which does not work in tiles", model._tile)

@@ -133,9 +133,6 @@ def test_an_installed_package_declares_an_adapter(folder: Path, monkeypatch: Pat
     model = open_model(folder, gain=4.0)
     assert isinstance(model, Toy)
     assert (model.folder, model.gain) == (folder, 4.0)
-
-
-def test_an_installed_package_that_is_broken_is_named(folder: Path, monkeypatch: Patch) -> None:
     declare(monkeypatch, "own_raises:Toy")
     refuses(r"^adapter 'entry point ToyPipeline = own_raises:Toy' cannot be imported: OSError:", open_model, folder)
 
@@ -178,9 +175,6 @@ def test_an_adapter_of_folders_is_reloaded_and_released(folder: Path, monkeypatc
 
 
 @pytest.mark.parametrize("make", [lambda: Handwriting(None), Toy], ids=["built-in", "toy"])
-def test_check_model_accepts_models(make: Callable[[], DiffusionModel]) -> None:
+def test_check_model_accepts_models_alone(make: Callable[[], DiffusionModel]) -> None:
     check_model(make(), "mine")
-
-
-def test_check_model_refuses_a_class_in_place_of_its_object() -> None:
     refuses("mine is the class Toy, expected an object of it", check_model, Toy, "mine")

@@ -19,7 +19,7 @@ from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.open import open_model
 from fluvial.models.pipelines.sd3 import SD3
 
-SCHEDULER = "scheduler/scheduler_config.json"
+INDEX, SCHEDULER = "model_index.json", "scheduler/scheduler_config.json"
 
 
 @each_row
@@ -28,17 +28,6 @@ def test_a_size_that_does_not_divide_is_refused(name: str, folders: Folders) -> 
     refuses(r"the size is 17x23, expected multiples of 4.*: the nearest is 16x24", model.latent_shape, 17, 23)
     assert model.latent_shape(16, 24)[-2:] == (16 // model.vae_scale, 24 // model.vae_scale)
     refuses("frames is 4, expected 1", model.latent_shape, 16, 24, 4)
-
-
-def test_a_size_beyond_the_positions_of_sd3_is_refused(folders: Folders) -> None:
-    model = opened("sd3", folders("sd3"))
-    assert model.latent_shape(64, 64) == (4, 32, 32)
-    refuses("expected multiples of 4, at most 64: the nearest is 16x64", model.latent_shape, 16, 68)
-
-
-@pytest.mark.parametrize(("size", "near"), [((1, 1), "16x16"), ((24, 1000), "32x1008"), ((512, 15), "512x16")])
-def test_the_nearest_size_is_named(size: tuple[int, int], near: str) -> None:
-    refuses(f"the nearest is {near}$", check_size, *size, multiple=16)
 
 
 @pytest.mark.parametrize(
@@ -50,38 +39,43 @@ def test_the_nearest_size_is_named(size: tuple[int, int], near: str) -> None:
         ("sd1", SCHEDULER, {"prediction_type": "sample"}, "PNDMScheduler of sample, expected a scheduler with betas"),
         ("sd1", SCHEDULER, {"timestep_spacing": "trailing", "beta_start": 0.5, "beta_end": 1.0}, "has no 3 steps"),
         ("sd1", SCHEDULER, {"steps_offset": 0}, "scheduler has no 3 steps whose alpha_bar rises"),
+        (
+            "sd3",
+            INDEX,
+            {"scheduler": ["diffusers", "DDIMScheduler"]},
+            "has the scheduler DDIMScheduler, expected FlowMatchEuler",
+        ),
+        ("sd3", INDEX, {"_class_name": "KandinskyPipeline"}, "holds a KandinskyPipeline, which there is no adapter for"),
+        ("sd3", INDEX, {"vae": [None, None]}, "names no vae: save or download the whole pipeline"),
+        ("sd3", "transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "expected a SD3Transformer2DModel"),
     ],
 )
-def test_a_schedule_of_another_kind_is_refused(
+def test_a_pipeline_or_schedule_of_another_kind_is_refused(
     name: str, file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Folders
 ) -> None:
     refuses(message, opened(name, edited(folders(name), tmp_path, file, **changes)).schedule, STEPS, (4, 4, 4))
 
 
-@pytest.mark.parametrize("steps", [0, 1000, 1001])
-def test_more_steps_than_timesteps_are_refused(steps: int, folders: Folders) -> None:
-    model = opened("sd1", folders("sd1"))
-    assert len(model.schedule(999, (4, 4, 4)).timesteps) == 999
-    refuses(f"has no {steps} steps", model.schedule, steps, (4, 4, 4))
-
-
-def test_frames_of_videos_are_one_plus_a_multiple(folders: Folders) -> None:
-    model = opened("wan", folders("wan"))
-    assert [model.latent_shape(16, 16, frames)[1] for frames in (1, 3, 5)] == [1, 2, 3]
+def test_sizes_frames_steps_and_options_out_of_range_are_refused(folders: Folders) -> None:
+    sd3, wan, sd1 = (opened(name, folders(name)) for name in ("sd3", "wan", "sd1"))
+    assert sd3.latent_shape(64, 64) == (4, 32, 32)
+    refuses(
+        "expected multiples of 4, at most 64: the nearest is 16x64", sd3.latent_shape, 16, 68
+    )  # it has no more positions
+    for size, near in (((1, 1), "16x16"), ((24, 1000), "32x1008"), ((512, 15), "512x16")):
+        refuses(f"the nearest is {near}$", check_size, *size, multiple=16)  # never zero, and a tie is rounded up
+    assert [wan.latent_shape(16, 16, frames)[1] for frames in (1, 3, 5)] == [1, 2, 3]
     for frames in (0, 2, 4):
-        refuses(f"frames is {frames}, expected 1 plus a multiple of 2", model.latent_shape, 16, 16, frames)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"text_tokens": 0}, "text_tokens is 0, expected 1 to 512"),
-        ({"text_tokens": 513}, "text_tokens is 513, expected 1 to 512"),
-        ({"decode_chunk": 0}, "decode_chunk is 0, expected at least 1"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str, folders: Folders) -> None:
-    refuses(message, SD3, folders("sd3"), **options)
+        refuses(f"frames is {frames}, expected 1 plus a multiple of 2", wan.latent_shape, 16, 16, frames)
+    assert len(sd1.schedule(999, (4, 4, 4)).timesteps) == 999  # its spacing is offset by one
+    for steps in (0, 1000, 1001):
+        refuses(f"has no {steps} steps", sd1.schedule, steps, (4, 4, 4))
+    for option, value, range_ in (
+        ("text_tokens", 0, "1 to 512"),
+        ("text_tokens", 513, "1 to 512"),
+        ("decode_chunk", 0, "at least 1"),
+    ):
+        refuses(f"{option} is {value}, expected {range_}", SD3, folders("sd3"), **{option: value})
 
 
 def edited(folder: Path, tmp_path: Path, file: str, **changes: Any) -> Path:
@@ -91,20 +85,6 @@ def edited(folder: Path, tmp_path: Path, file: str, **changes: Any) -> Path:
     return tmp_path / "copy"
 
 
-@pytest.mark.parametrize(
-    ("file", "changes", "message"),
-    [
-        ("model_index.json", {"_class_name": "KandinskyPipeline"}, "holds a KandinskyPipeline"),
-        ("model_index.json", {"vae": [None, None]}, "names no vae: save or download the whole pipeline"),
-        ("transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "expected a SD3Transformer2DModel"),
-    ],
-)
-def test_another_pipeline_is_refused(
-    file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Folders
-) -> None:
-    refuses(message, open_model, edited(folders("sd3"), tmp_path, file, **changes))
-
-
 def test_settings_that_are_none_are_refused(tmp_path: Path, folders: Folders) -> None:
     folder = edited(folders("sd3"), tmp_path, "model_index.json")
     settings = folder / "transformer" / "config.json"
@@ -112,11 +92,6 @@ def test_settings_that_are_none_are_refused(tmp_path: Path, folders: Folders) ->
         settings.write_text(text)
         refuses(f"config.json {says}", open_model, folder)
     refuses("holds a StableDiffusion3Pipeline, expected a FluxPipeline", Flux, folder)
-
-
-def test_another_scheduler_is_refused(tmp_path: Path, folders: Folders) -> None:
-    folder = edited(folders("sd3"), tmp_path, "model_index.json", scheduler=["diffusers", "DDIMScheduler"])
-    refuses("has the scheduler DDIMScheduler", open_model(folder).schedule, 4, (4, 8, 8))
 
 
 @pytest.mark.parametrize(

@@ -131,54 +131,24 @@ def test_a_changed_one_has_the_same_size_and_no_number_in_common(kind: kinds.Kin
     np.testing.assert_allclose(own, numbers(made), atol=1e-4)
 
 
-def still(folder: Path) -> Path:
-    images()[0].save(folder / "still.png")
-    return folder / "still.png"
-
-
-def words(folder: Path) -> Path:
-    (folder / "words.mp4").write_text("no video")
-    return folder / "words.mp4"
-
-
-def empty(folder: Path) -> Path:
-    (folder / "empty").mkdir()
-    return folder / "empty"
-
-
-def floats(folder: Path) -> Path:
-    np.save(folder / "floats.npy", FRAMES / 255.0)
-    return folder / "floats.npy"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (still, "still.png cannot be read as a video: it is a still image"),
-        (words, "words.mp4 cannot be read as a video: .*Invalid data"),
-        (empty, "empty is a folder without images, expected the frames of a video"),
-        (floats, r"floats.npy cannot be read as a video: it is an array \[5, 16, 24, 3\] of float64"),
-    ],
-)
-def test_what_is_no_video_is_one_line(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
-    refuses(message, read_video, make(tmp_path))
-
-
-def silent(folder: Path) -> Path:
-    (folder / "silent.wav").write_bytes(pcm(2, count=0)[0])
-    return folder / "silent.wav"
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (still, "still.png cannot be read as a sound: "),
-        (silent, "silent.wav cannot be read as a sound: it is empty$"),
-        (lambda folder: as_mkv(folder / "clip"), "clip.mkv cannot be read as a sound: it has no audio$"),
-    ],
-)
-def test_what_is_no_sound_is_one_line(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
-    refuses(message, read_sound, make(tmp_path))
+def test_what_is_no_video_or_sound_is_one_line(tmp_path: Path) -> None:
+    images()[0].save(tmp_path / "still.png")
+    (tmp_path / "words.mp4").write_text("no video")
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "floats.npy", FRAMES / 255.0)
+    (tmp_path / "silent.wav").write_bytes(pcm(2, count=0)[0])
+    as_mkv(tmp_path / "clip")
+    readers: tuple[tuple[Callable[[Path], Any], str, str, str], ...] = (
+        (read_video, "video", "still.png", "it is a still image"),
+        (read_video, "video", "words.mp4", ".*Invalid data"),
+        (read_video, "video", "floats.npy", r"it is an array \[5, 16, 24, 3\] of float64"),
+        (read_sound, "sound", "still.png", ""),
+        (read_sound, "sound", "silent.wav", "it is empty$"),
+        (read_sound, "sound", "clip.mkv", "it has no audio$"),
+    )
+    for read, kind, name, why in readers:
+        refuses(f"{name} cannot be read as a {kind}: {why}", read, tmp_path / name)
+    refuses("empty is a folder without images, expected the frames of a video", read_video, tmp_path / "empty")
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: Patch) -> None:

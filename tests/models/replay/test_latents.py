@@ -18,15 +18,12 @@ def packed(x: Tensor) -> Tensor:
     return (3 * x - torch.arange(4.0)[:, None, None]).flatten(2).transpose(1, 2)
 
 
-def test_any_order_scale_and_offset_is_found() -> None:
+def test_a_scaled_rearrangement_is_found_and_inverted() -> None:
     draws = torch.Generator().manual_seed(0)
     place, scale, offset = torch.randperm(600, generator=draws), torch.rand(600, generator=draws) - 1.5, torch.randn(600)
     found = latent_layout(lambda x: (x.flatten(1)[:, place] * scale + offset).view(1, 6, 10, 10), (60, 10), "P")
     assert torch.equal(found.place, place)
     torch.testing.assert_close(found.scale, scale)
-
-
-def test_a_scaled_rearrangement_is_inverted() -> None:
     layout = latent_layout(packed, SHAPE, "P")
     x = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(0))
     assert layout.shape == (25, 4)

@@ -126,13 +126,10 @@ class Reads(nn.Module):
         return (hidden_states[:, : int(hidden_states.sum()) + 1],)
 
 
-def test_the_output_of_a_network_that_reads_values_is_guessed_by_its_input() -> None:
+def test_outputs_of_unlike_networks() -> None:
     network = make_stand_in(Reads(), torch.device("cpu"), torch.float32)
     assert network(hidden_states=torch.ones(3, 4, 8))[0].shape == (3, 4, 8)
     assert network(hidden_states=torch.ones(3, 4, 8, 8))[0].shape == (3, 2, 8, 8)
-
-
-def test_tokens_of_text_before_those_of_the_sample_are_left_out() -> None:
     x, part = torch.zeros(2, 4, 3), torch.arange(2 * 6 * 3.0).view(2, 6, 3)
     assert torch.equal(tails([part], x)[0], part[:, 2:])
     assert tails([x], x)[0] is x

@@ -252,15 +252,12 @@ def test_noise_comes_from_generators_where_there_is_no_key() -> None:
         assert torch.equal(one, walk(made("flow_sde", 0.7), start()))
 
 
-def test_a_pipeline_may_begin_within_the_schedule() -> None:
+def test_schedules_that_begin_late_or_change() -> None:
     scheduler = made("dance_sde", 0.3)
     scheduler.set_begin_index(2)
     with scheduler.recording(key=key(0)) as recorder:
         walk(scheduler, start(), first=2)
     assert recorder.trajectory().steps[0].tolist() == [2, 3, 4]
-
-
-def test_a_new_schedule_makes_a_new_plan() -> None:
     scheduler = made("flow_sde", 0.7)
     walk(scheduler, start(), generator=torch.Generator().manual_seed(1))
     scheduler.set_timesteps(2)

@@ -72,17 +72,14 @@ def test_guidance_with_a_memory_is_refused(tmp_path: Path) -> None:
         _ = opened(tmp_path, scale=3.0).known
 
 
-def test_a_drawing_shows_the_wave() -> None:
-    """Silence is a line in the middle; a loud half fills its columns."""
+def test_drawings_and_kinds_of_output() -> None:
+    """Silence is a line in the middle; a video has a sound, or a sound is alone; transparent pixels are white."""
     wave = torch.zeros(1, 1, 512)
     wave[..., 256:] = torch.tensor([1.0, -1.0]).repeat(128)
     (drawing,) = drawings(wave, 64, 256)
     assert drawing.shape == (1, 64, 256)
     assert drawing[0, :, :120].eq(0).sum(0).max() <= 2
     assert drawing[0, :, 136:].eq(0).all()
-
-
-def test_outputs_are_told_apart() -> None:
     video, sound = torch.rand(1, 5, 3, 8, 8), torch.rand(1, 2, 100)
     both = split_output((video, sound))
     assert both.images is not None
@@ -92,9 +89,6 @@ def test_outputs_are_told_apart() -> None:
     alone = split_output((sound[:, 0],))
     assert alone == Output(None, alone.waves)
     assert alone.draw((64, 256)).shape == (1, 1, 64, 256)
-
-
-def test_images_with_an_opacity_are_shown_over_white() -> None:
     image = torch.full((1, 4, 2, 2), 0.25)
     image[..., 0, 0] = torch.tensor([0.5, 0.0, 1.0, 0.0])
     shown = split_output((image,)).images

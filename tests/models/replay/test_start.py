@@ -68,9 +68,6 @@ def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float
     up, down = counts[0], counts[-1]
     assert up - int(max(up - min(up * strength, up), 0)) == steps
     assert down - max(down - min(int(down * strength), down), 0) == steps
-
-
-def test_a_strength_of_none_takes_no_steps() -> None:
     refuses("strength is 0, with which no schedule takes 3 steps", find_step_counts, 3, 0.0)
 
 

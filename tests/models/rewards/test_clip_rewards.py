@@ -66,30 +66,13 @@ NAMES = ["pickscore", "clipscore", "aesthetic"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_are_the_formula(name: str, folder: Path) -> None:
+def test_scores_are_the_formula_with_gradients_and_of_videos(name: str, folder: Path) -> None:
     """They differ between images and prompts, and are those of numpy to float32's rounding."""
     found = build(name, folder)(tiny_rewards.images(), PROMPTS)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected(name, folder), rtol=1e-4, atol=1e-5)
     assert found.std() > 1e-3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_batches_and_videos(name: str, folder: Path) -> None:
     tiny_rewards.check_images(partial(build, name, folder), PROMPTS)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_along_the_gradient_raises_the_score(name: str, folder: Path) -> None:
-    reward = build(name, folder)
-    images = (tiny_rewards.images() * 0.5 + 0.25).requires_grad_()
-    scores = reward(images, PROMPTS)
-    (grad,) = torch.autograd.grad(scores.sum(), images)
-    # Images are scored in steps of 1/255: a step has to be longer than that to count.
-    step = 0.2 * grad / grad.flatten(1).abs().amax(1)[:, None, None, None]
-    after = reward((images + step).detach(), PROMPTS)
-    assert not after.requires_grad
-    assert bool((after > scores).all())
 
 
 def test_the_gradient_of_a_loss_on_the_score_is_that_of_the_model_on_unrounded_pixels(folder: Path) -> None:
@@ -186,6 +169,8 @@ def test_what_is_wrong_with_the_weights_is_one_line(folder: Path, tmp_path: Path
     assert "expected 12 -> ... -> 1" in refused(lambda: Aesthetic(folder, head=tmp_path / "head.pth"))
     torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
     assert "expected layers.0.weight" in refused(lambda: Aesthetic(folder, head=tmp_path / "other.pth"))
+    torch.save({"layers.0.weight": Path("x")}, tmp_path / "evil.pth")  # any object, which would run code
+    assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "evil.pth"))
     (tmp_path / "text.pth").write_text("not weights")
     assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "text.pth"))
 
@@ -196,9 +181,3 @@ def test_what_is_wrong_with_an_option_is_one_line(folder: Path) -> None:
     assert "form is 'sine', expected one of cosine, logits, paper" in refused(lambda: ClipScore(folder, form="sine"))
     assert "resize is 'cubic', expected one of processor, bilinear" in refused(lambda: ClipScore(folder, resize="cubic"))
     assert "3 images and 1 prompts" in refused(lambda: PickScore(folder)(tiny_rewards.images(), ["a"]))
-
-
-def test_unpickling_a_head_runs_no_code(folder: Path, tmp_path: Path) -> None:
-    """A file of torch.save can hold any object; only tensors are read."""
-    torch.save({"layers.0.weight": Path("x")}, tmp_path / "evil.pth")
-    assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "evil.pth"))

@@ -60,7 +60,8 @@ ONE, TWO, BARS = {"class": "square", "count": 1}, {"class": "square", "count": 2
 LEFT, RIGHT, TOP, LOW = ("square", "red", 4, 28), ("square", "blue", 50, 28), ("bar", "green", 26, 4), ("bar", "red", 26, 56)
 
 
-def test_objects_and_counts() -> None:
+def test_objects_counts_and_colours() -> None:
+    """GenEval asks for enough objects, flow_grpo for as many; of several, the surest count."""
     assert verdict([LEFT], ONE) == (True, True, 1)
     assert verdict([TOP], ONE) == (False, False, 0)
     assert verdict([LEFT, RIGHT], ONE) == (True, False, 0)
@@ -68,22 +69,13 @@ def test_objects_and_counts() -> None:
     assert verdict([LEFT, RIGHT], TWO) == (True, True, 1)
     assert verdict([LEFT, TOP], ONE, BARS) == (True, True, 1)
     assert verdict([LEFT], ONE, BARS) == (False, False, 0.5)
-
-
-def test_too_many_objects_are_wrong_where_they_are_excluded() -> None:
     three = [LEFT, RIGHT, ("square", "red", 28, 28)]
     excluded = [{"class": "square", "count": 3}]
     assert verdict(three, TWO, exclude=excluded) == (False, False, 0.5)
     assert verdict(three[:2], TWO, exclude=excluded) == (True, True, 1)
-
-
-def test_counting_asks_for_a_surer_detector() -> None:
     assert verdict([LEFT], ONE, confidence=0.8) == (True, True, 1)
     assert verdict([LEFT], ONE, tag="counting", confidence=0.8)[0] is False
     assert verdict([LEFT], ONE, confidence=0.3)[0] is False
-
-
-def test_colours() -> None:
     assert verdict([LEFT], {**ONE, "color": "red"}) == (True, True, 1)
     assert verdict([LEFT], {**ONE, "color": "blue"}) == (False, False, 0.5)
     assert verdict([LEFT, RIGHT], {**TWO, "color": "red"}) == (False, False, 0.75)
@@ -110,12 +102,10 @@ def test_positions(scene: Scene, relation: str, holds: bool) -> None:
     assert verdict(scene, ONE, {**BARS, "position": [relation, 0]}) == expected
 
 
-def test_a_position_needs_a_target() -> None:
+def test_offsets_that_are_positions_and_their_targets() -> None:
     assert verdict([TOP], ONE, {**BARS, "position": ["above", 0]}) == (False, False, round(1 / 3, 3))
     assert verdict([LEFT], ONE, {**BARS, "position": ["above", 0]}) == (False, False, round(1 / 3, 3))
 
-
-def test_an_offset_along_the_diagonal_is_two_positions() -> None:
     def at(x: float, y: float, size: float = 10) -> Detection:
         return Detection((x, y, x + size, y + size), 1.0)
 
@@ -129,19 +119,16 @@ def test_an_offset_along_the_diagonal_is_two_positions() -> None:
     assert positions(at(4.1, 0), at(0, 0)) == {"right of"}
 
 
-def test_the_surest_sixteen_objects_count() -> None:
+def test_the_surest_sixteen_objects_count_and_are_cropped() -> None:
     many = [Detection((0, 0, 1, 1), confidence / 100) for confidence in range(25, 60)]
     found = select_objects(many, 0.3)
     assert len(found) == 16
     assert [each.confidence for each in found] == [confidence / 100 for confidence in range(59, 43, -1)]
-
-
-def test_a_crop_is_grey_outside_of_the_object() -> None:
     mask = torch.zeros(64, 64, dtype=torch.bool)
     mask[10:20, 10:15] = True
-    found = crop(torch.ones(3, 64, 64), Detection((9.6, 10.4, 20.0, 20.0), 1.0, mask))
-    assert found.shape == (3, 10, 10)
-    assert torch.equal(found[0, 0], torch.tensor([1.0] * 5 + [0x99 / 255] * 5))
+    cropped = crop(torch.ones(3, 64, 64), Detection((9.6, 10.4, 20.0, 20.0), 1.0, mask))
+    assert cropped.shape == (3, 10, 10)
+    assert torch.equal(cropped[0, 0], torch.tensor([1.0] * 5 + [0x99 / 255] * 5))
     assert crop(torch.ones(3, 8, 8), Detection((-5, 9, -2, 12), 1.0)).shape == (3, 1, 1)
 
 

@@ -112,10 +112,3 @@ def test_scores_compare_what_is_read_with_the_quotes(folder: Path) -> None:
     assert 0 <= float(reward(images, prompts[1:] * 2)[1]) < 1
     assert second is not None
     refuses("has no text in double quotes", reward, images, ["a sign", "a sign"])
-
-
-def test_another_architecture_is_named(tmp_path: Path) -> None:
-    from transformers import BertConfig
-
-    BertConfig().save_pretrained(tmp_path)
-    refuses("of the architecture 'bert', expected 'got_ocr2'", GotOcr, tmp_path)

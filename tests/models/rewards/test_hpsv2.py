@@ -112,6 +112,7 @@ def test_scores_are_those_of_open_clip(folder: Path) -> None:
     found = Hpsv2(folder, heads=(HEADS, HEADS))(images, PROMPTS)
     np.testing.assert_allclose(found.numpy(), expected(pixels, ids), rtol=1e-4, atol=1e-5)
     assert found.std() > 1e-3
+    tiny_rewards.check_images(partial(Hpsv2, folder, heads=(HEADS, HEADS)), PROMPTS)
 
 
 def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
@@ -161,10 +162,6 @@ def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> 
 def test_a_missing_package_is_one_line(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     refuses(r"^hpsv2: ftfy is not installed: pip install 'fluvial\[rewards\]'$", Hpsv2, folder)
-
-
-def test_gradients_batches_and_videos(folder: Path) -> None:
-    tiny_rewards.check_images(partial(Hpsv2, folder, heads=(HEADS, HEADS)), PROMPTS)
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:

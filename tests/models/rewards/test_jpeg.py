@@ -24,14 +24,11 @@ def test_incompressibility_is_the_size_of_the_jpeg_file() -> None:
         assert float(found) == torch.tensor(file.tell() / 1000).item()
 
 
-def test_one_reward_is_minus_the_other() -> None:
+def test_one_reward_is_minus_the_other_and_frames_are_averaged() -> None:
     smaller = jpeg_compressibility(images(), PROMPTS)
     assert torch.equal(smaller, -jpeg_incompressibility(images(), PROMPTS))
     assert smaller.shape == (3,)
     assert smaller[0] > smaller[1] > smaller[2]
-
-
-def test_frames_of_a_video_are_averaged() -> None:
     video = images().transpose(0, 1)[None]  # [1, 3, F, H, W]
     expected = jpeg_incompressibility(images(), PROMPTS).double().mean()
     torch.testing.assert_close(jpeg_incompressibility(video, [""])[0].double(), expected, rtol=1e-6, atol=0)

@@ -74,15 +74,12 @@ def test_gradients_are_those_of_the_resize_without_rounding() -> None:
     assert found is not None
     assert images.grad is not None
     torch.testing.assert_close(found, images.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_values_are_the_same_with_and_without_gradient() -> None:
     images = tiny_rewards.images()
     preprocess = Preprocess(30, (30, 30))
     assert torch.equal(preprocess(images.clone().requires_grad_()).detach(), preprocess(images))
 
 
-def test_padding_to_a_square_keeps_the_whole_image_in_the_middle() -> None:
+def test_shapes_of_squares_and_frames() -> None:
     image = torch.ones(1, 3, 20, 60, dtype=torch.float64)
     padded = pixels.pad_to_square(image, 30)
     assert padded.shape == (1, 3, 30, 30)
@@ -90,9 +87,6 @@ def test_padding_to_a_square_keeps_the_whole_image_in_the_middle() -> None:
     assert padded[:, :, :10].abs().sum() + padded[:, :, 20:].abs().sum() == 0
     square = uniform(key(4), (1, 3, 30, 30), dtype=torch.float64)
     assert torch.equal(pixels.pad_to_square(square, 30), square)
-
-
-def test_frames_are_spread_evenly_and_grey_becomes_rgb() -> None:
     video = torch.arange(9.0).view(1, 1, 9, 1, 1).expand(2, 1, 9, 4, 5)
     assert pixels.extract_frames(video, 3)[0, :, 0, 0, 0].tolist() == [0, 4, 8]
     assert pixels.extract_frames(video, 3).shape == (2, 3, 3, 4, 5)
@@ -115,13 +109,10 @@ def test_settings_that_are_not_supported_are_named(changed: dict[str, Any], mess
     refuses(message, pixels.read_preprocess, {**tiny_rewards.clip_settings(), **changed})
 
 
-def test_old_settings_are_read_as_new_ones() -> None:
+def test_settings_old_and_unsupported(tmp_path: Path) -> None:
     """OpenAI's and LAION's files give sizes as one number."""
     old = {**tiny_rewards.clip_settings(), "size": 30, "crop_size": 30}
     assert pixels.read_preprocess(old) == pixels.read_preprocess(tiny_rewards.clip_settings())
-
-
-def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
     from fluvial.models.rewards.shared.loading import load_preprocess
 
     refuses(f"the image processor of {tmp_path} cannot be loaded", load_preprocess, str(tmp_path), None)
