@@ -190,6 +190,7 @@ def test_joined_and_exchanged_layers(networks: dict[str, Any]) -> None:
     up = file["lora_unet_final_layer_adaLN_modulation_1.lora_up.weight"]
     assert torch.equal(up, swap_halves(found["norm_out.linear"][1]))
     assert not torch.equal(up, found["norm_out.linear"][1])
+    back = adapter_from_original(PIPELINES["sd3"], file, network)
     assert torch.equal(back["norm_out.linear.lora_B.weight"], found["norm_out.linear"][1])
 
 

@@ -11,15 +11,7 @@ from torch.func import jvp
 
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, LowRank, add_lora, merge_lora
-from fluvial.models.quantised import (
-    FORMATS,
-    Base,
-    QuantisedLinear,
-    dequantise,
-    find_quantised,
-    quantise,
-    quantise_linear,
-)
+from fluvial.models.quantised import FORMATS, Base, QuantisedLinear, dequantise, find_quantised, quantise, quantise_linear
 
 BASES: tuple[Base, ...] = get_args(Base)
 # Largest error of a value as a fraction of the largest magnitude that shares its scale: half a step of the codes.
@@ -52,23 +44,20 @@ def test_bytes_are_those_of_the_format_and_zeros_stay_zeros(base: Base) -> None:
     assert not dequantise(quantise(weight, base), base, weight.shape, torch.float32)[1].any()
 
 
-def test_int4_spaces_its_levels_evenly() -> None:
-    """Against plain arithmetic: w / d rounded to -8 ... 7, where d is the largest value over -8."""
+def test_int4_and_nf4_have_their_levels() -> None:
+    """w / d rounded to -8 ... 7, d the largest value over -8; `quantize_4bit` of bitsandbytes 0.50.2 for two blocks."""
     weight = torch.randn(8, 64)
     largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))
     scale = largest / -8
     expected = (weight / scale).round().clamp(-8, 7) * scale
     found = dequantise(quantise(weight, "int4"), "int4", weight.shape, torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_nf4_has_the_codes_that_bitsandbytes_gave() -> None:
     held = quantise(torch.linspace(-3, 2, 128).reshape(2, 64), "nf4")
-    expected = (
+    codes = (
         "0000000000001111111111111111112222222222223333333334444444455555"
         "45555566667777788889999aaaaabbbbccccccdddddddeeeeeeeeeeeffffffff"
     )
-    assert bytes(held.codes.tolist()).hex() == expected
+    assert bytes(held.codes.tolist()).hex() == codes
     assert held.scale.flatten().tolist() == [3.0, 2.0]
 
 

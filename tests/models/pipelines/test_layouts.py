@@ -14,11 +14,17 @@ from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAI
 from fluvial.models.pipelines.qwen_image_edit import QwenEditCond, QwenImageEdit
 
 
-def test_each_architecture_has_the_layout_of_sglang() -> None:
+def test_layouts_and_arguments_are_those_of_sglang() -> None:
     adapters: dict[str, Any] = {name: row.adapter for name, row in ROWS.items()}
     found = {name: find_layout(object.__new__(adapter)) for name, adapter in adapters.items()}
     packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": FRAMED_TOKENS, "z-image": FRAME}
     assert found == dict.fromkeys(ROWS, PLAIN) | packed
+    cond = FluxCond(torch.ones(5, 2), torch.ones(3), torch.tensor(3.5))
+    assert {*TOKENS.arguments(cond, (4, 6, 10))} == {"encoder_hidden_states", "pooled_projections"}
+    assert embed_guidance(cond) == 3500
+    assert embed_guidance(TextCond(cond.tokens)) is None
+    assert {*PLAIN.arguments(TextCond(cond.tokens), (4, 6, 10))} == {*PLAIN.arguments(cond.tokens, (4, 6, 10))}
+    assert {*PLAIN.arguments((cond.tokens, cond.pooled), (4, 6, 10))} == {"cond"}
 
 
 def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: Patch) -> None:
@@ -54,13 +60,3 @@ def test_tokens_are_those_of_the_pipelines_own_functions(name: str) -> None:
     assert torch.equal(LAYOUTS[name].of_event(latents), tokens)
     opened = kind._unpack_latents(tokens, height=48, width=80, vae_scale_factor=8)
     assert torch.equal(LAYOUTS[name].to_event(tokens, (4, 6, 10)), opened.reshape(latents.shape))
-
-
-def test_guidance_of_a_distilled_network_is_no_argument_of_its_network() -> None:
-    """It is a field of its own, 1000 times the scale, as sglang's `_build_guidance` has it for FLUX."""
-    cond = FluxCond(torch.ones(5, 2), torch.ones(3), torch.tensor(3.5))
-    assert {*TOKENS.arguments(cond, (4, 6, 10))} == {"encoder_hidden_states", "pooled_projections"}
-    assert embed_guidance(cond) == 3500
-    assert embed_guidance(TextCond(cond.tokens)) is None
-    assert {*PLAIN.arguments(TextCond(cond.tokens), (4, 6, 10))} == {*PLAIN.arguments(cond.tokens, (4, 6, 10))}
-    assert {*PLAIN.arguments((cond.tokens, cond.pooled), (4, 6, 10))} == {"cond"}

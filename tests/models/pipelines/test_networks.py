@@ -72,7 +72,7 @@ def test_a_velocity_is_pure_and_per_sample(name: str, folders: Folders) -> None:
 
 
 @each_row
-def test_frozen_parts_are_loaded_when_they_are_used(name: str, folders: Folders) -> None:
+def test_frozen_parts_are_loaded_when_they_are_used_and_decode_in_chunks(name: str, folders: Folders) -> None:
     """In evaluation mode and in the chosen dtype; text encoders can be released and are loaded again."""
     row, model = ROWS[name], opened(name, folders(name), dtype=torch.bfloat16)
     model.check_prompt(row.prompts[0])
@@ -90,10 +90,6 @@ def test_frozen_parts_are_loaded_when_they_are_used(name: str, folders: Folders)
     model.release()
     assert model._text is None
     assert all(map(torch.equal, optree.tree_leaves(first), optree.tree_leaves(model.encode(row.prompts))))
-
-
-@each_row
-def test_images_are_decoded_in_chunks(name: str, folders: Folders) -> None:
     row, model = ROWS[name], opened(name, folders(name), decode_chunk=2)
     latents = (3 * start(model, 3, row.sizes[0])).requires_grad_()
     sizes: list[int] = []
@@ -109,7 +105,8 @@ def test_images_are_decoded_in_chunks(name: str, folders: Folders) -> None:
     assert latents.grad.any()
 
 
-def test_only_a_distilled_flux_depends_on_its_guidance_input(folders: Folders) -> None:
+def test_options_of_flux(folders: Folders) -> None:
+    """Only a distilled FLUX depends on its guidance input; a shift of one's own moves the linear levels once."""
     for name, matters in (("flux", True), ("flux-schnell", False)):
         model = opened(name, folders(name), embedded_guidance=1.5)
         module, x, cond = model.build(), start(model, 2, (16, 16)), model.encode(ROWS[name].prompts[:2])
@@ -119,6 +116,13 @@ def test_only_a_distilled_flux_depends_on_its_guidance_input(folders: Folders) -
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1]) != matters
     refuses("embedded_guidance is -1", Flux, folders("flux"), embedded_guidance=-1.0)
+    folder = folders("flux")
+    shifted_model, plain = opened("flux", folder, shift=3.0), opened("flux", folder)
+    shape = plain.latent_shape(*ROWS["flux"].sizes[0])
+    found = shifted_model.schedule(10, shape)
+    torch.testing.assert_close(found.levels, shifted(10, 3.0), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(plain.schedule(10, shape).levels, found.levels)
+    refuses("shift is 3.0", opened, "sd1", folders("sd1"), shift=3.0)
 
 
 def test_wan_with_one_timestep_per_token_makes_the_images_of_the_pipeline(tmp_path: Path) -> None:
@@ -153,14 +157,3 @@ def test_each_expert_computes_its_side(folders: Folders) -> None:
         assert ran == [part]
         for each in EXPERTS:
             assert (experts[each].proj_out.weight.grad is None) == (each != part)
-
-
-def test_a_shift_of_ones_own_moves_the_noise_levels(folders: Folders) -> None:
-    """FLUX's levels, which its scheduler shifts by the number of tokens, are the linear ones shifted once by s."""
-    folder = folders("flux")
-    shifted_model, plain = opened("flux", folder, shift=3.0), opened("flux", folder)
-    shape = plain.latent_shape(*ROWS["flux"].sizes[0])
-    found = shifted_model.schedule(10, shape)
-    torch.testing.assert_close(found.levels, shifted(10, 3.0), rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(plain.schedule(10, shape).levels, found.levels)
-    refuses("shift is 3.0", opened, "sd1", folders("sd1"), shift=3.0)

@@ -61,7 +61,7 @@ def levels_of(scheduler: Any) -> Tensor:
 
 
 @each_row
-def test_guidance_and_prompt_change_the_samples(name: str, folders: Folders) -> None:
+def test_guidance_and_prompt_count_and_every_block_is_adapted(name: str, folders: Folders) -> None:
     row, model = ROWS[name], opened(name, folders(name))
     module, x = model.build(), start(model, 2, row.sizes[0])
     schedule = model.schedule(STEPS, tuple(x.shape[1:]))
@@ -71,6 +71,13 @@ def test_guidance_and_prompt_change_the_samples(name: str, folders: Folders) -> 
     ]
     for i, j in ((0, 1), (0, 2)):
         assert (finals[i] - finals[j]).abs().flatten(1).amax(1).min() > 1e-3
+    model = opened(name, folders(name))
+    module = model.build()
+    kinds = {type(block) for block in model.blocks(module)}
+    assert sum(type(each) in kinds for each in module.modules()) == len(model.blocks(module)) > 1
+    add_lora(module, LoraConfig(rank=2), model.lora_targets)
+    for block in model.blocks(module):
+        assert any(".lora_A." in each for each, _ in block.named_parameters())
 
 
 @pytest.mark.bits
@@ -118,17 +125,6 @@ def test_every_trained_parameter_gets_a_gradient(name: str, lora: bool, folders:
             assert gradient is not None, each
             assert gradient.isfinite().all(), each
             assert gradient.any(), each
-
-
-@each_row
-def test_lora_targets_name_layers_of_every_block(name: str, folders: Folders) -> None:
-    model = opened(name, folders(name))
-    module = model.build()
-    kinds = {type(block) for block in model.blocks(module)}
-    assert sum(type(each) in kinds for each in module.modules()) == len(model.blocks(module)) > 1
-    add_lora(module, LoraConfig(rank=2), model.lora_targets)
-    for block in model.blocks(module):
-        assert any(".lora_A." in each for each, _ in block.named_parameters())
 
 
 @each_row

@@ -18,7 +18,7 @@ from fluvial.models.pipelines.base import Pipeline
 
 
 @each_row
-def test_padding_counts_unless_it_is_masked(name: str, folders: Folders) -> None:
+def test_prompts_are_encoded_alone_and_padding_counts_unless_it_is_masked(name: str, folders: Folders) -> None:
     row, folder = ROWS[name], folders(name)
     short, long = (opened(name, folder, text_tokens=tokens) for tokens in (TEXT, TEXT + 9))
     module, x, sigma = short.build(), start(short, 3, row.sizes[0]), torch.tensor([0.9, 0.5, 0.1])
@@ -27,6 +27,15 @@ def test_padding_counts_unless_it_is_masked(name: str, folders: Folders) -> None
     found, padded = (model.predict(module, x, sigma, cond) for model, cond in zip((short, long), conds, strict=True))
     far = (found - padded).abs().max()
     assert far < 1e-5 if row.masks else far > 1e-4
+    row, model = ROWS[name], opened(name, folders(name))
+    prompts = [row.prompts[0], "", row.prompts[1], row.prompts[0]]
+    together = optree.tree_leaves(model.encode(prompts))
+    for place, prompt in enumerate(prompts):
+        for mine, tensor in zip(optree.tree_leaves(model.encode([prompt])), together, strict=True):
+            assert torch.equal(mine[0], tensor[place])
+            assert tensor.device.type == "cpu"
+            assert not tensor.requires_grad
+            assert not tensor.is_inference()
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.masks])
@@ -51,19 +60,6 @@ def test_padding_never_changes_a_masked_prediction(name: str, folders: Folders) 
             torch.testing.assert_close(model.predict(module, x, sigma, padded), v, rtol=1e-4, atol=1e-5)
 
     holds()
-
-
-@each_row
-def test_a_prompt_is_encoded_alone(name: str, folders: Folders) -> None:
-    row, model = ROWS[name], opened(name, folders(name))
-    prompts = [row.prompts[0], "", row.prompts[1], row.prompts[0]]
-    together = optree.tree_leaves(model.encode(prompts))
-    for place, prompt in enumerate(prompts):
-        for mine, tensor in zip(optree.tree_leaves(model.encode([prompt])), together, strict=True):
-            assert torch.equal(mine[0], tensor[place])
-            assert tensor.device.type == "cpu"
-            assert not tensor.requires_grad
-            assert not tensor.is_inference()
 
 
 @each_row

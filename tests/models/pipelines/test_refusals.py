@@ -53,7 +53,8 @@ def test_a_size_that_does_not_divide_is_refused(name: str, folders: Folders) -> 
 def test_a_pipeline_or_schedule_of_another_kind_is_refused(
     name: str, file: str, changes: dict[str, Any], message: str, tmp_path: Path, folders: Folders
 ) -> None:
-    refuses(message, opened(name, edited(folders(name), tmp_path, file, **changes)).schedule, STEPS, (4, 4, 4))
+    folder = edited(folders(name), tmp_path, file, **changes)
+    refuses(message, lambda: opened(name, folder).schedule(STEPS, (4, 4, 4)))
 
 
 def test_sizes_frames_steps_and_options_out_of_range_are_refused(folders: Folders) -> None:

@@ -280,7 +280,7 @@ def test_normal_noise_passes_and_other_noise_does_not() -> None:
         refuses(r"P cannot be trained .* not standard normal noise", check_initial_noise, "P", other)
 
 
-def test_a_step_starts_where_the_one_before_ended() -> None:
+def test_steps_and_images_agree_up_to_a_cast_or_rounding() -> None:
     x = noise(2, 4, 4)
     check_chain("P", 1, x, x.clone())
     check_chain("P", 1, x.bfloat16(), x)
@@ -292,6 +292,12 @@ def test_a_step_starts_where_the_one_before_ended() -> None:
         ReplayError, match=r"at step 2 the sample has shape \(2, 16\), and the step before returned \(2, 4, 4\)"
     ):
         check_chain("P", 2, x.flatten(1), x)
+    images = noise(2, 3, 4, 4).sigmoid()
+    assert check_images("P", images * (1 + 1e-6), images, tolerance=1e-4) == pytest.approx(1e-6, rel=0.1)
+    with pytest.raises(ReplayError, match=r"decoded, differ from its own images by 0\.01 of their norm"):
+        check_images("P", images * 1.01, images, tolerance=1e-4)
+    with pytest.raises(ReplayError, match="its images have shape"):
+        check_images("P", images[:, :1], images, tolerance=1e-4)
 
 
 def test_the_last_steps_are_taken_once_in_order() -> None:
@@ -305,15 +311,6 @@ def test_the_last_steps_are_taken_once_in_order() -> None:
             f"it takes the steps {shown} of a schedule of {steps}, expected the last 3", check_tail, "P", taken, steps, 3
         )
     refuses("it takes the steps none of a schedule of 3", check_tail, "P", (), 3, 3)
-
-
-def test_images_agree_up_to_rounding() -> None:
-    images = noise(2, 3, 4, 4).sigmoid()
-    assert check_images("P", images * (1 + 1e-6), images, tolerance=1e-4) == pytest.approx(1e-6, rel=0.1)
-    with pytest.raises(ReplayError, match=r"decoded, differ from its own images by 0\.01 of their norm"):
-        check_images("P", images * 1.01, images, tolerance=1e-4)
-    with pytest.raises(ReplayError, match="its images have shape"):
-        check_images("P", images[:, :1], images, tolerance=1e-4)
 
 
 def test_refusals_pass_through_and_other_exceptions_name_the_pipeline() -> None:

@@ -78,23 +78,16 @@ def test_pieces_are_rescaled_apart() -> None:
     torch.testing.assert_close(one(parts, x, torch.full((3,), SIGMA)), v, rtol=1e-5, atol=1e-5)
 
 
-def test_guidance_of_the_first_channels() -> None:
-    """Lumina's: the others are those of the prompt; the second half of the output is not used, and the sign is changed."""
+def test_guidance_of_parts_of_outputs() -> None:
+    """Lumina's first channels, Ideogram 4's tokens after text, and Kandinsky 5's second frame behind a held one."""
     both = [drawn(seed, 3, 8, 4, 4) for seed in (1, 2)]
     c, u = (part.chunk(2, dim=1)[0] for part in both)
     v = -torch.cat([u[:, :3] + 3.0 * (c[:, :3] - u[:, :3]), c[:, 3:]], dim=1)
     one = found(both, v, drawn(3, 3, 4, 4, 4))
     assert one == Combination(cond=0, scale=3.0, guided=3, first_half=True, negative=True)
-
-
-def test_a_sum_of_an_output_with_text_before_it() -> None:
     long, short, x = drawn(1, 3, 9, 4), drawn(2, 3, 6, 4), drawn(3, 3, 6, 4)
     v = -(3.0 * long[:, 3:] + (1.0 - 3.0) * short)
     assert found([long, short], v, x) == Fitted((-3.0, 2.0), 0.0, torch.float32)
-
-
-def test_guidance_of_the_second_of_two_frames() -> None:
-    """Kandinsky 5's: the first frame is held, so that the output has twice as many elements, as with a learned variance."""
     c, u = (drawn(seed, 3, 2, 4, 4, 4) for seed in (1, 2))
     v = (u + 3.0 * (c - u))[:, 1:]
     one = found([c, u], v, drawn(3, 3, 1, 4, 4, 4))

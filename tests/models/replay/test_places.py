@@ -32,11 +32,15 @@ def test_an_input_is_rebuilt_for_other_samples(layout: str, dtype: torch.dtype) 
     assert torch.equal(places.gather(rows).transpose(0, 1).flatten(0, 1), build(other, c).to(dtype))
 
 
-def test_equal_elements_are_told_apart_by_their_neighbours() -> None:
+def test_elements_are_told_apart() -> None:
+    """By the order of their neighbours; a number that one sample has by coincidence stands alone."""
     have = torch.tensor([[1.0, 2, 3, 2, 5, 2]])
     assert locate(have, have).tolist() == [0, 1, 2, 3, 4, 5]
     assert locate(have[:, 2:], have).tolist() == [2, 3, 4, 5]
     assert locate(torch.tensor([[3.0, 7]]), have).tolist() == [2, -1]
+    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1, 2, 3])).tolist() == [-1, -1, -1, 0, 1, 2, 3]
+    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1])).tolist() == [-1, 2, -1, 0, 1]  # its only place
+    assert drop_coincidences(torch.tensor([0, -1, 0, -1])).tolist() == [0, -1, 0, -1]  # every second channel
 
 
 def test_inputs_without_the_sample_are_not_taken_for_it() -> None:
@@ -74,6 +78,10 @@ def test_a_velocity_is_a_part_of_the_output() -> None:
     assert find_in_output(output[:, :2] + 1, output) is None
     assert find_in_output(output[:, :2].double(), output) is None
     assert found == find_in_output(output[:, :2], output) != find_in_output(output[:, 1:3], output)
+    own = [Places(torch.arange(6), (3, 2))]
+    assert find_whole(own, [samples(3, 2)], 6) is None
+    assert find_whole(own, [samples(4, 2)], 6) is None
+    assert find_whole([Places(torch.tensor([0, 1, 3, 6]), (2, 2))], [samples(2, 2)], 3) is None  # one element is missing
 
 
 def test_a_sample_behind_a_held_frame_is_found_in_larger_outputs() -> None:
@@ -89,19 +97,6 @@ def test_a_sample_behind_a_held_frame_is_found_in_larger_outputs() -> None:
     assert torch.equal(whole.join((sound, video)), torch.cat([video.flatten(1), sound.flatten(1)], dim=1))
     made = [places.gather(part.flatten(1)) for places, part in zip(whole.at, (video, sound), strict=True)]
     assert torch.equal(torch.cat(made, dim=1), x)
-
-
-def test_outputs_that_are_no_larger_or_of_another_shape_have_no_whole() -> None:
-    own = [Places(torch.arange(6), (3, 2))]
-    assert find_whole(own, [samples(3, 2)], 6) is None
-    assert find_whole(own, [samples(4, 2)], 6) is None
-    assert find_whole([Places(torch.tensor([0, 1, 3, 6]), (2, 2))], [samples(2, 2)], 3) is None  # one element is missing
-
-
-def test_a_number_that_one_sample_has_by_coincidence_is_no_element_of_it() -> None:
-    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1, 2, 3])).tolist() == [-1, -1, -1, 0, 1, 2, 3]
-    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1])).tolist() == [-1, 2, -1, 0, 1]  # its only place
-    assert drop_coincidences(torch.tensor([0, -1, 0, -1])).tolist() == [0, -1, 0, -1]  # every second channel
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

@@ -139,7 +139,7 @@ def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[st
         assert (recipe.combination.cond, recipe.combination.negative) == (None, name == "lumina2")
 
 
-def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -> None:
+def test_recipes_differ_by_step(load: Callable[[str], Any]) -> None:
     pipe = load("lumina2")
     recording = recorded(pipe, "lumina2", cfg_trunc_ratio=0.5)
     assert [recipe.positions for recipe in recording.model.recipes] == [(0, 1), (2, 3)]
@@ -149,6 +149,16 @@ def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -
     mixed = replay(pipe.transformer, recording, sample, step)
     assert recording.trajectory.velocity is not None
     torch.testing.assert_close(mixed, recording.trajectory.velocity[sample, step], rtol=1e-4, atol=1e-5)
+    pipe = load("sana")
+    forward = pipe.transformer.forward
+
+    def taking(*args: Any, attention_kwargs: dict[str, Any], **others: Any) -> Any:
+        attention_kwargs.pop("shared", None)
+        return forward(*args, **others)
+
+    pipe.transformer.forward = taking
+    recording = recorded(pipe, "sana", attention_kwargs={"shared": 1})
+    assert [recipe.positions for recipe in recording.model.recipes] == [(0,), (1, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
@@ -164,29 +174,13 @@ def test_shared_inputs_may_differ_by_step(kind: Callable[[int], Any], load: Call
     assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
 
 
-def test_inputs_are_recorded_before_the_transformer_changes_them(load: Callable[[str], Any]) -> None:
-    pipe = load("sana")
-    forward = pipe.transformer.forward
-
-    def taking(*args: Any, attention_kwargs: dict[str, Any], **others: Any) -> Any:
-        attention_kwargs.pop("shared", None)
-        return forward(*args, **others)
-
-    pipe.transformer.forward = taking
-    recording = recorded(pipe, "sana", attention_kwargs={"shared": 1})
-    assert [recipe.positions for recipe in recording.model.recipes] == [(0,), (1, 2, 3)]
-
-
-def test_the_schedule_is_that_of_the_scheduler(load: Callable[[str], Any]) -> None:
+def test_a_shifted_schedule_and_low_precision_are_recorded(load: Callable[[str], Any]) -> None:
     pipe = load("sana")
     pipe.scheduler.set_shift(7.0)
     recording = recorded(pipe, "sana")
     pipe.scheduler.set_timesteps(STEPS)
     assert torch.equal(recording.schedule.levels, pipe.scheduler.sigmas)
     assert torch.equal(recording.schedule.timesteps, pipe.scheduler.timesteps)
-
-
-def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
     pipe = load("sana")
     pipe.transformer.to(torch.bfloat16)
     recording = recorded(pipe, "sana")
@@ -398,15 +392,7 @@ def test_inputs_without_their_padding_lie_as_the_pipelines() -> None:
     assert row.is_contiguous()
 
 
-def test_a_control_network_that_shares_layers_is_refused() -> None:
-    """It would change as the transformer is trained; Z-Image's is built so."""
-    pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
-    assert set(frozen_networks(pipe)) == {"controlnet"}
-    pipe.controlnet.append(pipe.transformer)
-    refuses("a network beside the transformer shares layers with it, which are trained", frozen_networks, pipe)
-
-
-def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> None:
+def test_control_networks_are_told_from_inputs_and_share_no_layers() -> None:
     x, first, second = (torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     made = [[first.bfloat16(), first], [second]]
     given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
@@ -414,6 +400,10 @@ def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> N
     assert kinds[:3] == [Latent(x.dtype, 1), Made(x.dtype, 1, 0), Made(x.dtype, 0, 1)]
     assert [type(kind) for kind in kinds[3:]] == [SampleInput, Fixed]
     assert torch.equal(rows[0][:, 0], second + 1)
+    pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
+    assert set(frozen_networks(pipe)) == {"controlnet"}
+    pipe.controlnet.append(pipe.transformer)
+    refuses("a network beside the transformer shares layers with it, which are trained", frozen_networks, pipe)
 
 
 def test_other_weights_are_found_before_the_first_update(load: Callable[[str], Any]) -> None:

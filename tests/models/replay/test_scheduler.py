@@ -267,7 +267,7 @@ def test_schedules_that_begin_late_or_change() -> None:
     assert torch.equal(*ends)
 
 
-def test_nothing_recorded_has_the_shapes_of_nothing() -> None:
+def test_recordings_of_nothing_and_after_an_error() -> None:
     scheduler = made()
     with scheduler.recording(record=Record((), velocity=True, debug=True)) as recorder:
         walk(scheduler, start())
@@ -276,6 +276,10 @@ def test_nothing_recorded_has_the_shapes_of_nothing() -> None:
     assert trajectory.log_prob.shape == (BATCH, 0)
     assert trajectory.debug is not None
     assert trajectory.debug.std.shape == (BATCH, 0)
+    scheduler = made("cps", 0.5)
+    refuses("window", recorded, scheduler, key=key(0), window=[9])
+    scheduler.set_timesteps(T)
+    recorded(scheduler, key=key(0))
 
 
 def recorded(scheduler: RecordingScheduler, **options: Any) -> None:
@@ -345,10 +349,3 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_it_cannot_do_it_says_in_one_line(case: str) -> None:
     act, message = REFUSED[case]
     refuses(message, act)
-
-
-def test_a_failed_recording_is_over() -> None:
-    scheduler = made("cps", 0.5)
-    refuses("window", recorded, scheduler, key=key(0), window=[9])
-    scheduler.set_timesteps(T)
-    recorded(scheduler, key=key(0))

@@ -59,15 +59,12 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
 
 
 def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The check compares sounds as it does images; guidance that depends on the steps before is no function of a sample."""
     model = opened(tmp_path)
     module, own = model.build().eval(), model.sounds
     monkeypatch.setattr(model, "sounds", lambda latents, prompts: own(latents + 0.1, prompts))
     with pytest.raises(ReplayError, match="its last samples, decoded, differ from its own sounds by"):
         model.check(module, ["rain"])
-
-
-def test_guidance_with_a_memory_is_refused(tmp_path: Path) -> None:
-    """ACE-Step's guidance depends on the steps before, so a step is no function of its sample."""
     with pytest.raises(ReplayError, match="velocity is no known combination of 2 outputs"):
         _ = opened(tmp_path, scale=3.0).known
 

@@ -27,21 +27,16 @@ def test_noise_and_image_are_told_apart(dtype: torch.dtype) -> None:
     assert found is not None
     assert torch.equal(found.noise, packed(eps).float())
     torch.testing.assert_close(found.offset, 0.4 * packed(image).expand(3, -1, -1).float())
-
-
-def fail() -> torch.Tensor:
-    raise AssertionError("no run without noise is needed")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_without_noise_tells_what_a_pipeline_has_mixed_itself(dtype: torch.dtype) -> None:
-    """Stable Audio 3 mixes noise and a sound without its scheduler; zeros are noise alone, at any first noise level."""
     eps, image = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype).expand(3, -1, -1, -1)
     found = start_of("P", 0.6 * eps + 0.4 * image, [], 0.6, lambda: 0.4 * image)
     assert found is not None
     torch.testing.assert_close(found.noise, eps.float(), rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
     assert torch.equal(found.offset, (0.4 * image).float())
     assert start_of("P", eps, [], 0.6, lambda: torch.zeros_like(eps)) is None
+
+
+def fail() -> torch.Tensor:
+    raise AssertionError("no run without noise is needed")
 
 
 def test_no_noise_is_drawn_on_request() -> None:

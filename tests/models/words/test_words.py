@@ -36,7 +36,7 @@ def test_a_fifth_of_the_words_is_held_out() -> None:
         assert set("".join(split)) >= set("abcdefghijklmnopqrstuvwxyz") - set("q")
 
 
-def test_drawing_depends_on_the_key_alone() -> None:
+def test_words_are_drawn_by_the_key_within_the_image_and_moved_by_whole_pixels() -> None:
     prompts = ["river", "river", "act"]
     images = write(key(3), prompts)
     assert images.shape == (3, 1, HEIGHT, WIDTH)
@@ -45,10 +45,6 @@ def test_drawing_depends_on_the_key_alone() -> None:
     assert not torch.equal(images[0], images[1])
     assert not torch.equal(images, write(key(4), prompts))
     assert write(key(3), []).shape == (0, 1, HEIGHT, WIDTH)
-
-
-def test_no_letter_is_cut_off() -> None:
-    """Wherever a word is moved to, all ink of each letter is within the image, and in its own part of it."""
     for letter in LETTERS[1:]:
         left, top, right, bottom = typeface().getbbox(letter, anchor="ms")
         assert max(-left, right) + SHIFT <= ADVANCE / 2
@@ -56,9 +52,6 @@ def test_no_letter_is_cut_off() -> None:
         assert BASELINE + SHIFT + bottom <= HEIGHT
     assert draw("wwwwww").min() < 64  # dark on white
     assert np.median(draw("wwwwww")) == 255
-
-
-def test_words_are_moved_by_whole_pixels() -> None:
     images = write(key(7), ["river"] * 90)
     moved = {(i, j): torch.tensor(draw("river", i, j)) / 127.5 - 1 for i in (-1, 0, 1) for j in (-1, 0, 1)}
     counts = [sum(torch.equal(image[0], one) for image in images) for one in moved.values()]
