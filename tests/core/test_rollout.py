@@ -50,25 +50,19 @@ def recompute(
 def test_the_on_policy_ratio_is_exactly_one(row: SamplerRow, stored: torch.dtype, event: tuple[int, ...]) -> None:
     dtype = torch.promote_types(stored, torch.float32)
     grid = row.grid(6).to(dtype)
+    start = normals(0, 5, *event, dtype=dtype)
     for form in FORMS:
         for reduction in REDUCTIONS:
-            trajectory = rollout(
-                velocity,
-                normals(0, 5, *event, dtype=dtype),
-                grid,
-                transition=row.bind(0.6),
-                key=key(1),
-                record=Record(range(5), form=form, reduction=reduction, dtype=stored),
-            )
+            record = Record(range(5), form=form, reduction=reduction, dtype=stored)
+            trajectory = rollout(velocity, start, grid, transition=row.bind(0.6), key=key(1), record=record)
             assert trajectory.x.dtype == trajectory.x_next.dtype == stored
             assert trajectory.log_prob.dtype == trajectory.final.dtype == dtype
             log_prob = recompute(row, trajectory, grid, form=form, reduction=reduction)
             assert torch.equal(log_prob, trajectory.log_prob)
             flat = log_prob.flatten()
-            _, info = clipped_surrogate(
-                flat, trajectory.log_prob.flatten(), torch.ones_like(flat), clip_low=1e-4, clip_high=1e-4
-            )
-            assert torch.equal(info.ratio, torch.ones_like(flat))
+            ones = torch.ones_like(flat)
+            _, info = clipped_surrogate(flat, trajectory.log_prob.flatten(), ones, clip_low=1e-4, clip_high=1e-4)
+            assert torch.equal(info.ratio, ones)
 
 
 @every_sampler
@@ -169,15 +163,9 @@ def test_noise_is_that_of_the_key_the_sample_and_the_step() -> None:
 @every_sampler
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_the_debug_tensors_are_what_the_steps_were_made_of(row: SamplerRow, stored: torch.dtype) -> None:
-    grid, steps = row.grid(5), [1, 3]
-    trajectory = rollout(
-        velocity,
-        normals(0, 3, 41, dtype=torch.float32),
-        grid,
-        transition=row.bind(0.6),
-        key=key(1),
-        record=Record(steps, form="unscaled", dtype=stored, debug=True),
-    )
+    grid, steps, start = row.grid(5), [1, 3], normals(0, 3, 41, dtype=torch.float32)
+    record = Record(steps, form="unscaled", dtype=stored, debug=True)
+    trajectory = rollout(velocity, start, grid, transition=row.bind(0.6), key=key(1), record=record)
     debug = trajectory.debug
     assert debug is not None
     assert debug.noise.shape == debug.mean.shape == debug.velocity.shape == trajectory.x.shape == (3, 2, 41)
@@ -196,15 +184,8 @@ def test_the_debug_tensors_are_what_the_steps_were_made_of(row: SamplerRow, stor
 
 def test_steps_outside_the_window_are_the_ode() -> None:
     grid = linear(6)
-    trajectory = rollout(
-        velocity,
-        normals(0, 3, 41, dtype=torch.float32),
-        grid,
-        transition=FLOW,
-        key=key(1),
-        window=[2, 3],
-        record=Record(range(6), form="unscaled", debug=True),
-    )
+    x, record = normals(0, 3, 41, dtype=torch.float32), Record(range(6), form="unscaled", debug=True)
+    trajectory = rollout(velocity, x, grid, transition=FLOW, key=key(1), window=[2, 3], record=record)
     assert trajectory.debug is not None
     assert (trajectory.debug.std > 0).all(0).tolist() == [False, False, True, True, False, False]
     for step in (0, 1, 4, 5):
@@ -294,15 +275,8 @@ def test_noise_drawn_for_many_steps_has_the_bits_of_single_draws(
     keys, steps = fold_in(key(1), torch.arange(shape[0])), window or range(4)
     for at_once in (1, 2 * math.prod(shape), 2**20):  # one step, two steps, all of them
         monkeypatch.setattr(fluvial.core.random, "DRAWN_AT_ONCE", at_once)
-        found = rollout(
-            velocity,
-            torch.zeros(shape),
-            linear(4),
-            transition=FLOW,
-            key=keys,
-            window=window,
-            record=Record(steps=window, debug=True),
-        )
+        record = Record(steps=window, debug=True)
+        found = rollout(velocity, torch.zeros(shape), linear(4), transition=FLOW, key=keys, window=window, record=record)
         assert found.debug is not None
         for row, step in enumerate(steps):
             assert torch.equal(found.debug.noise[:, row], normal(fold_in(keys, step), shape))
@@ -318,15 +292,9 @@ def test_coefficients_are_computed_once_per_sampler() -> None:
     found = rollout(velocity, torch.zeros(2, 3), linear(4), transition=counting, key=key(1), window=[1, 2])
     assert calls == [[1.0, 0.75, 0.5, 0.25]]
     expected = FLOW(torch.tensor([0.75, 0.75]), torch.tensor([0.5, 0.5]))
-    assert torch.equal(
-        found.x_next[:, 0],
-        gaussian.sample(
-            expected,
-            found.x[:, 0],
-            velocity(found.x[:, 0], torch.tensor([0.75, 0.75]), 1),
-            normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3)),
-        ),
-    )
+    x, noise = found.x[:, 0], normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3))
+    v = velocity(x, torch.tensor([0.75, 0.75]), 1)
+    assert torch.equal(found.x_next[:, 0], gaussian.sample(expected, x, v, noise))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,18 @@ def randomise(model: Any, *, seed: int = 0, scale: float = 0.3) -> Any:
     return model.eval()
 
 
+def word_tokenizer(words: list[str], first: str, last: str, **names: str) -> Any:
+    """Return a tokenizer of words that puts each text between two of them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=names["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [(word, words.index(word)) for word in (first, last)]
+    made.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
 def clip_settings() -> dict[str, Any]:
     from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD
 

@@ -44,6 +44,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
 EPS = torch.finfo(torch.float32).eps
+CLIP = {"clip_low": 0.1, "clip_high": 0.1}
+IMPLEMENTATIONS: Sequence[Any] = ("triton", "reference")
 EVENTS: tuple[tuple[int, ...], ...] = ((), (1,), (41,), (3, 5), (1271,), (2, 1024), (4099,))
 SIZES = ((41,), (1271,), (4099,))  # in every run of the tests
 every = pytest.mark.parametrize("operation", ALL, ids=lambda operation: operation.name)
@@ -397,18 +399,8 @@ def test_an_on_policy_ratio_is_one() -> None:
         x_next, log_prob = kernels.sde_step(transition, x, v, key=key(1), form=form, implementation="triton")
         again, _ = kernels.step_log_prob(transition, x, v, x_next, form=form, implementation="triton")
         assert torch.equal(log_prob, again)
-        loss, info = kernels.policy_loss(
-            transition,
-            x,
-            v,
-            x_next,
-            log_prob_old=log_prob,
-            advantage=scalars["advantage"],
-            clip_low=0.1,
-            clip_high=0.1,
-            form=form,
-            implementation="triton",
-        )
+        stored: dict[str, Any] = {"log_prob_old": log_prob, "advantage": scalars["advantage"], "form": form, **CLIP}
+        loss, info = kernels.policy_loss(transition, x, v, x_next, **stored, implementation="triton")
         assert info.log_ratio.abs().max() == 0
         assert torch.equal(info.ratio, torch.ones(2))
         assert torch.equal(loss, -scalars["advantage"])
@@ -420,25 +412,11 @@ def test_diagnostics_are_the_references() -> None:
     transition = Transition(scalars["a"], scalars["b"], scalars["std"])
     v, x, x_next = (samples[name] for name in ("v", "x", "x_next"))
     old = kernels.step_log_prob(transition, x, v, x_next)[0] + torch.tensor([0.001, 0.3, -0.3])
-    options: dict[str, Any] = {
-        "clip_low": 0.1,
-        "clip_high": 0.1,
-        "v_ref": samples["v_ref"],
-        "kl_coef": 0.1,
-        "kl_weight": "exact",
-    }
+    stored: dict[str, Any] = {"log_prob_old": old, "advantage": torch.tensor([1.0, -1.0, 1.0]), **CLIP}
+    penalty: dict[str, Any] = {"v_ref": samples["v_ref"], "kl_coef": 0.1, "kl_weight": "exact"}
     infos = [
-        kernels.policy_loss(
-            transition,
-            x,
-            v,
-            x_next,
-            log_prob_old=old,
-            advantage=torch.tensor([1.0, -1.0, 1.0]),
-            implementation=which,
-            **options,
-        )[1]
-        for which in ("triton", "reference")
+        kernels.policy_loss(transition, x, v, x_next, **stored, **penalty, implementation=which)[1]
+        for which in IMPLEMENTATIONS
     ]
     assert infos[1].clipped.tolist() == [0, 1, 1]
     for name, mine, theirs in zip(infos[0]._fields, *infos, strict=True):
@@ -522,20 +500,11 @@ TWO = numbers(2)
 STORED = torch.randn(2, 2, 41, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
 
 
-def policy_update(v: Tensor, implementation: str = "triton") -> Tensor:
+def policy_update(v: Tensor, implementation: Any = "triton") -> Tensor:
     (x, x_next), scalars = STORED, TWO
     transition = Transition(scalars["a"], scalars["b"], scalars["std"])
-    loss, _ = kernels.policy_loss(
-        transition,
-        x,
-        v,
-        x_next,
-        log_prob_old=scalars["old"] * 0 - 5,
-        advantage=scalars["advantage"],
-        clip_low=0.1,
-        clip_high=0.1,
-        implementation=implementation,  # type: ignore[arg-type]
-    )
+    stored: dict[str, Any] = {"log_prob_old": scalars["old"] * 0 - 5, "advantage": scalars["advantage"], **CLIP}
+    loss, _ = kernels.policy_loss(transition, x, v, x_next, **stored, implementation=implementation)
     return loss.sum()
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -14,47 +14,20 @@ from helpers.refusals import refuses
 from torch import Tensor, nn
 
 import fluvial.models.pipelines.open as opening
-from fluvial.core.guidance import classifier_free
-from fluvial.models import DiffusionModel, Prediction, Schedule, check_model, load_adapter, open_model
+from fluvial.models import DiffusionModel, check_model, load_adapter, open_model
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.pipelines.open import has_adapter
 
 
-class Toy:
-    prediction: Prediction = "velocity"
-    lora_targets = ("linear",)
-    weights: Path | None = None
+class Toy(Handwriting):
+    """A user-defined model over a folder: its predictions are multiplied by a number."""
 
     def __init__(self, folder: Path | None = None, *, trust_remote_code: bool = False, gain: float = 1.0) -> None:
+        super().__init__(None)
         self.folder, self.gain = folder, gain
 
-    def build(self, *, empty: bool = False) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4))
-
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        return list(module.children())
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        return (1, height, width)
-
-    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        levels = torch.linspace(1, 0, steps + 1)
-        return Schedule(levels, 1000 * levels[:-1])
-
-    def check_prompt(self, prompt: str) -> None:
-        """Accept any prompt."""
-
-    def encode(self, prompts: Sequence[str]) -> Tensor:
-        return torch.zeros(len(prompts), 1)
-
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
-        return self.gain * module(x)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return latents.clamp(0, 1)
-
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        return classifier_free(v, v_uncond, scale)
+        return self.gain * super().predict(module, x, sigma, cond, timestep=timestep)
 
     def with_weights(self, folder: Path) -> "Toy":
         return Toy(folder, gain=self.gain)
@@ -120,9 +93,10 @@ def test_an_adapter_is_given_by_the_caller(adapter: Any, folder: Path) -> None:
     model = open_model(folder, adapter=adapter, gain=2.0)
     assert isinstance(model, Toy)
     assert (model.folder, model.gain) == (folder, 2.0)
-    x = torch.ones(1, 4)
+    x, cond = torch.ones(1, *model.event), model.encode(["0427"])
     module = model.build()
-    assert torch.equal(model.predict(module, x, torch.ones(1), None), 2 * module(x))
+    plain = Handwriting(None).predict(module, x, torch.ones(1), cond)
+    assert torch.equal(model.predict(module, x, torch.ones(1), cond), 2 * plain)
 
 
 def test_an_installed_package_declares_an_adapter(folder: Path, monkeypatch: Patch) -> None:

@@ -10,7 +10,6 @@ from helpers import numpy_towers as nt
 from helpers import tiny_rewards
 from helpers.refusals import refuses
 from scipy.signal import resample as scipy_resample
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, uniform
 from fluvial.models.rewards.clap import Clap, LogMel, resample
@@ -23,60 +22,31 @@ RATE = 8000
 def extractor() -> Any:
     from transformers import ClapFeatureExtractor
 
-    return ClapFeatureExtractor(
-        feature_size=16,
-        sampling_rate=RATE,
-        hop_length=160,
-        max_length_s=1,
-        fft_window_size=256,
-        frequency_min=50,
-        frequency_max=3500,
-        truncation="rand_trunc",
-        padding="repeatpad",
-    )
+    sizes = {"feature_size": 16, "sampling_rate": RATE, "hop_length": 160, "max_length_s": 1, "fft_window_size": 256}
+    return ClapFeatureExtractor(**sizes, frequency_min=50, frequency_max=3500, truncation="rand_trunc", padding="repeatpad")
 
 
 def config(**audio: Any) -> Any:
     from transformers import ClapConfig
 
+    text = {"vocab_size": len(WORDS), "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    seen = {"num_mel_bins": 16, "spec_size": 32, "window_size": 4, "patch_size": 4, "patch_stride": [4, 4]}
+    layers = {"depths": [1, 1], "num_attention_heads": [1, 2], "patch_embeds_hidden_size": 8, "num_hidden_layers": 2}
     return ClapConfig(
         projection_dim=12,
-        text_config={
-            "vocab_size": len(WORDS),
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 20,
-            "max_position_embeddings": 32,
-        },
-        audio_config={
-            "num_mel_bins": 16,
-            "spec_size": 32,
-            "window_size": 4,
-            "patch_size": 4,
-            "patch_stride": [4, 4],
-            "depths": [1, 1],
-            "num_attention_heads": [1, 2],
-            "patch_embeds_hidden_size": 8,
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            **audio,
-        },
+        text_config={**text, "hidden_size": 16, "max_position_embeddings": 32},
+        audio_config={**seen, **layers, "hidden_size": 16, **audio},
     )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import ClapModel, PreTrainedTokenizerFast
+    from transformers import ClapModel
 
     place = tmp_path_factory.mktemp("clap")
     tiny_rewards.randomise(ClapModel(config())).save_pretrained(place)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(place)
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tiny_rewards.word_tokenizer(WORDS, "<s>", "</s>", **names).save_pretrained(place)
     extractor().save_pretrained(place)
     return place
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import numpy_towers, tiny_rewards
 from helpers.numpy_towers import Array, quick_gelu
+from helpers.refusals import refuses
 from torch import Tensor
 
 from fluvial.core.random import key, normal
@@ -137,47 +138,40 @@ def test_a_lower_precision_is_near(folder: Path) -> None:
     np.testing.assert_allclose(found.numpy(), expected("pickscore", folder), atol=0.02)
 
 
-def refused(build: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        build()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_what_is_wrong_with_the_weights_is_one_line(folder: Path, tmp_path: Path) -> None:
     """Nothing there, another architecture, a file cut short, tensors missing, a head of another model."""
     from safetensors.torch import load_file, save_file
     from transformers import BertConfig
 
-    assert refused(lambda: PickScore("/no/such/folder")).startswith("pickscore: there is no file or folder /no/such/folder")
+    refuses("^pickscore: there is no file or folder /no/such/folder", PickScore, "/no/such/folder")
     BertConfig().save_pretrained(tmp_path / "bert")
-    assert "are of the architecture 'bert', expected 'clip'" in refused(lambda: ClipScore(tmp_path / "bert"))
+    refuses("are of the architecture 'bert', expected 'clip'", ClipScore, tmp_path / "bert")
     (tmp_path / "empty").mkdir()
-    assert refused(lambda: PickScore(tmp_path / "empty")).startswith("pickscore: the weights")
+    refuses("^pickscore: the weights", PickScore, tmp_path / "empty")
 
     shutil.copytree(folder, tmp_path / "cut")
     whole = (folder / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert "cannot be loaded" in refused(lambda: PickScore(tmp_path / "cut"))
+    refuses("cannot be loaded", PickScore, tmp_path / "cut")
 
     tensors = load_file(folder / "model.safetensors")
     del tensors["visual_projection.weight"]
     save_file(tensors, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
-    assert "they lack visual_projection.weight" in refused(lambda: PickScore(tmp_path / "cut"))
+    refuses("they lack visual_projection.weight", PickScore, tmp_path / "cut")
 
     torch.save({"layers.0.weight": torch.zeros(1, 7), "layers.0.bias": torch.zeros(1)}, tmp_path / "head.pth")
-    assert "expected 12 -> ... -> 1" in refused(lambda: Aesthetic(folder, head=tmp_path / "head.pth"))
+    refuses("expected 12 -> ... -> 1", Aesthetic, folder, head=tmp_path / "head.pth")
     torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
-    assert "expected layers.0.weight" in refused(lambda: Aesthetic(folder, head=tmp_path / "other.pth"))
+    refuses("expected layers.0.weight", Aesthetic, folder, head=tmp_path / "other.pth")
     torch.save({"layers.0.weight": Path("x")}, tmp_path / "evil.pth")  # any object, which would run code
-    assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "evil.pth"))
+    refuses("cannot be loaded", Aesthetic, folder, head=tmp_path / "evil.pth")
     (tmp_path / "text.pth").write_text("not weights")
-    assert "cannot be loaded" in refused(lambda: Aesthetic(folder, head=tmp_path / "text.pth"))
+    refuses("cannot be loaded", Aesthetic, folder, head=tmp_path / "text.pth")
 
 
 def test_what_is_wrong_with_an_option_is_one_line(folder: Path) -> None:
-    assert "dtype is 'int8', expected one of float32, bfloat16, float16" in refused(lambda: PickScore(folder, dtype="int8"))
-    assert "device is 'cuda:77', which is not there" in refused(lambda: PickScore(folder, device="cuda:77"))
-    assert "form is 'sine', expected one of cosine, logits, paper" in refused(lambda: ClipScore(folder, form="sine"))
-    assert "resize is 'cubic', expected one of processor, bilinear" in refused(lambda: ClipScore(folder, resize="cubic"))
-    assert "3 images and 1 prompts" in refused(lambda: PickScore(folder)(tiny_rewards.images(), ["a"]))
+    refuses("dtype is 'int8', expected one of float32, bfloat16, float16", PickScore, folder, dtype="int8")
+    refuses("device is 'cuda:77', which is not there", PickScore, folder, device="cuda:77")
+    refuses("form is 'sine', expected one of cosine, logits, paper", ClipScore, folder, form="sine")
+    refuses("resize is 'cubic', expected one of processor, bilinear", ClipScore, folder, resize="cubic")
+    refuses("3 images and 1 prompts", PickScore(folder), tiny_rewards.images(), ["a"])

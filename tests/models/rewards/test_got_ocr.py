@@ -29,30 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("got")
     tokenizer = vocabulary()
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    seen = {"output_channels": 8, "image_size": SIDE, "window_size": 4, "global_attn_indexes": [1], "mlp_dim": 20}
+    text = {"model_type": "qwen2", "vocab_size": len(tokenizer), "intermediate_size": 20, "num_key_value_heads": 2}
     config = GotOcr2Config(
         image_token_index=tokenizer.convert_tokens_to_ids("<imgpad>"),
-        vision_config={
-            "hidden_size": 16,
-            "output_channels": 8,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": SIDE,
-            "patch_size": 16,
-            "window_size": 4,
-            "global_attn_indexes": [1],
-            "mlp_dim": 20,
-        },
-        text_config={
-            "model_type": "qwen2",
-            "vocab_size": len(tokenizer),
-            "hidden_size": 16,
-            "intermediate_size": 20,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-        },
+        vision_config={**small, **seen, "patch_size": 16},
+        text_config={**small, **text, "max_position_embeddings": 512, "tie_word_embeddings": True},
     )
     tiny_rewards.randomise(GotOcr2ForConditionalGeneration(config), scale=0.5).save_pretrained(place)
     tokenizer.save_pretrained(place)

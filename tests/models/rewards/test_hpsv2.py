@@ -45,26 +45,16 @@ def state() -> dict[str, torch.Tensor]:
         "visual.proj": (WIDTH, OUT),
         "visual.conv1.weight": (WIDTH, 3, PATCH, PATCH),
     }
-    norms = ["visual.ln_pre", "visual.ln_post", "ln_final"]
     widths = {"visual.ln_pre": WIDTH, "visual.ln_post": WIDTH, "ln_final": TEXT}
     for tower, width in (("visual.", WIDTH), ("", TEXT)):
         for i in range(LAYERS):
             at = f"{tower}transformer.resblocks.{i}."
-            shapes |= {
-                f"{at}attn.in_proj_weight": (3 * width, width),
-                f"{at}attn.in_proj_bias": (3 * width,),
-                f"{at}attn.out_proj.weight": (width, width),
-                f"{at}attn.out_proj.bias": (width,),
-                f"{at}mlp.c_fc.weight": (24, width),
-                f"{at}mlp.c_fc.bias": (24,),
-                f"{at}mlp.c_proj.weight": (width, 24),
-                f"{at}mlp.c_proj.bias": (width,),
-            }
-            for name in ("ln_1", "ln_2"):
-                norms.append(at + name)
-                widths[at + name] = width
-    for name in norms:
-        shapes |= {f"{name}.weight": (widths[name],), f"{name}.bias": (widths[name],)}
+            shapes |= {f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,)}
+            for name, rows, columns in (("attn.out_proj", width, width), ("mlp.c_fc", 24, width), ("mlp.c_proj", width, 24)):
+                shapes |= {f"{at}{name}.weight": (rows, columns), f"{at}{name}.bias": (rows,)}
+            widths |= {f"{at}ln_1": width, f"{at}ln_2": width}
+    for name, width in widths.items():
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
     drawn = {name: 0.3 * normal(key(number), shape) for number, (name, shape) in enumerate(shapes.items())}
     return {
         name: value + 1 if f"{name}".endswith(("ln_1.weight", "ln_2.weight", "ln_final.weight")) else value
@@ -186,30 +176,19 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
 def test_heads_of_the_published_model_are_known() -> None:
     from fluvial.models.rewards.hpsv2 import infer_config
 
-    tensors = {name: torch.empty(0) for name in ("logit_scale",)}
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
+        "logit_scale": (),
         "visual.conv1.weight": (1280, 3, 14, 14),
         "token_embedding.weight": (49408, 1024),
         "visual.proj": (1280, 1024),
         "visual.positional_embedding": (257, 1280),
         "positional_embedding": (77, 1024),
-        "visual.transformer.resblocks.31.mlp.c_fc.weight": (5120, 1280),
-        "transformer.resblocks.23.mlp.c_fc.weight": (4096, 1024),
-        "visual.transformer.resblocks.0.mlp.c_fc.weight": (5120, 1280),
-        "transformer.resblocks.0.mlp.c_fc.weight": (4096, 1024),
+        **{f"visual.transformer.resblocks.{layer}.mlp.c_fc.weight": (5120, 1280) for layer in (0, 31)},
+        **{f"transformer.resblocks.{layer}.mlp.c_fc.weight": (4096, 1024) for layer in (0, 23)},
     }
-    tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    config = infer_config(tensors, None)
+    config = infer_config({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, None)
     vision, text = config.vision_config, config.text_config
-    assert (vision.num_attention_heads, vision.num_hidden_layers, vision.image_size, vision.hidden_act) == (
-        16,
-        32,
-        224,
-        "gelu",
-    )
-    assert (text.num_attention_heads, text.num_hidden_layers, text.intermediate_size, text.eos_token_id) == (
-        16,
-        24,
-        4096,
-        49407,
-    )
+    found = vision.num_attention_heads, vision.num_hidden_layers, vision.image_size, vision.hidden_act
+    assert found == (16, 32, 224, "gelu")
+    found = text.num_attention_heads, text.num_hidden_layers, text.intermediate_size, text.eos_token_id
+    assert found == (16, 24, 4096, 49407)

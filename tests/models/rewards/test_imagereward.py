@@ -11,7 +11,6 @@ from helpers import numpy_towers as nt
 from helpers import tiny_rewards
 from helpers.numpy_towers import Array
 from helpers.refusals import refuses
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards.imagereward import FILE, MEAN, STD, TOKENS, ImageReward
@@ -23,16 +22,8 @@ WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "red", "cat", "two", "dogs"]
 
 
 def vocabulary() -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return tiny_rewards.word_tokenizer(WORDS, "[CLS]", "[SEP]", **names)
 
 
 def state() -> dict[str, torch.Tensor]:
