@@ -89,14 +89,7 @@ def test_an_own_model_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     """It comes with a file of prompts and a reward, since there is no job for it."""
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     out = tmp_path / "run"
-    own = [
-        "--model",
-        "helpers.doors:adapter",
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--rewards",
-        "helpers.doors:bold",
-    ]
+    own = ["--model", "helpers.doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "helpers.doors:bold"]
     finish(["train", "helpers.doors:recipe", "--out", str(out), *own], capfd)
     assert moved(out)
 
@@ -167,14 +160,7 @@ def test_an_installed_adapter_trains_the_pipelines_of_its_class(tmp_path: Path, 
     (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "CodesPipeline"}')
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     out = tmp_path / "run"
-    own = [
-        "--model",
-        str(tmp_path / "model"),
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--rewards",
-        "helpers.doors:bold",
-    ]
+    own = ["--model", str(tmp_path / "model"), "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "helpers.doors:bold"]
     size = ["--pipeline.height", "8", "--pipeline.width", "32", "--updates", "1"]
     finish(["train", "helpers.doors:recipe", "--out", str(out), *own, *size], capfd)
     assert moved(out)
@@ -297,22 +283,14 @@ WRONG = [
         2,
         "no_transition returns a Tensor, expected a Trans",
     ),
-    (
-        "train helpers.doors:recipe --sampling.sampler broken:wide",
-        2,
-        "sampler wide: a has shape [2, 3], expected [] or [4]",
-    ),
+    ("train helpers.doors:recipe --sampling.sampler broken:wide", 2, "sampler wide: a has shape [2, 3], expected [] or [4]"),
     ("train helpers.doors:recipe --sampling.sampler broken:stumbles", 2, "a key of mine"),
     ("train helpers.doors:recipe --sampling.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
     ("train helpers.doors:recipe --rewards broken:lonely", 2, "has the signature (images)"),
     ("train helpers.doors:recipe --rewards broken:short", 1, "expected"),
     ("train helpers.doors:recipe --rewards broken:says_nothing", 1, "None"),
     ("train helpers.doors:recipe --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
-    (
-        "train helpers.doors:recipe --rewards failing:reward",
-        2,
-        "importing failing raised RuntimeError: this module fails",
-    ),
+    ("train helpers.doors:recipe --rewards failing:reward", 2, "importing failing raised RuntimeError: this module fails"),
     (
         "train helpers.doors:recipe --model broken:no_model --prompts {prompts} --rewards helpers.doors:bold",
         2,

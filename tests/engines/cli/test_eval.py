@@ -239,20 +239,14 @@ WRONG = [
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg=2", "evaluators have no weights"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --seeds 0", "--seeds is 0, expected an integer >= 1"),
-    (
-        "eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --base start",
-        "--weights is None and --lora is None",
-    ),
+    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --base start", "--weights is None and --lora is None"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --lora {tmp}/no", "no is neither a file nor a folder"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --weights {tmp}/no", "no: there is no such folder"),
     ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1.0,"),
     ("eval handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
     ("eval handwriting --base start", "there is nothing to compare with it"),
     ("eval handwriting --base {tmp}/nowhere", "nowhere', expected start, the folder of a run, a checkpoint or a"),
-    (
-        "eval handwriting --base {tmp}/run",
-        "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same",
-    ),
+    ("eval handwriting --base {tmp}/run", "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same"),
     ("eval {tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
     (
         "eval {tmp}/run --weights {tmp}/run/weights",
@@ -332,14 +326,7 @@ def test_a_run_of_a_user_defined_model_is_evaluated(tmp_path: Path, capfd: pytes
     """With its exported weights, beside the model that it started from."""
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
     run = tmp_path / "run"
-    own = [
-        "--model",
-        "helpers.doors:adapter",
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--rewards",
-        "helpers.doors:bold",
-    ]
+    own = ["--model", "helpers.doors:adapter", "--prompts", str(tmp_path / "prompts.txt"), "--rewards", "helpers.doors:bold"]
     assert cli.run(["train", "helpers.doors:recipe", "--out", str(run), *own]) == 0
     capfd.readouterr()
     assert cli.run(["eval", str(run), "--base", "start", "--out", str(tmp_path / "scores")]) == 0, capfd.readouterr().err

@@ -203,10 +203,7 @@ def test_an_update_needs_no_more_than_items_and_a_loss(one: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"items": {"x": torch.zeros(4, 3), "y": torch.zeros(3)}},
-            r"items have shapes \[\[4, 3\], \[3\]\], expected",
-        ),
+        ({"items": {"x": torch.zeros(4, 3), "y": torch.zeros(3)}}, r"items have shapes \[\[4, 3\], \[3\]\], expected"),
         ({"items": {"x": torch.zeros(0, 3), "y": torch.zeros(0)}}, r"P >= 1"),
         ({"items": {}}, r"P >= 1"),
         ({"weight": torch.ones(3)}, r"weight has shape \[3\], expected \[4\]"),

@@ -174,10 +174,7 @@ def test_gradients_below_eps_are_warned_of_once(one: World) -> None:
     def update(trained: Engine, scale: float) -> None:
         trained.update(items, squared(trained.module), weight * scale)
 
-    frozen, says = (
-        engine(one, "adamw"),
-        r"RMS of \d\.\de-1\d at update 1, below optimizer.eps \(1e-08\).*\de-1\d or less",
-    )
+    frozen, says = (engine(one, "adamw"), r"RMS of \d\.\de-1\d at update 1, below optimizer.eps \(1e-08\).*\de-1\d or less")
     with pytest.warns(UserWarning, match=says):
         update(frozen, 1e-9)
     update(frozen, 1e-9)  # from here on a warning is an error

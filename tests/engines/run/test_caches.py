@@ -59,11 +59,7 @@ def test_the_digest_of_an_adapter_covers_all_that_it_does() -> None:
 
 def test_the_key_of_a_function_of_ones_own_covers_its_code(folder: Path, tmp_path: Path, one: World) -> None:
     """An image cache of another `encode` is refused."""
-    functions: list[Any] = [
-        None,
-        lambda images: images,
-        lambda images: 2 * images,
-    ]
+    functions: list[Any] = [None, lambda images: images, lambda images: 2 * images]
     asked = job(folder, tmp_path)
     settings = [_settings(replace(asked, encode=encode), TrainConfig(tmp_path, method=Grpo())) for encode in functions]
     assert len({each["encoder"] for each in settings}) == 3

@@ -248,10 +248,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     images = tiny.Tiny().decode(run.trajectories[0].final)
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
     weights, group = torch.tensor([0.5, -2.0]), torch.arange(8) // 4
-    expected = {
-        "sum": group_advantages(rewards @ weights, group),
-        "gdpo": multi_reward_advantages(rewards, weights, group),
-    }
+    expected = {"sum": group_advantages(rewards @ weights, group), "gdpo": multi_reward_advantages(rewards, weights, group)}
     torch.testing.assert_close(run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
     assert record["rewards"] == pytest.approx(

@@ -243,10 +243,7 @@ def test_a_video_or_sound_that_nothing_uses_is_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            ("--pipeline.frames", "1"),
-            "5 frames, of which WanVideoToVideoPipeline makes as many, and .*frames is 1: set it",
-        ),
+        (("--pipeline.frames", "1"), "5 frames, of which WanVideoToVideoPipeline makes as many, and .*frames is 1: set it"),
         (("--pipeline.call", "strength=1.0"), "its video has no effect on the samples; leave it out"),
     ],
 )

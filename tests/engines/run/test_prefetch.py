@@ -306,10 +306,7 @@ def test_samples_of_other_weights_are_refused(one: World, tmp_path: Path) -> Non
     [
         ({"correction": CorrectionConfig()}, "expected truncate, reject or mask: with rollout.ahead 1"),
         ({"engine.offload": "phases"}, "expected none or always: with rollout.ahead 1"),
-        (
-            {"sampling": STEPS, "rollout.source": "replayed:x"},
-            "rollout.ahead has no effect with rollouts that are stored",
-        ),
+        ({"sampling": STEPS, "rollout.source": "replayed:x"}, "rollout.ahead has no effect with rollouts that are stored"),
     ],
 )
 def test_what_cannot_be_made_ahead_is_refused(tmp_path: Path, changes: dict[str, Any], line: str) -> None:

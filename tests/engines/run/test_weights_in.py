@@ -120,11 +120,7 @@ def test_what_does_not_fit_is_one_line(folder: Path, tmp_path: Path, capfd: pyte
     (tmp_path / "unet" / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
     wrong = {
         ("sd3", "--lora", "nowhere"): "nowhere is neither a file nor a folder",
-        (
-            "sd3",
-            "--lora",
-            str(tmp_path / "text.safetensors"),
-        ): "match no linear layer of the SD3Transformer2DModel: text",
+        ("sd3", "--lora", str(tmp_path / "text.safetensors")): "match no linear layer of the SD3Transformer2DModel: text",
         ("sd3", "--lora", str(tmp_path / "other.safetensors")): "is of another architecture: ",
         (
             "sd3",

@@ -151,10 +151,7 @@ def test_a_reward_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
         (("own_rewards:Scaled:scale=2,sharp=3",), r"sharp is '3', expected low or high or true or false"),
         (("own_rewards:Scaled:scale=-1",), r"rewards 'own_rewards:Scaled': scale is -1, expected above 0"),
         (("own_rewards:Scaled:scale=2,scale=3",), r"which names an option twice"),
-        (
-            ("own_rewards:Scaled:scale=2,sharp",),
-            r"whose option 'sharp' is not name=value: write own_rewards:Scaled:opt",
-        ),
+        (("own_rewards:Scaled:scale=2,sharp",), r"whose option 'sharp' is not name=value: write own_rewards:Scaled:opt"),
         (("own_rewards:bright:scale=2",), r"has no option 'scale', it takes none"),
         (("brightness:scale=2",), r"rewards 'brightness' has no option 'scale', it takes none"),
         (("jpeg:quality=3",), r"rewards 'jpeg' has no option 'quality', it takes none"),
