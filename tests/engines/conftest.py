@@ -24,7 +24,7 @@ def charts(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fluvial(capfd: pytest.CaptureFixture[str]) -> Any:
-    """Run a command line, `fluvial(*words, code=0)`; return what it prints or, with another code, the one line of its error."""
+    """Run a command line, `fluvial(*words, code=0)`; return what it prints, or the one line of its error."""
 
     def run(*words: object, code: int = 0) -> str:
         capfd.readouterr()

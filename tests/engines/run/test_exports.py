@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
-from helpers import launch, tiny_pipelines
+from helpers import tiny_pipelines
 from helpers.marks import long
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -258,24 +258,21 @@ def test_two_experts_and_unets(tmp_path: Path, name: str) -> None:
         assert "text-to-video" in card
 
 
-def test_a_run_of_all_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_all_weights(tmp_path: Path, fluvial: Any) -> None:
     """It has no adapter; its weights are those of the checkpoint, also in the original layout."""
     expected = run_of(tmp_path, "sd3", train="full", updates=1, optimizer=OptimizerConfig(lr=0.001))["policy"]
     run = tmp_path / "sd3-run" / "checkpoints" / "000001"
     model = tiny_pipelines.opened("sd3", tmp_path / "sd3")
-    merged = exported(run, tmp_path / "merged")
-    network = SD3Transformer2DModel.from_pretrained(merged, local_files_only=True)
+    network = SD3Transformer2DModel.from_pretrained(exported(run, tmp_path / "merged"), local_files_only=True)
     assert torch.equal(velocity(model, network), expected)
     comfy = exported(run, tmp_path / "comfyui", "--as", "comfyui", "--dtype", "float16")
     assert {tensor.dtype for tensor in load_file(comfy / "diffusion_model.safetensors").values()} == {torch.float16}
-    capfd.readouterr()
     for typed, says in (
-        (["--as", "lora"], "there is no adapter to export as lora: use merged"),
-        (["--ema"], "--ema has no effect with checkpoint"),
-        (["--as", "comfyui", "--merge"], "--merge has no effect except with comfyui of a run with an adapter"),
+        ("--as lora", "there is no adapter to export as lora: use merged"),
+        ("--ema", "--ema has no effect with checkpoint"),
+        ("--as comfyui --merge", "--merge has no effect except with comfyui of a run with an adapter"),
     ):
-        assert cli.run(["export", str(run), *typed, "--out", str(tmp_path / "out")]) == 2
-        assert says in launch.one_line(capfd.readouterr().err)
+        assert says in fluvial("export", run, *typed.split(), "--out", tmp_path / "out", code=2)
 
 
 def test_formats_are_checked_before_training(tmp_path: Path) -> None:

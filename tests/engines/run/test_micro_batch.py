@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fluvial.engines.cli import main as cli
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError
 from fluvial.engines.extensions.published.resolve import resolve
@@ -281,9 +280,9 @@ def test_recipes_choose_for_large_models_alone() -> None:
     assert resolve(find("flow_grpo/sd3.5-medium/ocr")).engine.micro_batch == 9
 
 
-def test_the_flag_takes_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_takes_a_number_or_auto(fluvial: Any) -> None:
     for value, held in (("auto", "auto"), ("3", 3)):
-        assert cli.run(["config", "handwriting", "--micro-batch", value, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["engine"]["micro_batch"] == held
-    assert cli.run(["config", "handwriting", "--micro-batch", "many"]) == 2
-    assert "--engine.micro-batch is 'many', expected a whole number or auto (fluvial" in capsys.readouterr().err
+        shown = fluvial("config", "handwriting", "--micro-batch", value, "--json")
+        assert json.loads(shown)["engine"]["micro_batch"] == held
+    line = fluvial("config", "handwriting", "--micro-batch", "many", code=2)
+    assert "--engine.micro-batch is 'many', expected a whole number or auto (fluvial" in line

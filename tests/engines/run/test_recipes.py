@@ -35,34 +35,35 @@ from fluvial.models import LoraConfig
 
 OTHER = "someone/a-model"
 FLOW_GRPO = (
-    "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.group 24 --sampling.guidance.scale 4.5 --trained first "
-    "--trained.fraction 0.99 --kl.coef 0.04 --clip-low 1e-4 --advantage.scale batch --advantage.ddof 0 --advantage.drop-zero "
-    "--optimizer.lr 3e-4 "
+    "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.group 24 --sampling.guidance.scale 4.5 "
+    "--trained first --trained.fraction 0.99 --kl.coef 0.04 --clip-low 1e-4 --advantage.scale batch --advantage.ddof 0 "
+    "--advantage.drop-zero --optimizer.lr 3e-4 "
 )
 DPM = "--sampling.sampler ode --sampling.sampler.solver dpmpp_2m "
 # What the papers and their published code have, of each recipe.
 PUBLISHED: dict[str, str] = {
     "grpo": FLOW_GRPO + "--passes.minibatches 2",
-    "dance": "--sampling.sampler dance_sde --sampling.sampler.eta 0.3 --sampling.group 12 --sampling.shared-noise --kl.coef 0 "
-    "--trained random --trained.fraction 0.6 --sampling.window all --sampling.window.high 15 --train full --optimizer.lr 1e-5",
+    "dance": "--sampling.sampler dance_sde --sampling.sampler.eta 0.3 --sampling.group 12 --sampling.shared-noise "
+    "--kl.coef 0 --trained random --trained.fraction 0.6 --sampling.window all --sampling.window.high 15 --train full "
+    "--optimizer.lr 1e-5",
     "cps": "--sampling.sampler cps --sampling.sampler.eta 0.8 --sampling.window.size 3 --form unscaled --kl.coef 0",
     "guard": "--sampling.sampler flow_sde --trained first --clip 2e-6 --optimizer.lr 1e-4 --advantage.scale group",
     "dppo": "--sampling.sampler flow_sde --kl-threshold 1e-5",
     "ddpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5",
     "nft": DPM + "--beta 1 --old linear --old.unit updates --noising.each 9 --kl.coef 1e-4",
     "awm": "--weighting ghuber --clip-low 1 --sampling.steps 14 --sampling.prompts 72 --kl.coef 1e-3 --kl.ema-coef 1 "
-    "--kl.ema-cap 0.3 --kl.ema-rise 0.001 --sampling.sampler sa_solver --sampling.sampler.eta 0.4 --noising.levels stratified "
-    "--noising.each 6",
+    "--kl.ema-cap 0.3 --kl.ema-rise 0.001 --sampling.sampler sa_solver --sampling.sampler.eta 0.4 --noising.levels "
+    "stratified --noising.each 6",
     "dpo": "--sampling.sampler ode --beta 2000",
-    "dgpo": DPM + "--sampling.guidance.scale 4.5 --sampling.guidance.update conditional --noising.levels.highest 5 "
-    "--noising.draw rollout --kl.coef 0.02 --beta 100 --clip-low 0.01 --old-samples-from 500 --optimizer.lr 3e-4 "
-    "--sampling.group 16",
+    "dgpo": DPM
+    + "--sampling.guidance.scale 4.5 --sampling.guidance.update conditional --noising.levels.highest 5 --noising.draw "
+    "rollout --kl.coef 0.02 --beta 100 --clip-low 0.01 --old-samples-from 500 --optimizer.lr 3e-4 --sampling.group 16",
     "crd": "--sampling.sampler ode --beta 1 --match mse --old.rise 0.005 --rollout-policy.delay 75 --kl.coef 0.1 "
     "--passes.minibatches 2 --sampling.group 24",
     "tempflow": "--sampling.group 216 --sampling.window branches --sampling.window.size 1 --sampling.window.samples 6 "
     "--sampling.window.high 9 --kl.coef 0.004 --kl.weight exact --scale 1.73",
-    "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 --eps 0.1 "
-    "--sampling.shared-noise --optimizer.lr 3e-5",
+    "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 "
+    "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",
     "alignprop": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5 --last 8 "
     "--spread 5 --target 10 --scale 0.01 --optimizer.lr 1e-3 --sampling.prompts 128",
     "raft": "--sampling.sampler ode",

@@ -83,10 +83,9 @@ OPTIONS: list[tuple[str, tuple[Any, ...], float]] = [
 @pytest.mark.parametrize(("text", "expected", "weight"), OPTIONS)
 def test_options_of_a_class(text: str, expected: tuple[Any, ...], weight: float) -> None:
     """Each of its type, and the weight behind the last."""
-    ((name, (reward, found)),) = select(REWARDS, (f"own_rewards:Scaled:{text}",)).items()
+    (((name, (made, found)),)) = select(REWARDS, (f"own_rewards:Scaled:{text}",)).items()
     assert (name, found) == ("own_rewards:Scaled", weight)
-    made: Any = reward
-    assert made.options == expected
+    assert made.options == expected  # type: ignore[attr-defined]
     assert strip_weight(f"own_rewards:Scaled:{text}") == f"own_rewards:Scaled:{text.removesuffix(f'={weight:g}')}"
 
 
