@@ -120,11 +120,7 @@ def test_a_preset_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> Non
         config["method"]["sampling"]["prompts"],
         config["method"]["sampling"]["group"],
         config["engine"]["micro_batch"],
-    ) == (
-        4,
-        12,
-        "auto",
-    )
+    ) == (4, 12, "auto")
     assert said == (
         "fluvial: --preset 1gpu: sampling.prompts 4 in place of 48; a rollout has 96 samples, published 1152; every "
         "other setting stays\n"

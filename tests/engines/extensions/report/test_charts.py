@@ -138,10 +138,7 @@ def test_each_line_has_its_points_and_its_label(tmp_path: Path, monkeypatch: pyt
     drawn: list[matplotlib.figure.Figure] = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     many = [(float(x), float(x * x)) for x in range(30)]
-    shown = [
-        LineChart("reward", {"mean": [(3.0, 0.5)]}, "per sample"),
-        LineChart("norm", {"": many}, y="from_zero"),
-    ]
+    shown = [LineChart("reward", {"mean": [(3.0, 0.5)]}, "per sample"), LineChart("norm", {"": many}, y="from_zero")]
     curves(tmp_path / "curves.png", shown)
     (figure,) = drawn
     one, other = figure.axes

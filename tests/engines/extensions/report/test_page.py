@@ -171,11 +171,7 @@ def test_the_largest_changes_come_first(run: Path) -> None:
     index.write_text(json.dumps(rows))
     pairs = re.findall(r'<div class="pair">(.*?)</figcaption>', page.page(run), re.DOTALL)
     found = [re.findall(r"<span>(before|after) <b(.*?)>(.*?)</b>", pair) for pair in pairs]
-    assert [[score for _, _, score in pair] for pair in found] == [
-        ["1.000", "1.750"],
-        ["0.500", "0.250"],
-        ["0", "0"],
-    ]
+    assert [[score for _, _, score in pair] for pair in found] == [["1.000", "1.750"], ["0.500", "0.250"], ["0", "0"]]
     assert [colour for pair in found for _, colour, _ in pair] == ["", ' class="good"', "", ' class="bad"', "", ""]
 
 

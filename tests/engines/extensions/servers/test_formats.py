@@ -100,11 +100,7 @@ IMAGE = file()
         ({"prompt": ["a"] * 13, "image": [IMAGE] * 13}, 413, "more than 0.0001 megapixels: send fewer at once"),
         ({"prompt": ["a"], "video": [[IMAGE, file(size=(2, 4))]]}, 400, "frames of several sizes"),
         ({"prompt": ["a"], "video": [[]]}, 400, "has no frames"),
-        (
-            {"prompt": ["a"], "image": [IMAGE], "condition_images": [[IMAGE, IMAGE]]},
-            400,
-            "length <= 1",
-        ),
+        ({"prompt": ["a"], "image": [IMAGE], "condition_images": [[IMAGE, IMAGE]]}, 400, "length <= 1"),
         ({"prompt": ["a"], "image": [IMAGE], "condition_videos": [[]]}, 400, "condition_videos is set"),
     ],
 )
@@ -119,10 +115,7 @@ def test_wrong_requests_to_compute(body: Any, status: int, says: str) -> None:
     [
         (1, r"requests\[0\]: Expected `object`, got `int`"),
         ({"history": [], "required_rewards": ["x"]}, "history: Expected `array` of length >= 1"),
-        (
-            {"history": [{"text": "a", "video_path": "/etc/passwd"}], "required_rewards": ["x"]},
-            "has a video",
-        ),
+        ({"history": [{"text": "a", "video_path": "/etc/passwd"}], "required_rewards": ["x"]}, "has a video"),
         ({"history": [{"text": "a"}], "required_rewards": ["x"]}, "image_b64 is missing"),
         ({"history": [{"image_b64": IMAGE}], "required_rewards": ["x"]}, "text is missing"),
         ({"history": [{"text": "a", "image_b64": IMAGE}]}, "missing required field `required_rewards`"),

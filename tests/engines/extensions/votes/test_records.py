@@ -14,11 +14,7 @@ from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id,
 
 IMAGES = [png(torch.full((1, 4, 4), level), colour=False) for level in (0.0, 0.4, 0.8)]
 GROUP = group_id("a fox", IMAGES)
-VOTES = [
-    Vote(GROUP, 3, (0, 1), 1.0, "ann"),
-    Vote(GROUP, 3, (2, 1), 0.0, "bob"),
-    Vote(GROUP, 3, (0, 2), 0.5, "ann"),
-]
+VOTES = [Vote(GROUP, 3, (0, 1), 1.0, "ann"), Vote(GROUP, 3, (2, 1), 0.0, "bob"), Vote(GROUP, 3, (0, 2), 0.5, "ann")]
 
 
 def voted(folder: Path) -> VoteFolder:

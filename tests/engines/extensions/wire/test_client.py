@@ -23,8 +23,7 @@ def asked(server: HttpClient) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [REFUSED, httpx2.ReadTimeout("slow"), httpx2.RemoteProtocolError("closed"), BUSY, Reply(429, {}, b"")],
+    "failure", [REFUSED, httpx2.ReadTimeout("slow"), httpx2.RemoteProtocolError("closed"), BUSY, Reply(429, {}, b"")]
 )
 def test_what_may_pass_is_tried_again_with_growing_delay(failure: Any) -> None:
     server = client(failure, failure, failure, {"ok": 1})

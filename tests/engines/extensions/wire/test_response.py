@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from fluvial.engines.extensions.wire.decode import WireError
-from fluvial.engines.extensions.wire.response import (
-    JSON,
-    DitTrajectory,
-    RolloutSample,
-    read_response,
-    write_response,
-)
+from fluvial.engines.extensions.wire.response import JSON, DitTrajectory, RolloutSample, read_response, write_response
 from fluvial.engines.extensions.wire.tensors import pack, tree_of
 
 STEPS = 4
@@ -130,16 +124,10 @@ def test_older_servers_are_understood() -> None:
     [
         ([], r"response\[0\]: Expected `object`, got `array`"),
         (plain(generated_output=None), r"response\[0\].generated_output: Expected `object`, got"),
-        (
-            plain(generated_output=envelope(torch.zeros(2, 2))),
-            r"generated_output is .*32 \[2, 2\], expected an image",
-        ),
+        (plain(generated_output=envelope(torch.zeros(2, 2))), r"generated_output is .*32 \[2, 2\], expected an image"),
         (plain(generated_output=envelope(torch.zeros(3, 2, 2).long())), "expected an image"),
         (plain(generated_output=b"PNG"), "generated_output: Expected `object`, got `bytes`"),
-        (
-            plain(rollout_log_probs=envelope(torch.zeros(1, STEPS))),
-            "rollout_log_probs is .* expected floating",
-        ),
+        (plain(rollout_log_probs=envelope(torch.zeros(1, STEPS))), "rollout_log_probs is .* expected floating"),
         (plain(rollout_log_probs=envelope(torch.zeros(STEPS).int())), "expected floating-point numbers"),
         (
             plain(rollout_log_probs=envelope(torch.zeros(STEPS + 1))),
@@ -151,15 +139,9 @@ def test_older_servers_are_understood() -> None:
         (plain(weight_version=-1), "weight_version: Expected `int` >= 0"),
         (plain(dit_trajectory=3), r"response\[0\].dit_trajectory: Expected `object [|] null`, got `int`"),
         (trajectory(latents=None), "dit_trajectory.latents: Expected `object`, got"),
-        (
-            trajectory(latents=envelope(torch.zeros(5))),
-            r"latents is .*32 \[5\], expected floating-point numbers",
-        ),
+        (trajectory(latents=envelope(torch.zeros(5))), r"latents is .*32 \[5\], expected floating-point numbers"),
         (trajectory(sigmas=None), "dit_trajectory.sigmas: Expected `object`, got"),
-        (
-            trajectory(sigmas=envelope(torch.zeros(5, 1))),
-            r"sigmas is .*32 \[5, 1\], expected floating-point",
-        ),
+        (trajectory(sigmas=envelope(torch.zeros(5, 1))), r"sigmas is .*32 \[5, 1\], expected floating-point"),
         (trajectory(timesteps=envelope(torch.zeros(5, 1))), r"timesteps is .*, expected numbers \[T\]"),
         (trajectory(latents=envelope(torch.zeros(6, 2))), "6 latents, expected at most 5"),
         (trajectory(latent_step_indices=[0, 1]), "5 latents and 2 latent_step_indices"),

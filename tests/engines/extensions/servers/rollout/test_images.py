@@ -208,10 +208,5 @@ def test_prompts_that_change_nothing_are_refused(name: str, folder: Path) -> Non
     pipeline = PipelineConfig() if name == "handwriting" else PipelineConfig(height=16, width=16)
     with pytest.raises(UsageError, match=r"prompts.* no effect"):
         open_policy(
-            model,
-            weights=None,
-            steps=STEPS,
-            guidance=Guidance(),
-            pipeline=pipeline,
-            prompts=[str(folder / "texts.txt")],
+            model, weights=None, steps=STEPS, guidance=Guidance(), pipeline=pipeline, prompts=[str(folder / "texts.txt")]
         )

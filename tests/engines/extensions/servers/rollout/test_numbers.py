@@ -16,15 +16,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.extensions.servers.rollout import forms
 from fluvial.engines.extensions.wire.response import RolloutSample
 from fluvial.engines.extensions.wire.tensors import tree_of
-from fluvial.engines.sampling.generate import (
-    NO_GUIDANCE,
-    Chunk,
-    Guidance,
-    Requests,
-    Sampling,
-    StochasticSteps,
-    generate,
-)
+from fluvial.engines.sampling.generate import NO_GUIDANCE, Chunk, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.streams import Stream

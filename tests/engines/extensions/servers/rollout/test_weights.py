@@ -353,11 +353,7 @@ def test_paths_outside_the_roots_are_not_opened(folder: Path, tmp_path_factory: 
             "lora_path has 1 items, expected 2, one per lora_nickname",
         ),
         ("/v1/set_lora", {"lora_nickname": ["a", "b"], "strength": [1.0, 2.0, 3.0]}, "strength has 3 items, expected 2"),
-        (
-            "/v1/set_lora",
-            {"lora_nickname": ["a", "b"], "lora_path": "x"},
-            "lora_path is one for 2 adapters",
-        ),
+        ("/v1/set_lora", {"lora_nickname": ["a", "b"], "lora_path": "x"}, "lora_path is one for 2 adapters"),
         ("/v1/set_lora", {"lora_nickname": ["a", "a"]}, "names an adapter of transformer twice"),
         ("/v1/set_lora", {"lora_nickname": ["a"] * 17}, "lora_nickname: Expected `array` of length <= 16"),
         ("/v1/set_lora", {"lora_nickname": []}, "lora_nickname: Expected `array` of length >= 1"),
