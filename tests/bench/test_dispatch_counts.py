@@ -57,14 +57,12 @@ def trained() -> Any:
 
 
 def sampling(world: World) -> Sampling:
-    """Return the settings of a rollout that records every step."""
     schedule = on_device(MODEL.schedule(STEPS), world.device)
     steps = StochasticSteps(bind("flow_sde", ETA, schedule.levels), range(STEPS))
     return Sampling(SIZES["small"].event, schedule, Guidance(SCALE), stochastic=steps)
 
 
 def roll(engine: Engine, settings: Sampling) -> list[Chunk]:
-    """Return the samples of a rollout."""
     requests = Requests(PROMPTS, range(SAMPLES), key(3))
     with engine.inference() as module:
         return list(generate(MODEL, module, requests, settings, micro_batch=SAMPLES))

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.long
 
 
 def point(recipe: str, seed: int, updates: int, heldout: float, *, limit: str = "9 rollouts", settings: str = "a") -> Point:
-    """Return an evaluation."""
     return Point(
         recipe,
         seed,
@@ -156,7 +155,6 @@ def test_what_fails_is_named_and_does_not_stop_the_others(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("seconds", "budget", "rollouts"), [(1.0, 60.0, 60), (7.0, 60.0, 8), (90.0, 60.0, 1)])
 def test_a_budget_is_not_exceeded_but_by_one_rollout(seconds: float, budget: float, rollouts: int) -> None:
-    """At least one rollout is made."""
     assert worker.affordable(seconds, budget) == rollouts
 
 

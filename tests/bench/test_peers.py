@@ -59,7 +59,6 @@ class StandIn(Peer):
         self.inputs = [torch.stack(halves) for halves in zip(work.uncond, work.cond, strict=True)]
 
     def mean_std(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return the mean and the std of a step, as arXiv 2505.05470 has them."""
         timestep = self.timesteps[step].expand(2 * len(x))
         inputs = (table[:, : len(x)].flatten(0, 1) for table in self.inputs)  # the same for every sample of a group
         v = self.module(torch.cat([x, x]), *inputs, timestep, return_dict=False)[0]
@@ -71,14 +70,12 @@ class StandIn(Peer):
         return mean, rate * (-dt).sqrt()
 
     def scored(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
-        """Return the log-probability of a step."""
         mean, std = self.mean_std(x, step)
         error = ((x_next - mean) ** 2).flatten(1).mean(1)
         return -error / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
 
     @torch.no_grad()
     def rollout(self) -> Sampled:
-        """Return a rollout from noise of torch."""
         made, log_probs = [torch.randn(self.work.samples, *self.work.size.event)], []
         for step in range(self.work.recorded.stop):
             mean, std = self.mean_std(made[-1], step)
@@ -89,15 +86,12 @@ class StandIn(Peer):
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of given steps."""
         return torch.stack([self.scored(x[:, j], x_next[:, j], step) for j, step in enumerate(self.work.recorded)], 1)
 
     def set_micro_batch(self, samples: int) -> None:
-        """Set the samples per pass."""
         self.per_pass = samples
 
     def update(self, stored: Stored) -> float:
-        """Take one step of AdamW."""
         total = 0.0
         parts = zip(*(tensor.split(self.per_pass) for tensor in stored), strict=True)
         for part, (place, step) in itertools.product(map(Stored._make, parts), enumerate(self.work.recorded)):
@@ -117,7 +111,6 @@ class StandIn(Peer):
 
 
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
-    """Return a table of projects with the stand-in, whose clone is there."""
     (tmp_path / "clones" / "stand-in").mkdir(parents=True, exist_ok=True)
     return {
         "flow_grpo": Project("stand-in", build),
@@ -127,7 +120,6 @@ def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, P
 
 
 def config(tmp_path: Path, **changes: Any) -> PeersConfig:
-    """Return the configuration of a small comparison."""
     base = PeersConfig(
         tmp_path / "clones",
         ("flow_grpo", "flow_factory"),
@@ -142,7 +134,6 @@ def config(tmp_path: Path, **changes: Any) -> PeersConfig:
 
 
 def a_row(**changes: Any) -> PeerRow:
-    """Return a row of the newest commit."""
     case, agreement = Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6)
     row = measure.row(
         measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
@@ -220,7 +211,6 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
 def test_a_project_that_disagrees_is_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
 ) -> None:
-    """The error names what differs, and nothing is written."""
     monkeypatch.setattr(measure, "time_in_turn", lambda *arguments: pytest.fail("it was timed"))
     with pytest.raises(RunError, match=f"flow_grpo: the {what} is .* apart, expected at most 1e-05, so nothing was timed"):
         run(config(tmp_path), projects(tmp_path, partial(StandIn, **changes)))
@@ -246,7 +236,6 @@ def test_the_transformer_alone_needs_no_clone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", Agreement._fields)
 @pytest.mark.parametrize("value", [2e-5, math.nan])
 def test_each_distance_is_checked(what: str, value: float) -> None:
-    """NaN is no agreement."""
     good = Agreement(1e-7, 0.0, 9e-6)
     check_agreement("p", good)
     with pytest.raises(RunError, match=f"p: the {what.replace('_', '-')} is"):
@@ -271,7 +260,6 @@ def test_the_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_whole_is_the_sum_of_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each clock is read at both ends of each phase."""
     clock, walls = iter(range(100)), iter(range(0, 1000, 10))
     monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(ours.time, "perf_counter", lambda: float(next(walls)))
@@ -333,7 +321,6 @@ def test_an_accelerator_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
-    """Of each round, and only then the percentiles."""
     row = a_row()
     assert (row.p50, row.seconds, row.peer_seconds) == (2.0, 2.0, 2.0)
     assert [row.p20, row.p80] == pytest.approx([1.1, 2.6])
@@ -357,7 +344,6 @@ def test_passes_are_left_out_and_come_back() -> None:
 
 @pytest.mark.usefixtures("few_objects")
 def test_live_bytes_count_a_storage_once() -> None:
-    """Views add nothing, and what is freed is gone."""
     before = live_bytes()
     held = torch.ones(1000)
     views = [held[:10], held.view(10, 100)]
@@ -378,7 +364,6 @@ def test_the_peak_holds_what_a_call_makes() -> None:
 
 
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
-    """So that the comparison of the gradients covers the clip."""
     work = Work(SIZES["tiny"])
     log_prob = torch.zeros(work.samples, work.steps)
     ratio = (log_prob - work.old_log_prob(log_prob)).exp()
@@ -405,7 +390,6 @@ def test_cases_are_those_that_run() -> None:
 
 
 def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None:
-    """Every expected row has to be there."""
     asked, case = config(tmp_path, samples=8, steps=10, pairs=(8, 40)), Case("flow_grpo", "small", 1, 0)
     rows = [
         a_row(what=what, pairs=pairs, commit="unknown")
@@ -453,7 +437,6 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
 
 
 def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the command line, too; it says which folders it expects."""
     with pytest.raises(UsageError, match="holds no clone: expected flow_grpo, Flow-Factory, UniRL, verl-omni"):
         main(["peers", "--clones", str(tmp_path), "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("skipped") == 5
@@ -472,7 +455,6 @@ def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
-    """In one line."""
     with pytest.raises(ValueError, match="peers: ") as error:
         PeersConfig(**wrong)
     assert "\n" not in str(error.value)
@@ -568,7 +550,6 @@ def test_what_verl_omni_gets_in_place_of_its_packages() -> None:
 
 
 def test_settings_are_read_both_ways() -> None:
-    """As attributes and as a dictionary."""
     settings = clone.Settings(scale=2)
     assert settings.scale == settings["scale"] == 2
     with pytest.raises(AttributeError, match="other"):

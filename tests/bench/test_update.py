@@ -22,7 +22,6 @@ UNITS = 3  # two blocks, and the rest of the model
 
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks."""
     return request.param
 
 
@@ -56,29 +55,24 @@ def test_reshard_gathers_twice_a_micro_batch_and_reduces_once(result: dict[str, 
 
 
 def test_sync_every_reduces_each_micro_batch(result: dict[str, Any], ranks: int) -> None:
-    """And gathers once per update."""
     for row in rows(result, "every"):
         assert (row["gathers"], row["scatters"]) == ((UNITS, UNITS * row["n"]) if ranks > 1 else (0, 0)), row
 
 
 def test_the_host_reads_once_an_update(result: dict[str, Any]) -> None:
-    """And never in a micro-batch."""
     for row in result["counts"]:
         assert row["reads"] == {"tolist": 1}, row
 
 
 def test_other_collectives_do_not_grow(result: dict[str, Any], ranks: int) -> None:
-    """The gradient's norm, and the update's numbers."""
     assert {row["others"] for row in result["counts"]} == {2 if ranks > 1 else 0}
 
 
 def test_memory_is_that_of_a_micro_batch(result: dict[str, Any]) -> None:
-    """Whether 2 steps were recorded or 10."""
     assert result["peaks"]["10"] == pytest.approx(result["peaks"]["2"], rel=0.02)
 
 
 def test_the_gradient_is_the_published_one(result: dict[str, Any]) -> None:
-    """LoRA and full fine-tuning, with guidance and without."""
     distances = {name: value for name, value in result["gradients"].items() if name.endswith("baseline")}
     assert len(distances) == 3
     assert max(distances.values()) < 1e-5, distances
@@ -94,7 +88,6 @@ def test_two_forward_passes_give_the_gradient_of_one(result: dict[str, Any]) -> 
 
 
 def gradient_of_guided(**options: Any) -> list[Tensor]:
-    """Return the gradient of a guided velocity's square in float64."""
     size = SIZES["tiny"]
     module = size.build("full", torch.device("cpu")).double()
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +103,6 @@ def gradient_of_guided(**options: Any) -> list[Tensor]:
 
 
 def test_two_forward_passes_are_one_in_float64() -> None:
-    """The same gradient to 1e-6 of each parameter's, and far below."""
     one, two = gradient_of_guided(forwards="one"), gradient_of_guided(forwards="two")
     half_one, half_two = (gradient_of_guided(forwards=forwards, gradient="conditional") for forwards in ("one", "two"))
     for left, right in (*zip(one, two, strict=True), *zip(half_one, half_two, strict=True)):
@@ -133,7 +125,6 @@ def test_two_forward_passes_are_one_in_float64() -> None:
     ],
 )
 def test_host_reads_are_counted(read: Any, name: str) -> None:
-    """Once each, by name; what stays on the device is not."""
     x = torch.arange(3.0)
     with HostReads() as reads:
         read(x)
@@ -144,7 +135,6 @@ def test_host_reads_are_counted(read: Any, name: str) -> None:
 
 
 def test_counting_ends_with_its_context() -> None:
-    """And nothing of it stays behind."""
     x = torch.arange(3.0)
     with HostReads() as reads, Collectives():
         pass
@@ -213,7 +203,6 @@ def test_the_line_of_json_by_default() -> None:
     "wrong", [{"samples": 6}, {"sizes": ("huge",)}, {"steps": (0,)}, {"ranks": ()}, {"runs": 0}, {"counted": (2, 2, 50)}]
 )
 def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
-    """In one line."""
     with pytest.raises(ValueError, match="update") as error:
         UpdateConfig(**wrong)
     assert "\n" not in str(error.value)

@@ -224,7 +224,6 @@ def test_the_oldest_diffusers_that_is_allowed_trains_the_same_pipelines(tmp_path
 
 
 def measured(names: Sequence[str], folder: Path, program: str, **variables: str) -> list[dict[str, Any]]:
-    """Return the rows that a program prints in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, *names],
         env={**os.environ, **launch.environment(), "OMP_NUM_THREADS": "1", **variables},

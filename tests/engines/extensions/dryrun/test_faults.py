@@ -19,13 +19,10 @@ Predict = Callable[..., Tensor]
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, around: Callable[[Predict], Predict]) -> None:
-    """Change the prediction of the built-in model."""
     monkeypatch.setattr(Handwriting, "predict", around(Handwriting.predict))
 
 
 def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both devices, and the phase that it ends."""
-
     def around(predict: Predict) -> Predict:
         return lambda self, module, x, *args, **kwargs: predict(self, module, x, *args, **kwargs) * torch.ones(x.shape)
 
@@ -39,8 +36,6 @@ def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its line, once per step."""
-
     def around(predict: Predict) -> Predict:
         def read(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             out = predict(self, module, x, *args, **kwargs)
@@ -58,8 +53,6 @@ def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its line, in the rollout and in the update."""
-
     def around(predict: Predict) -> Predict:
         def scaled(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             return predict(self, module, x, *args, **kwargs) * torch.ones(x.shape[-1]).to(x.device)
@@ -76,7 +69,6 @@ def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.Mon
 
 
 def test_an_extra_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters that are freed between two micro-batches."""
     config = with_values(RECIPES["grpo"](), {"engine.update_micro_batch": 8})
     config = with_values(config, {"engine.replicas": 1, "engine.compute": "bfloat16"})  # sharded by FSDP2
     check(dry_run(config, ranks=8), units=5)
@@ -97,7 +89,6 @@ def test_an_extra_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_micro_batch_that_does_not_fit_is_found() -> None:
-    """On a GPU that has room for one of 8 and not for one of 256."""
     gpu = Accelerator(memory=64 * 2**20)
     config = with_values(RECIPES["grpo"](), {"engine.micro_batch": 8, "engine.update_micro_batch": 8})
     check(dry_run(config, accelerator=gpu))

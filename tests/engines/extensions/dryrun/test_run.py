@@ -35,7 +35,6 @@ SPECIAL = {"sft", "dpo", "distill"}
 
 
 def recipe(name: str) -> TrainConfig:
-    """Return the run of a recipe for its built-in model."""
     return RECIPES[name](teacher=BASE) if name == "distill" else RECIPES[name]()
 
 
@@ -147,7 +146,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_setting_of_the_engine_runs(name: str) -> None:
-    """On 8 ranks."""
     config = RECIPES["grpo"]()
     report = dry_run(with_values(config, {f"engine.{field}": value for field, value in ENGINES[name].items()}), ranks=8)
     assert report.error is None
@@ -159,7 +157,6 @@ def test_every_setting_of_the_engine_runs(name: str) -> None:
 @pytest.mark.parametrize("base", ["auto", "nf4"])
 @pytest.mark.parametrize("form", [LowRank(), Dora(), Lokr()], ids=str)
 def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
-    """On 8 ranks with whole copies, with one read-back per update."""
     config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
     report = dry_run(with_values(config, {"engine.base": base}), ranks=8)
     check(report)
@@ -178,7 +175,6 @@ def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_pa
 
 
 def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
-    """Each computes with half of them, so its passes are shorter."""
     config = adapter("qwen-image", tmp_path)
     alone = dry_run(config, ranks=8)
     shared = dry_run(with_values(config, {"engine.context_parallel": 2}), ranks=8)
@@ -286,14 +282,12 @@ def test_an_update_that_compares_policies_gathers_each_unit_once(name: str) -> N
 
 
 def test_a_reference_of_its_own_is_gathered_once_besides_the_policy() -> None:
-    """With full fine-tuning, and not at the same time."""
     config = replace(comparing("grpo with a KL"), train="full")
     report = dry_run(config, ranks=8)
     check(report, units=2 * UNITS["handwriting"])
 
 
 def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
-    """Each with every phase, and with what is not simulated."""
     report = dry_run(RECIPES["grpo"](), ranks=8)
     names = ["build", "rollout", "decode", "rewards", "update", "evaluation", "checkpoint"]
     assert [phase.name for phase in report.phases] == names
@@ -367,7 +361,6 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_larger_gpu_changes_nothing_but_the_verdict() -> None:
-    """The peak is the program's."""
     small: Report = dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=2**20))
     large = dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=80 * GIB))
     assert small.peak == large.peak

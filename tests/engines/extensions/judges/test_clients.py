@@ -31,31 +31,26 @@ NAN = float("nan")
 
 
 def images(count: int = 3, *event: int) -> Tensor:
-    """Return samples; the red value of sample i is i / 255."""
     made = torch.zeros(count, *(event or (3, 4, 6)))
     made[:, 0] = torch.arange(count).view(-1, *[1] * (made.ndim - 2)) / 255
     return made
 
 
 def sent(server: HttpClient, number: int = 0) -> Any:
-    """Return the JSON of a request."""
     return server.transport.sent(number)  # type: ignore[attr-defined]
 
 
 def red(file: bytes) -> int:
-    """Return the first value of an image file, and check its size."""
     image = Image.open(io.BytesIO(file))
     assert image.size == (6, 4)
     return int(np.asarray(image.convert("RGB"))[0, 0, 0])
 
 
 def same(scores: Any, expected: list[float]) -> bool:
-    """Return whether scores are those expected; NaN equals NaN."""
     return torch.equal(scores.nan_to_num(-7), torch.tensor(expected, dtype=torch.float32).nan_to_num(-7))
 
 
 def test_flow_factory_takes_and_gives_json() -> None:
-    """PNG files in batches, a score each; null is no score."""
     server = client({"rewards": [1, 0.5]}, {"rewards": [None]}, in_flight=1)
     assert same(FlowFactory(server, batch=2)(images(), PROMPTS), [1, 0.5, NAN])
     first = sent(server)
@@ -166,7 +161,6 @@ def test_a_pickle_must_be_trusted() -> None:
 
 
 def test_a_yes_or_no_question_is_answered_in_probabilities() -> None:
-    """All spellings are added; what is neither does not count."""
     half = float(np.log(0.25))
     first = {"Yes": half, " yes": half, "No": half, "maybe": half}
     server = client({"data": [{"id": "Qwen3-VL"}]}, chat_reply("Yes", first), url="http://server:1")
@@ -213,7 +207,6 @@ def test_neither_yes_nor_no_is_no_score() -> None:
     ],
 )
 def test_a_rating_is_a_number_in_json(text: str | None, score: float) -> None:
-    """A VLM judge that answers in prose gives none."""
     server = client(chat_reply(text))
     assert same(Rating(server, model="m")(images(1), PROMPTS[:1]), [score])
     assert sent(server)["response_format"]["json_schema"]["schema"]["properties"]["score"]["maximum"] == 10
@@ -277,7 +270,6 @@ def test_some_failures_cost_their_own_samples_alone() -> None:
 
 
 def test_scores_come_back_in_order_whatever_the_order_of_the_replies() -> None:
-    """Requests run at the same time."""
     import time
 
     def answer(request: Any) -> Any:
@@ -300,12 +292,10 @@ def test_frames_of_a_video_are_spread() -> None:
 
 
 def build(name: str, options: dict[str, str]) -> Any:
-    """Return a client from options as text."""
     return from_factory(name, maker(name), options)
 
 
 def test_every_client_is_made_by_name_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options of the connection and of the client, as text."""
     made = build("unirl", {"url": "http://a:1", "rewards": "pick+ocr", "timeout": "5", "batch": "3", "metric": "max"})
     assert isinstance(made, UniRL)
     assert (made.rewards, made.batch, made.metric, made.server.timeout) == (("pick", "ocr"), 3, "max", 5.0)

@@ -26,7 +26,6 @@ class Evil:
 
 
 def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
-    """Neither in place of the scores nor beside them."""
     data = pickle.dumps({"scores": [1.0], "more": Evil(tmp_path / "here")})
     with pytest.raises(ForbiddenPickleError, match=r"names pathlib.*, which is not plain data"):
         loads(data)
@@ -49,7 +48,6 @@ def test_objects_are_no_plain_data(thing: Any, protocol: int) -> None:
 )
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_numbers_of_numpy_are_numbers(number: Any, protocol: int) -> None:
-    """Also when their dtype is named once and meant again."""
     (first, second) = loads(pickle.dumps([number, number + number], protocol=protocol))
     assert (first, second) == (number, number + number)
     assert type(first) in (float, int, bool)

@@ -26,14 +26,12 @@ PROMPTS = ["a cat"] * 4
 
 
 def images(*reds: int) -> Tensor:
-    """Return images of given red values."""
     made = torch.zeros(len(reds), 3, 4, 6)
     made[:, 0] = torch.tensor(reds).view(-1, 1, 1) / 255
     return made
 
 
 def shown(request: Any) -> list[int]:
-    """Return the red values of the images of a request."""
     content = json.loads(request.body)["messages"][0]["content"]
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
     files = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
@@ -106,7 +104,6 @@ def test_videos_and_edits_have_their_own_questions() -> None:
     ],
 )
 def test_verdicts(text: str, kind: str, value: float) -> None:
-    """In the answer's tags; of edits, anywhere."""
     assert verdict(text, kind) == value
 
 

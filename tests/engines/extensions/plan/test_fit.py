@@ -36,7 +36,6 @@ def asked(out: Path, share: float) -> TrainConfig:
 
 @pytest.mark.long
 def test_a_run_trains_with_the_settings_that_fit(tmp_path: Path) -> None:
-    """And says what each saves."""
     said = io.StringIO()
     config = asked(tmp_path, 0.9)
     with Trainer(config, handwriting_jobs.job(), console=Console(file=said, width=200)) as trainer:
@@ -63,7 +62,6 @@ def test_without_a_memory_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a cache of the run, unless one is named."""
     saved = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     pipeline = PipelineConfig(height=64, width=64)
     config = with_values(

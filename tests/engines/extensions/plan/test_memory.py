@@ -63,7 +63,6 @@ def test_a_backward_pass_is_seen() -> None:
 
 
 def test_a_sharded_tensor_counts_as_this_ranks_part(one: World) -> None:
-    """And not as shapes that were only asked for."""
     with LiveStorages() as live:
         a = distribute_tensor(torch.zeros(6, 5), one.mesh, [Shard(0)])
         b = a + 1
@@ -73,7 +72,6 @@ def test_a_sharded_tensor_counts_as_this_ranks_part(one: World) -> None:
 
 
 def test_on_the_meta_device_nothing_else_counts() -> None:
-    """What would be allocated."""
     with LiveStorages(meta=True) as live:
         a = torch.zeros(1000, device="meta")
         b = a + 1
@@ -109,7 +107,6 @@ LIES: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dict[str, Any], ema_decay: float) -> None:
-    """To the byte: weights, moments, average and gradients."""
     config, sharding = OptimizerConfig(ema_decay=ema_decay), EngineConfig(**lies)
     shapes = net(train, meta=True)
     options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": [Stretch(0, 0)]}
@@ -166,7 +163,6 @@ def test_the_account_is_that_on_paper() -> None:
 
 
 def test_each_setting_changes_what_it_should() -> None:
-    """And nothing else."""
     plain = on_paper(ranks=2)
     changes: list[tuple[dict[str, Any], dict[str, int]]] = [
         ({"comm": "reshard"}, {"gathered": 4 * 28}),  # there are but two blocks
@@ -241,7 +237,6 @@ class Wide(nn.Module):
 
 
 def live(count: int, *, grad: bool = True, **lies: Any) -> int:
-    """Return the peak of 8 rows through a number of wide blocks."""
     with torch.device("meta"):
         module, x = Wide(count), torch.zeros(8, 16)
     before = copy.deepcopy(module)
@@ -268,6 +263,5 @@ def test_activations_grow_with_the_blocks_by_what_they_save() -> None:
 
 
 def test_activations_need_a_module_without_values() -> None:
-    """One with values would be computed with."""
     with pytest.raises(ValueError, match="expected it on the meta device"):
         activations(Net(), [], lambda made: made(torch.zeros(2, 3)), engine=EngineConfig(), device=CPU, grad=True)

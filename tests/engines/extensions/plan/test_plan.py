@@ -177,7 +177,6 @@ def test_guidance_takes_twice_the_activations() -> None:
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.resolution])
 def test_twice_the_resolution_is_four_times_the_latents(name: str) -> None:
-    """And the text stays."""
     small, large = (MODELS[name].inputs(2, resolution) for resolution in (512, 1024))
     assert large["hidden_states"].numel() == 4 * small["hidden_states"].numel()
     assert large["encoder_hidden_states"].shape == small["encoder_hidden_states"].shape
@@ -212,7 +211,6 @@ def test_large_transformers_fit_with_what_the_plan_says(memory: float, knobs: st
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    """In one line."""
     with pytest.raises(UsageError, match="there is no transformer 'sd4'"):
         plan("sd4", PlanConfig())
     with pytest.raises(UsageError, match="images of one size only"):

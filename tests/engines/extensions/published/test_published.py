@@ -43,13 +43,11 @@ ATTENTION = {"to_q", "to_k", "to_v", "to_out.0"}
 
 @cache
 def config_of(name: str) -> Any:
-    """Return a published run as fluvial runs it."""
     return resolve(find(name))
 
 
 @cache
 def rows_of(name: str) -> dict[str, Any]:
-    """Return what fluvial runs NAME prints, by setting."""
     return {row.setting: row for row in side_by_side(find(name))}
 
 
@@ -111,7 +109,6 @@ def test_what_is_published_is_ours_or_a_deviation(name: str) -> None:
 
 @cache
 def flat_record(name: str) -> dict[str, Any]:
-    """Return the values of a run's configuration by dotted name."""
     return {published.as_flag(field): value for field, value in published.flat(as_record(config_of(name))).items()}
 
 
@@ -264,13 +261,11 @@ def test_the_pairs_of_verl_omni_are_noised_at_logit_normal_levels() -> None:
 
 
 def clip_of(name: str) -> tuple[float, float]:
-    """Return the clip range of a run."""
     method: Any = config_of(name).method
     return method.clip_low, method.clip_high
 
 
 def test_the_clip_of_wan_is_the_default_of_its_project() -> None:
-    """diffusion_actor.yaml has 1e-4."""
     assert clip_of("verl_omni/wan2.2-ti2v-5b/hpsv3-dancegrpo") == (1e-4, 1e-4)
 
 
@@ -290,7 +285,6 @@ def test_an_older_flow_grpo_fast_has_64_prompts() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if name.startswith("tempflow_grpo/")])
 def test_tempflow_has_the_base_file_of_flow_grpo(name: str) -> None:
-    """lr 3e-4, clip 1e-4 and seed 42, from that file."""
     config = config_of(name)
     assert (config.optimizer.lr, config.seed) == (3e-4, 42)
     assert clip_of(name) == (1e-4, 1e-4)
@@ -328,7 +322,6 @@ def test_dgpos_beta_and_reference() -> None:
 
 
 def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
-    """12 targets, and 8 of the first 9 steps drawn at random."""
     run = find("unirl/hunyuanvideo-1.5/dancegrpo")
     config, deviations = config_of(run.name), run.deviations
     window: Any = config.method.sampling.window
@@ -339,14 +332,12 @@ def test_hunyuanvideo_1_5_is_a_repository_of_diffusers() -> None:
 
 
 def test_dancegrpo_sums_the_losses_of_its_rewards() -> None:
-    """The weight of the second is 0, so that one reward is left."""
     run = find("dancegrpo/hunyuanvideo/videoalign-vq")
     assert run.published["advantage.combine"].startswith("the losses of both rewards are summed")
     assert config_of(run.name).method.advantage.extremes == 4
 
 
 def test_the_adapter_of_spo_is_stated() -> None:
-    """Its method is one that fluvial lacks."""
     spo = find("spo/sdxl/4k-prompts").settings
     assert (spo["lora.alpha"].value, set(spo["lora.targets"].value)) == (64, ATTENTION)
 
@@ -388,7 +379,6 @@ def test_the_last_step_of_dance_is_the_clean_estimate() -> None:
 
 
 def test_the_decay_of_nfts_ocr_run_counts_updates() -> None:
-    """0 for 75 updates, then 0.0075 per update up to 0.999."""
     method = config_of("diffusion_nft/sd3.5-medium/ocr").method
     decays = [method.old.decay(updates // 2, updates) for updates in (75, 77, 1000)]
     assert decays == pytest.approx([0.0, 0.015, 0.999])
@@ -478,7 +468,6 @@ def test_a_configuration_is_printed_and_read_back(tmp_path: Path, capsys: pytest
 def test_a_file_that_is_no_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, says: str
 ) -> None:
-    """One line and exit code 2."""
     path = tmp_path / "run.json"
     if text is not None:
         path.write_text(text)
@@ -572,7 +561,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 def composed(**entry: Any) -> published.PublishedRun:
-    """Return the run of an entry that may extend `BLOCKS`."""
     (run,) = published._runs({"block": BLOCKS, "run": {"p/m/t": entry}}, {})
     return run
 

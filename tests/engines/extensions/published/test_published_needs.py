@@ -63,7 +63,6 @@ def test_a_rollout_of_branches(one: World, tmp_path: Path) -> None:
     ],
 )
 def test_branches_that_cannot_be(changes: dict[str, Any], says: str) -> None:
-    """They are errors."""
     with pytest.raises(ValueError, match=says):
         replace(BRANCHES, **changes)
     with pytest.raises(ValueError, match=r"sampling.window.samples is 1, expected"):

@@ -74,7 +74,6 @@ def test_a_preset_makes_fewer_groups_and_changes_nothing_else(preset: str, group
 
 
 def test_a_preset_of_four_gpus_is_the_published_run_of_four() -> None:
-    """As many groups as flow_grpo's own run of 4 GPUs has."""
     found, _ = on_gpus(resolve(find(OCR)), "4gpu")
     assert found.method.sampling.prompts == resolve(find(SMALL_RUN)).method.sampling.prompts
 
@@ -151,7 +150,6 @@ def test_wrong_input_is_one_line(args: list[str], says: str, capsys: pytest.Capt
 
 
 def test_what_a_run_takes() -> None:
-    """Weights, rewards, prompts, GPUs, and what to type."""
     run = find(OCR)
     _, *lines = takes.lines(run, resolve(run), gpus=1)
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}

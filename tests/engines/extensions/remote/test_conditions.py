@@ -49,15 +49,12 @@ class Model(tiny.Tiny):
     text_tokens = 6
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of an image, or of a video."""
         return (1, height, width) if frames == 1 else (1, frames, height, width)
 
     def prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
-        """Return the number of columns up to the last that is set."""
         return (cond.rows != 0).long().argmax(1) + 1
 
     def trimmed(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
-        """Return the first columns; the net takes six."""
         return tiny.TinyCond(cond.rows * (torch.arange(6) < tokens))
 
 
@@ -81,7 +78,6 @@ class RequestCase(NamedTuple):
 
 
 def shaped(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return a shape with its schedule."""
     return {"shape": shape, "schedule": MODEL.schedule(tiny.STEPS, shape)}
 
 
@@ -181,7 +177,6 @@ OF_PIPELINES = {"Prompt.media"}
 
 
 def test_the_tables_have_every_field_of_what_samples_are_made_from() -> None:
-    """A new one is carried, refused, or nothing to the server."""
     known = [*CARRIED, *LOCAL, *REFUSED, *UNUSED, *OF_PIPELINES]
     made = {
         f"{kind.__name__}.{field.name}" for kind in (Sampling, StochasticSteps, Guidance, Prompt) for field in fields(kind)
@@ -196,7 +191,6 @@ def server() -> rollout_servers.Server:
 
 
 def asked_for(row: RequestCase) -> tuple[Requests, Sampling, SamplingConfig]:
-    """Return what a row asks for."""
     config = SamplingConfig(**{"steps": tiny.STEPS, "sampler": Stochastic(eta=ETA), **row.rollout})
     schedule = row.sampling.get("schedule", MODEL.schedule(tiny.STEPS, tiny.SHAPE))
     stochastic = None
@@ -219,7 +213,6 @@ class Made(NamedTuple):
 
 
 def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Return the samples of a row, by the server and in process."""
     requests, sampling, config = asked_for(row)
     bodies, replies, transport = list[Any](), list[bytes](), asgi.Transport(server.app)
     handle = transport.handle_request
@@ -257,18 +250,15 @@ def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeyp
 
 
 def bits(chunk: Chunk) -> list[Tensor]:
-    """Return all numbers of a chunk."""
     return optree.tree_leaves((chunk.trajectory, chunk.images))
 
 
 def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    """Return whether numbers have the same shapes and bits."""
     return len(one) == len(two) and all(torch.equal(*pair) for pair in zip(one, two, strict=True))
 
 
 @pytest.fixture(scope="module")
 def plain(server: rollout_servers.Server, one: World) -> Made:
-    """The samples of no change, and of guidance alone."""
     with pytest.MonkeyPatch.context() as patch:
         return made(RequestCase(), server, one, patch)
 
@@ -339,7 +329,6 @@ def test_final_latents_are_asked_for_where_they_are_needed(
 
 
 def test_images_of_prompts_are_sent_with_their_arguments() -> None:
-    """One request per prompt and images, be the text the same."""
     media = [{"mask_image": b"m", "image": number} for number in (b"1", b"1", b"2")]
     prompts = [Prompt("1", media=each) for each in media]
     asking = Asking("fluvial", "flow_sde", ETA, "velocity", SIZES)
@@ -358,7 +347,6 @@ class Unbuilt(Model):
     """A model without a network."""
 
     def build(self, *, empty: bool = False) -> NoReturn:
-        """Fail."""
         raise AssertionError("the network is built")
 
 
@@ -391,7 +379,6 @@ def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> 
 def test_what_samples_do_not_depend_on_stays_with_the_trainer(
     name: str, server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metadata and images of a prompt are there for the rewards."""
     row = LOCAL[name]
     found = made(row, server, one, monkeypatch)
     without = made(RequestCase(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
@@ -403,7 +390,6 @@ def test_what_samples_do_not_depend_on_stays_with_the_trainer(
 def test_a_server_with_another_schedule_is_found_out(
     server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its levels are no field of a request."""
     levels = MODEL.schedule(tiny.STEPS, tiny.SHAPE).levels ** 1.1
     row = RequestCase(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
     with pytest.raises(RunError, match=r"was made at sigma .* serve with the trainer's scheduler and shift"):
@@ -426,7 +412,6 @@ def test_what_no_server_can_do_is_refused_when_the_run_is_configured(name: str) 
 
 
 def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
-    """Raise: a sampler of this process that nobody calls."""
     raise AssertionError
 
 
@@ -446,7 +431,6 @@ def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
 def test_the_command_line_refuses_it_before_anything_is_loaded(
     args: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the exit code 2, and without a request."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     out = tmp_path / "run"
     assert cli.run(["train", *args, "--model", "handwriting", "--rollout.source", URL, "--out", str(out)]) == 2

@@ -61,7 +61,6 @@ class FakeSync:
         self.is_down, self.pushes = False, 0
 
     def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
-        """Set the version of the servers."""
         self.pushes += 1
         if self.is_down:
             raise UnreachableError(f"no server took the weights of update {version}: it restarts")
@@ -71,7 +70,6 @@ class FakeSync:
         return {}
 
     def repeat(self, peer: Any) -> str | None:
-        """Note who is given the weights again."""
         self.repeated.append(peer.address)
         for fake in self.fakes:
             fake.version = self.version
@@ -85,7 +83,6 @@ class FakeSync:
 def served(
     *fakes: FakeRollouts, world: World, sampling: ReadingConfig = STEPS, config: ServersConfig = QUICK, **rollout: Any
 ) -> Iterator[Remote]:
-    """Yield a source of servers that run."""
     with ExitStack() as stack:
         urls = ",".join(stack.enter_context(loopback(fake)) for fake in fakes)
         source = Remote(
@@ -118,7 +115,6 @@ def test_a_server_that_fills_larger_batches_than_it_is_asked_for_is_named(one: W
 
 
 def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> RolloutPlan:
-    """Return the first rollout of a run."""
     config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
@@ -126,12 +122,10 @@ def planned(world: World, rollout: ReadingConfig = STEPS, /, **changes: Any) -> 
 
 
 def chunks(source: Any, plan: RolloutPlan, micro_batch: int = MICRO_BATCH) -> list[Chunk]:
-    """Return all chunks of a rollout."""
     return list(source.generate(plan.requests, plan.sampling, micro_batch=micro_batch))
 
 
 def net() -> nn.Module:
-    """Return the network."""
     return tiny.Tiny().build()
 
 
@@ -171,7 +165,6 @@ def test_chunks_have_the_bits_of_those_in_process(one: World, rollout: dict[str,
 
 
 def test_deterministic_samples_are_their_last_latents_alone(one: World) -> None:
-    """Objectives that train on clean samples record no steps."""
     rollout, fake = replace(STEPS, sampler=Ode()), FakeRollouts(net())
     plan = planned(one, rollout, method=Nft(), train="lora")
     with served(fake, world=one, sampling=rollout) as source:
@@ -228,7 +221,6 @@ def test_sglang_sends_the_timesteps_of_the_returned_boundaries(one: World, size:
     ids=str,
 )
 def test_what_sglang_cannot_do_is_refused(one: World, rollout: dict[str, Any]) -> None:
-    """When the run is built, in one line that names the field."""
     with pytest.raises(UsageError, match=r"sampling\..*sglang") as caught:
         served(FakeRollouts(net(), "sglang"), world=one, sampling=replace(STEPS, **rollout)).__enter__()
     assert "\n" not in str(caught.value)
@@ -246,7 +238,6 @@ def test_numbers_that_sglang_does_not_compute_are_refused(one: World) -> None:
 
 
 def hang_up(handler: Any) -> None:
-    """End the connection in the middle of a reply, as a killed server does."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
@@ -256,7 +247,6 @@ def hang_up(handler: Any) -> None:
 
 
 def huge(handler: Any) -> None:
-    """Announce ten gigabytes, and send without an end."""
     handler.send_response(200)
     handler.send_header("Content-Type", "application/msgpack")
     handler.send_header("Content-Length", str(10**10))
@@ -269,7 +259,6 @@ def huge(handler: Any) -> None:
 
 
 def twice(handler: Any) -> None:
-    """Answer two times on one connection, with something else than samples."""
     for _ in range(2):
         respond(handler, b"\x90", media="application/msgpack")
 
@@ -330,7 +319,6 @@ def test_a_fault_is_a_retry_or_one_line(one: World, name: str) -> None:
 
 
 def test_a_server_that_answers_after_the_deadline_is_not_waited_for(one: World) -> None:
-    """Its late reply is nobody's."""
     over = threading.Event()
 
     def silent(handler: BaseHTTPRequestHandler) -> None:
@@ -347,7 +335,6 @@ def test_a_server_that_answers_after_the_deadline_is_not_waited_for(one: World) 
 
 
 def test_a_wrong_request_is_not_sent_to_other_servers(one: World) -> None:
-    """It is wrong everywhere."""
     fakes, plan = [FakeRollouts(net()) for _ in range(2)], planned(one)
     with served(*fakes, world=one) as source:
         for fake in fakes:
@@ -492,7 +479,6 @@ def test_a_sample_of_the_rollout_before_is_found_out(one: World) -> None:
 
 
 def test_a_server_that_repeats_itself_is_found_out(one: World) -> None:
-    """No sample is used twice in a rollout."""
     fake, plan, known = FakeRollouts(net()), planned(one), list[Any]()
 
     def repeated(samples: Any) -> Any:
@@ -506,7 +492,6 @@ def test_a_server_that_repeats_itself_is_found_out(one: World) -> None:
 
 
 def test_nothing_hangs_without_servers(one: World) -> None:
-    """Neither when the run is built, nor later."""
     with pytest.raises(RunError, match="cannot be reached"):
         Remote(
             RolloutConfig(source="http://127.0.0.1:9", servers=QUICK),
@@ -526,7 +511,6 @@ def test_nothing_hangs_without_servers(one: World) -> None:
 
 
 def test_servers_that_differ_are_refused(one: World) -> None:
-    """A run has one kind of server, and each once."""
     with pytest.raises(UsageError, match="different programs"):
         served(FakeRollouts(net()), FakeRollouts(net(), "sglang"), world=one).__enter__()
     with pytest.raises(UsageError, match="names a server twice"):
@@ -550,12 +534,10 @@ def test_the_handshake_says_how_far_servers_are(one: World) -> None:
 
 @pytest.mark.parametrize("source", ["ftp://a", "http://a,b", "http//a"])
 def test_addresses_of_another_kind_are_refused(source: str) -> None:
-    """When the configuration is made."""
     with pytest.raises(ValueError, match="expected addresses of servers"):
         RolloutConfig(source=source)
 
 
 def test_settings_of_servers_need_servers() -> None:
-    """They would do nothing."""
     with pytest.raises(ValueError, match=r"rollout.servers has no effect without servers"):
         RolloutConfig(servers=QUICK)

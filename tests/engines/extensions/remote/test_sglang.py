@@ -74,7 +74,6 @@ class Sglang:
         self.schedulers = real_sglang.part("models.schedulers.scheduling_flow_match_euler_discrete")
 
     def __call__(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer a request."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         if handler.path != "/rollout/generate":
             respond(handler, json.dumps({"model_path": "tiny"}).encode())
@@ -91,7 +90,6 @@ class Sglang:
 
     @torch.no_grad()
     def made(self, asked: dict[str, Any]) -> tuple[Any, torch.Tensor]:
-        """Return a request after sglang's denoising loop, and its images."""
         hooks = self.hooks
         count, schedule = asked["num_outputs_per_prompt"], self.model.schedule(asked["num_inference_steps"], self.shape)
         scheduler = self.schedulers.FlowMatchEulerDiscreteScheduler()
@@ -140,7 +138,6 @@ def image_loader() -> Callable[[str], bytes]:
 
 @contextmanager
 def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[Remote]:
-    """Open the client of a server that has the weights already."""
     sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
         source = Remote(
@@ -161,7 +158,6 @@ def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator
 
 
 def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutPlan:
-    """Return the first rollout of a run."""
     config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)

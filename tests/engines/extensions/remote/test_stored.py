@@ -29,12 +29,10 @@ STEPS = SamplingConfig(prompts=2, group=4, steps=tiny.STEPS, sampler=Stochastic(
 
 
 def config(out: Path, **changes: Any) -> TrainConfig:
-    """Return a run of two rollouts, in two chunks each."""
     return tiny.config(out, **{"updates": 2, "engine.micro_batch": 4, "sampling": STEPS, **changes})
 
 
 def trained(run: TrainConfig, one: World) -> dict[str, Tensor]:
-    """Return the weights after all updates of a run."""
     with Trainer(run, tiny.job(), one) as trainer:
         for _ in trainer:
             pass
@@ -43,7 +41,6 @@ def trained(run: TrainConfig, one: World) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(one: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the rollouts of a run."""
     out = tmp_path_factory.mktemp("run")
     trained(config(out, sampling=STEPS, **{"rollout.store": out / "stored"}), one)
     return out / "stored"
@@ -118,7 +115,6 @@ def first_rollout(trainer: Trainer) -> tuple[Any, list[Any], int]:
 
 
 def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) -> None:
-    """A sample is found by its id, whichever chunk it was made in."""
     run = config(
         tmp_path,
         sampling=STEPS,
@@ -129,13 +125,10 @@ def test_chunks_may_have_another_size(one: World, folder: Path, tmp_path: Path) 
 
 
 def indices(folder: Path) -> list[Path]:
-    """Return the indices of a folder."""
     return sorted(folder.glob("*.json"))
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Return a function that changes every index of a folder."""
-
     def edit(folder: Path) -> None:
         for path in indices(folder):
             index = json.loads(path.read_text())
@@ -146,13 +139,11 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 
 def cut(folder: Path) -> None:
-    """Cut the last byte off the tensors."""
     for path in folder.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
 
 
 def flipped(folder: Path) -> None:
-    """Flip a bit of the tensors."""
     for path in folder.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
@@ -160,7 +151,6 @@ def flipped(folder: Path) -> None:
 
 
 def deleted(folder: Path) -> None:
-    """Remove the tensors."""
     for path in folder.glob("*.safetensors"):
         path.unlink()
 
@@ -182,7 +172,6 @@ def rewritten(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[
 
 
 def no_rollout_of_this_key(folder: Path) -> None:
-    """Rename the rollouts."""
     for path in indices(folder):
         path.rename(path.with_name(f"{'0' * 16}{path.name[16:]}"))
 
@@ -222,7 +211,6 @@ def no_rollout_of_this_key(folder: Path) -> None:
 def test_a_damaged_folder_is_one_line(
     one: World, folder: Path, tmp_path: Path, damage: Callable[[Path], Any], says: str
 ) -> None:
-    """Nothing is learnt from it."""
     copy = shutil.copytree(folder, tmp_path / "copy")
     damage(copy)
     with (
@@ -246,7 +234,6 @@ def test_a_damaged_folder_is_one_line(
 def test_a_run_that_asks_for_other_rollouts_is_one_line(
     one: World, folder: Path, tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
-    """It names what differs."""
     run = config(tmp_path, **changes)
     run = with_values(run, {"rollout.source": f"replayed:{folder}"})
     with Trainer(run, tiny.job(), one) as trainer, pytest.raises(RunError, match=says):
@@ -317,7 +304,6 @@ def test_a_rollout_is_on_the_disk_before_it_has_its_name(
 
 
 def test_folders_that_cannot_be_used_are_refused(one: World, tmp_path: Path) -> None:
-    """Before anything is computed."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="which holds no rollouts"):
         Trainer(config(tmp_path, sampling=STEPS, **{"rollout.source": f"replayed:{tmp_path}"}), tiny.job(), one)
@@ -327,12 +313,10 @@ def test_folders_that_cannot_be_used_are_refused(one: World, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("source", ["replayed:", "stored:x", "somewhere"])
 def test_a_source_of_another_kind_is_refused(source: str) -> None:
-    """When the configuration is made."""
     with pytest.raises(ValueError, match=rf"rollout\.source is '{source}', expected addresses of servers .*replayed:FOLDER"):
         RolloutConfig(source=source)
 
 
 def test_replayed_rollouts_are_not_stored_again(tmp_path: Path) -> None:
-    """They are stored already."""
     with pytest.raises(ValueError, match=r"rollout\.store has no effect with rollouts that are stored"):
         RolloutConfig(source="replayed:x", store=tmp_path)

@@ -37,7 +37,6 @@ def lora(one: World) -> Engine:
 
 
 def output(engine: Engine) -> torch.Tensor:
-    """Return what the trainer itself computes."""
     with engine.inference() as module:
         return run(module)
 
@@ -148,8 +147,6 @@ class Pair(nn.ModuleDict):
 
 
 def test_both_networks_of_a_model_are_pushed(tmp_path: Path, one: World) -> None:
-    """As of Wan 2.2: each by its name, adapters and all weights."""
-
     lora = Engine(adapted(Pair(0, 1)), [], OptimizerConfig(), one, updates=1)
     for name, shard in lora.sharded.shards(trainable=True).items():
         shard.fill_(0.1 if "transformer_2" in name else 0.2)
@@ -199,11 +196,9 @@ class Broken:
         self.inner, self.path, self.answer, self.address = inner, path, answer, "http://broken"
 
     def get(self, path: str) -> Any:
-        """Return the answer, changed."""
         return self._changed(path, self.inner.get(path))
 
     def post(self, path: str, value: Any) -> Any:
-        """Return the answer, changed."""
         return self._changed(path, self.inner.post(path, value))
 
     def _changed(self, path: str, answer: Any) -> Any:
@@ -264,14 +259,12 @@ def test_an_adapter_without_a_checksum_has_to_be_listed(tmp_path: Path, one: Wor
         listed = True
 
         def post(self, path: str, value: Any) -> Any:
-            """Return the answer without adapters' checksums."""
             answer = self.inner.post(path, value)
             return (
                 {name: "not_found" if ".lora" in name else sum for name, sum in answer.items()} if "sum" in path else answer
             )
 
         def get(self, path: str) -> Any:
-            """Return the answer, with no adapters unless they are listed."""
             return self.inner.get(path) if self.listed or "list" not in path else {"loaded_adapters": []}
 
     sync = WeightSync(one, folder=tmp_path)
@@ -367,7 +360,6 @@ def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lo
 
 
 def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
-    """The same bytes, and a server that computes the same."""
     main, other = launch.on_ranks(2, "workers.pushes:pushes", tmp_path / "two")
     alone = pushes.pushes(one, str(tmp_path / "one"))
     assert main == alone

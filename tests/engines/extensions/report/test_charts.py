@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("charts")
 
 
 def coordinates(figure: str, colour: str) -> list[tuple[float, float]]:
-    """Return the points of the first path of a colour."""
     path = next(path for path in re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', figure) if f": {colour}" in path[1])
     return [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path[0])]
 
@@ -54,7 +53,6 @@ def test_the_same_chart_is_the_same_bytes() -> None:
 
 
 def numbers(figure: str) -> list[str]:
-    """Return the numbers beside the axes, in their order: those of x first."""
     return [text.strip() for text in re.findall(r"<text [^>]*>([^<]*)</text>", figure) if text.strip() != "updates"]
 
 
@@ -93,7 +91,6 @@ def test_nothing_to_draw_is_no_figure() -> None:
 
 
 def test_bars_are_as_high_as_their_share() -> None:
-    """Side by side, where there are several per position."""
     figure = bar_chart("t", {"a": {"x": 0.5, "y": 0.25}, "b": {"x": 0.125}}, xlabel="x")
     paths = re.findall(r'<path d="([^"]*)"[^>]*style="fill: (#\w+)', figure)
     heights = {}
@@ -106,7 +103,6 @@ def test_bars_are_as_high_as_their_share() -> None:
 
 
 def test_long_lines_are_thinned_to_means() -> None:
-    """The mean of the line stays, and so does its order."""
     points = [(float(i), float(i % 7)) for i in range(7 * MOST_POINTS)]
     found = thin(points)
     assert len(found) == MOST_POINTS
@@ -134,7 +130,6 @@ def test_curves_are_a_png_as_wide_as_a_page_of_text(
 
 
 def test_each_line_has_its_points_and_its_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few points are marked, so that a single evaluation is seen."""
     drawn: list[matplotlib.figure.Figure] = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     many = [(float(x), float(x * x)) for x in range(30)]

@@ -42,7 +42,6 @@ SUMMARY = {
 
 
 def update(number: int, **changes: Any) -> dict[str, Any]:
-    """Return the record of an update, in which all is well."""
     return {
         "update": number,
         "samples": 8 * number,
@@ -65,7 +64,6 @@ def update(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def evaluation(number: int, score: float) -> dict[str, Any]:
-    """Return the record of an evaluation."""
     return {"update": number, "score": {EVIL: score}, "exact": {EVIL: score / 2}, "drift": 0.1 * number}
 
 

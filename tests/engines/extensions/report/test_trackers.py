@@ -51,7 +51,6 @@ ARGUMENTS = {
 
 @pytest.fixture(autouse=True)
 def no_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what this machine knows of trackers."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -60,7 +59,6 @@ def no_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packages with the names of trackers."""
     kept = {name: sys.modules.pop(name, None) for name in ARGUMENTS}
     for name, arguments in ARGUMENTS.items():
         (tmp_path / "packages" / name).mkdir(parents=True)
@@ -74,7 +72,6 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def calls(name: str) -> list[Any]:
-    """Return the calls of a fake."""
     found: list[Any] = sys.modules[name].calls
     return found
 
@@ -115,7 +112,6 @@ def test_a_tracker_gets_numbers_images_and_settings(tmp_path: Path, name: str) -
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, name: str) -> None:
-    """The id is kept in the run folder. Another run has another."""
     folder(tmp_path / "run", name)
     folder(tmp_path / "run", name, update=1)
     folder(tmp_path / "other" / "run", name)
@@ -145,7 +141,6 @@ def test_a_login_or_a_mode_takes_a_tracker_online(tmp_path: Path, monkeypatch: p
 
 
 def test_tensorboard_gets_images_and_settings(tmp_path: Path) -> None:
-    """And needs no id."""
     folder(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run" / "tracker.json").exists()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -244,7 +239,6 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 def test_a_tracker_that_there_is_not_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The nearest name is said, and no run folder is made."""
     out = tmp_path / "run"
     assert cli.run(["train", "grpo", "--tracker", "tensorbord", "--out", str(out)]) == 2
     said = capsys.readouterr().err

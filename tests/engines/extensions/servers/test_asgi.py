@@ -109,7 +109,6 @@ def test_a_body_of_too_many_values_is_never_decoded(name: str, tmp_path: Path, m
 def test_probes_are_answered_while_a_large_body_is_decoded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding goes on until they are answered."""
     app, path, headers = all_servers(tmp_path)[name]
     decode, begun, answered = shared.decode, threading.Event(), threading.Event()
 

@@ -41,7 +41,6 @@ class Go(asyncio.Event):
     begun = 0  # requests that wait for it, or have
 
     async def reached(self, count: int) -> None:
-        """Wait until so many requests are at work."""
         while self.begun < count:
             await asyncio.sleep(0.01)
 
@@ -88,7 +87,6 @@ async def opened(limits: ConnectionLimits = QUICK, key: str = "") -> AsyncIterat
 
 
 async def rest(stream: Stream) -> bytes:
-    """Return all that the server still sends, up to its end."""
     try:
         return await asyncio.wait_for(stream[0].read(), 60)
     except ConnectionError:  # reset, or broken by what was written after the end
@@ -159,8 +157,6 @@ def test_a_key_is_checked_before_a_body_is_read() -> None:
 @pytest.mark.parametrize("last", [b"", b"Connection: close\r\n"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_who_does_not_read_a_response_is_closed(reads: bool, last: bytes) -> None:
-    """Who reads slowly gets all of it, however long it takes."""
-
     async def run() -> tuple[int, float]:
         async with opened(QUICK._replace(header=0.1)) as (connect, _):
             stream, _ = await connect(b"GET /large HTTP/1.1\r\nHost: localhost\r\n" + last + b"\r\n", limit=2**16)

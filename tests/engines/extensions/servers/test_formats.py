@@ -31,19 +31,16 @@ LIMITS = Limits(most_pixels=100)
 
 
 def file(value: int = 0, size: tuple[int, int] = (4, 2), kind: str = "PNG") -> str:
-    """Return a grey image as base64."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (value, value, value)).save(buffer, kind)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def computed(body: Any, limits: Limits = LIMITS) -> list[Sample]:
-    """Return the samples of a body of /compute."""
     return flow_factory(decode(json.dumps(body).encode(), Compute), limits)
 
 
 def scored(body: Any) -> list[ScoreRequest]:
-    """Return the samples of a body of /score."""
     return unirl(decode(json.dumps(body).encode(), Score), LIMITS)
 
 
@@ -66,7 +63,6 @@ def test_videos_and_conditions_of_flow_factory() -> None:
 
 
 def test_requests_of_unirl() -> None:
-    """The last turn counts."""
     turns = [{"text": "no"}, {"text": "a", "image_b64": file(5)}]
     body = {"requests": [{"history": turns, "required_rewards": ["x", "y", "x"], "metadata": {"tag": "t"}}]}
     (request,) = scored(body)
@@ -132,7 +128,6 @@ def test_wrong_requests_to_score(request_: Any, says: str) -> None:
 
 
 def test_a_bomb_is_refused_by_its_header() -> None:
-    """A file of a few hundred bytes would become 10 GB."""
     with pytest.raises(RequestError) as error:
         computed({"prompt": ["a"], "image": [base64.b64encode(bomb(60_000)).decode()]}, Limits())
     assert error.value.status in (400, 413)

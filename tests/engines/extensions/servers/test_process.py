@@ -39,14 +39,12 @@ def start(command: str, port: int = 0) -> launch.Process:
 
 
 def end(server: launch.Process) -> None:
-    """End a server by SIGTERM, which has written nothing to stderr."""
     server.send_signal(signal.SIGTERM)
     assert server.wait(30) == 0
     assert server.stderr == ""
 
 
 def ask(url: str, body: Any) -> list[RolloutSample]:
-    """Return the samples of a request."""
     request = urllib.request.Request(
         f"{url}/rollout/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -56,7 +54,6 @@ def ask(url: str, body: Any) -> list[RolloutSample]:
 
 
 def test_a_rollout_server_is_killed_and_started_again() -> None:
-    """The bits are those of before."""
     with start("serve") as server:
         url = server.address()
         before = ask(url, BODY)
@@ -71,7 +68,6 @@ def test_a_rollout_server_is_killed_and_started_again() -> None:
 
 
 def test_a_reward_server_is_asked_killed_and_started_again() -> None:
-    """The client waits for it."""
     images, prompts = torch.rand(5, 3, 8, 8), ["x"] * 5
     expected = fake_servers.lightness(images, prompts).float()
     with start("serve-rewards") as server:
@@ -94,7 +90,6 @@ def test_a_reward_server_is_asked_killed_and_started_again() -> None:
 
 
 def test_a_process_refuses_damaged_weights_and_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a client without the admin key, and files elsewhere."""
     monkeypatch.setenv("ADMIN", "secret")
     monkeypatch.setenv("OTHER", "other")
     (network := tmp_path / "bad" / "transformer").mkdir(parents=True)
@@ -210,7 +205,6 @@ GROWTH = 200  # bytes per request; an object that stays per request, with its te
 
 
 def resident(pid: int) -> int:
-    """Return the bytes of memory that a process holds."""
     (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 1024 * int(kilobytes)
 

@@ -23,19 +23,16 @@ PROMPTS = ("a", "bb", "ccc", "bad", "e")
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score the brightness of a sample, in float64."""
     return images.double().flatten(1).mean(1)
 
 
 def fragile(images: Tensor, prompts: Sequence[str]) -> list[float]:
-    """Score the length of a prompt; raise for one of them."""
     if "bad" in prompts:
         raise RuntimeError("CUDA error:\nout of memory")
     return [float(len(prompt)) for prompt in prompts]
 
 
 def weighed(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
-    """Score the weight in a prompt's metadata."""
     return [float(record["weight"]) for record in metadata]
 
 
@@ -45,12 +42,10 @@ def app(*rewards: Any, key: str = "", **options: Any) -> Any:
 
 
 def client(served: Any, path: str = "") -> HttpClient:
-    """Return a client of an application."""
     return HttpClient(f"http://localhost:1{path}", transport=asgi.Transport(served), clock=FakeClock())
 
 
 def test_both_formats_give_what_the_reward_gives() -> None:
-    """PNG files are exact for images of 8 bits."""
     served = app(brightness, weighed)
     expected = brightness(IMAGES, PROMPTS).float()
     assert torch.equal(FlowFactory(client(served, "/brightness"), batch=2)(IMAGES, PROMPTS), expected)
@@ -111,7 +106,6 @@ def test_flow_factorys_client_is_served() -> None:
 
 
 def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
-    """Score numbers of which one is not finite, with two further ones."""
     return {
         "score": [1.0, float("nan"), 3.0],
         "length": [float(len(prompt)) for prompt in prompts],
@@ -173,13 +167,11 @@ def test_names_and_health() -> None:
 
 
 def request(count: int, size: str = "a") -> dict[str, Any]:
-    """Return a request of samples."""
     file = FlowFactory(client(None))._payload(IMAGES[:count], [size] * count)
     return {"prompt": file["prompt"], "image": file["image"]}
 
 
 def test_requests_that_come_together_are_scored_together() -> None:
-    """In batches of at most `batch`, images of one size each."""
     calls: list[tuple[int, ...]] = []
 
     def noted(images: Tensor, prompts: Sequence[str]) -> list[float]:
@@ -213,7 +205,6 @@ def test_images_of_several_sizes_are_scored_apart() -> None:
 
 
 def test_a_full_queue_answers_429() -> None:
-    """A single request is taken however large it is."""
     go = threading.Event()
 
     def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:

@@ -48,7 +48,6 @@ def test_memory_is_counted_to_the_byte_by_line() -> None:
 
 
 def test_a_storage_that_is_emptied_is_not_held() -> None:
-    """As FSDP2 frees unsharded parameters."""
     with simulate() as simulation:
         tensor = torch.zeros(100, device=simulation.world.device)
         tensor.untyped_storage().resize_(0)
@@ -70,7 +69,6 @@ def test_a_storage_that_is_emptied_is_not_held() -> None:
     ],
 )
 def test_every_read_of_the_host_is_noted_with_its_line(read: object, operation: str) -> None:
-    """Exactly one per call."""
     with simulate() as simulation:
         x = torch.ones(4, device=simulation.world.device)
         assert callable(read)
@@ -102,7 +100,6 @@ def test_attention_keeps_no_scores() -> None:
 
 
 def test_autocast_casts_as_on_cuda() -> None:
-    """Products in bfloat16, sums and norms in float32."""
     with simulate() as simulation, torch.autocast("simulated", torch.bfloat16):
         x = torch.zeros(2, 8, device=simulation.world.device)
         assert (x @ x.T).dtype == torch.bfloat16
@@ -135,7 +132,6 @@ def test_a_reward_thread_keeps_the_memory_of_its_images_until_it_has_read_them(m
 
 
 def test_results_on_the_host_are_those_of_equal_ranks() -> None:
-    """Every rank has what this one has."""
     with simulate(ranks=3) as simulation:
         world = simulation.world
         assert world.gather(torch.tensor([2.0, 5.0])).tolist() == [2, 5, 2, 5, 2, 5]
@@ -221,7 +217,6 @@ def test_gathers_and_reductions_are_one_per_unit_and_update() -> None:
 
 
 def test_waits_name_their_phase() -> None:
-    """So that a read in an update is not one of the rollout."""
     with simulate() as simulation:
         x = torch.ones(1, device=simulation.world.device)
         with simulation.phases.of("outer"):

@@ -17,12 +17,10 @@ TWO = {**verl_runs.LORA, "policy_state_adapters": ("default", "old")}
 
 
 def log_probs(engine: Any, data: Any) -> Tensor:
-    """Return the log-probs of a batch."""
     return verl_runs.infer(engine, data)["log_probs"]
 
 
 def without(data: Any, *names: str, **more: Tensor) -> Any:
-    """Return a batch without some fields, and with others."""
     data = data.exclude(*names)
     data.update(more)
     return data
@@ -198,7 +196,6 @@ WRONG: tuple[tuple[str, Tensor | None, str], ...] = (
 
 @pytest.fixture(scope="module")
 def guided() -> verl_runs.Made:
-    """Return a rollout with guidance."""
     return verl_runs.rollout("sd3", scale=2.0)
 
 

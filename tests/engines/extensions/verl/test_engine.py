@@ -25,12 +25,10 @@ TWO = {**verl_runs.LORA, "policy_state_adapters": ("default", "old")}
 
 
 def weights(engine: Any, **options: Any) -> dict[str, Tensor]:
-    """Return what a rollout engine gets."""
     return dict(engine.get_per_tensor_param(**options)[0])
 
 
 def full(engine: Any) -> dict[str, Tensor]:
-    """Return all parameters of an engine."""
     return {name: gather(tensor).clone() for name, tensor in engine.module.named_parameters()}
 
 
@@ -45,7 +43,6 @@ def trained(made: verl_runs.Made, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def made() -> verl_runs.Made:
-    """Return a rollout."""
     return verl_runs.rollout("sd3")
 
 
@@ -109,18 +106,15 @@ def test_hooks_of_verl_omnis_adapter_choose_what_is_trained(made: verl_runs.Made
 
         @classmethod
         def peek_class(cls, architecture: str, algorithm: str) -> Any:
-            """Return the adapter of SD3 for Flow-GRPO."""
             return cls if (architecture, algorithm) == ("StableDiffusion3Pipeline", "flow_grpo") else None
 
         @classmethod
         def configure_trainable_params(cls, module: torch.nn.Module, config: Any) -> None:
-            """Train the last block alone."""
             for name, parameter in module.named_parameters():
                 parameter.requires_grad_(name.startswith("transformer_blocks.1.") and config.lora_rank == 0)
 
         @classmethod
         def configure_train_mode(cls, module: torch.nn.Module) -> None:
-            """Keep the embedding of positions in evaluation mode."""
             modes.append(module.training)
             module.get_submodule("pos_embed").eval()
 
@@ -301,7 +295,6 @@ def test_an_engine_for_inference_has_no_optimizer(made: verl_runs.Made, optimize
     ],
 )
 def test_the_learning_rate_is_that_of_verls_own_schedules(options: dict[str, Any]) -> None:
-    """At every step, against verl's functions."""
     config = verl_runs.optimizer_config(**options)
     functions = real_verl.part("verl.utils.torch_functional")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -354,7 +347,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] =
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_have_no_meaning_here_are_one_line(name: str) -> None:
-    """The line names the field as verl's config spells it."""
     model, engine, optimizer, message = REFUSED[name]
     with pytest.raises(UsageError, match=re.escape(message)) as error:
         verl_runs.build("sd3", **model, engine=engine, optimizer=optimizer)

@@ -27,7 +27,6 @@ each_model = pytest.mark.parametrize("name", ["sd3", "qwen-image"])
 
 
 def worker(name: str, kind: str, loss: Callable[..., Tensor], **model: Any) -> verl_workers.Worker:
-    """Return an actor."""
     optimizer = verl_runs.optimizer_config(override_optimizer_config={"eps": verl_runs.EPS})
     config = verl_runs.model_config(name, scale=SCALE, **model)
     return verl_workers.Worker(kind, config, verl_runs.engine_config(), optimizer, verl_workers.loss_of(loss))

@@ -42,24 +42,20 @@ class Served(NamedTuple):
     folder: Path
 
     def page(self, voter: str) -> str:
-        """Return the address of the page for a voter."""
         return f"{self.address}/#key={KEY}&voter={voter}"
 
     @property
     def votes(self) -> list[dict[str, Any]]:
-        """The votes on the disk."""
         file = self.folder / "preferences.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     @property
     def option(self) -> str:
-        """The reward of a run."""
         return f"votes:url={self.address},key_env=FLUVIAL_SERVE_KEY"
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """Serve votes in a process of their own."""
     with launch.start("rewards", "vote", "--out", str(folder), "--port", "0", FLUVIAL_SERVE_KEY=KEY) as server:
         until = time.monotonic() + 60
         while not (found := re.search(rf"the page for voters is (http://127\.0\.0\.1:\d+)/#key={KEY}\n", server.stdout)):
@@ -80,7 +76,6 @@ def vote(tab: chromium.Tab, key: Callable[[list[float]], str]) -> str:
 
 
 def brighter(brightness: list[float]) -> str:
-    """Return the key of the brighter image."""
     left, right = brightness
     return "ArrowLeft" if left > right else "ArrowRight" if right > left else "ArrowDown"
 
@@ -91,7 +86,6 @@ def brightness_of(folder: Path, name: str) -> float:
 
 
 def check_prefers_brighter(served: Served) -> None:
-    """Check that each vote on the disk is for the brighter image."""
     assert served.votes
     for line in served.votes:
         first, second = (brightness_of(served.folder, line[name]) for name in ("image_0", "image_1"))

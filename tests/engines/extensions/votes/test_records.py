@@ -18,7 +18,6 @@ VOTES = [Vote(GROUP, 3, (0, 1), 1.0, "ann"), Vote(GROUP, 3, (2, 1), 0.0, "bob"),
 
 
 def voted(folder: Path) -> VoteFolder:
-    """Return a folder with three votes."""
     found = VoteFolder(folder)
     found.keep_images(GROUP, IMAGES)
     for vote in VOTES:
@@ -34,7 +33,6 @@ def test_votes_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_votes_are_preferences(tmp_path: Path) -> None:
-    """As `train dpo` reads them, without ties."""
     voted(tmp_path).close()
     pairs = read_preferences(tmp_path, encode=lambda images: images, shape=(1, 4, 4), check=lambda text: None)
     levels = [[round(float(sample.mean()), 1) for sample in (pair.win, pair.lose)] for pair in pairs]
@@ -43,7 +41,6 @@ def test_votes_are_preferences(tmp_path: Path) -> None:
 
 
 def test_a_voter_takes_back_their_own_votes(tmp_path: Path) -> None:
-    """The last first; the others stay, on the disk as well."""
     folder = voted(tmp_path)
     assert folder.undo("ann") == VOTES[2]
     assert folder.undo("ann") == VOTES[0]
@@ -93,7 +90,6 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 
 
 def test_preferences_that_are_no_votes_are_left_alone(tmp_path: Path) -> None:
-    """And the folder stays free for another process."""
     file = tmp_path / "preferences.jsonl"
     file.write_text(json.dumps({"prompt": "a", "win": "a.png", "lose": "b.png"}) + "\n")
     for _ in range(2):
@@ -105,6 +101,5 @@ def test_preferences_that_are_no_votes_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_group_is_its_prompt_and_its_images() -> None:
-    """In their order; nothing of a prompt passes for an image."""
     assert len({GROUP, group_id("a fo", IMAGES), group_id("a fox", IMAGES[::-1]), group_id("a fox", IMAGES[:2])}) == 4
     assert group_id("a fox", list(IMAGES)) == GROUP

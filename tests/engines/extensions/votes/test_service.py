@@ -37,27 +37,22 @@ class Server:
         self.app = application(self.service, key=KEY)
 
     def answer(self, path: str, value: Any = None, **headers: str) -> asgi.Answer:
-        """Return the response to a request with the key."""
         return asyncio.run(asgi.call(self.app, path, value, headers={**BEARER, **headers}))
 
     def ask(self, path: str, **value: Any) -> Any:
-        """Return what a request that succeeds is answered."""
         found = self.answer(path, value)
         assert found.status == 200, found
         return found.value
 
     def group(self, count: int = 3, prompt: str = "a fox", first: int = 0) -> Any:
-        """Ask for the votes on a group, and return its state."""
         return self.ask("/groups", prompt=prompt, images=images(count, first))
 
     def vote(self, voter: str, score: float, shown: Any = None) -> Any:
-        """Vote on what a voter is shown."""
         pair = shown or self.ask("/next", voter=voter)["pair"]
         return self.ask("/vote", voter=voter, group=pair["group"], pair=pair["pair"], score=score)
 
 
 def images(count: int, first: int = 0) -> list[str]:
-    """Return images of increasing brightness."""
     return [as_text(png(torch.full((1, 4, 4), (first + level) / 20), colour=False)) for level in range(count)]
 
 
@@ -112,7 +107,6 @@ def test_several_voters_share_the_work(server: Server) -> None:
 
 
 def test_which_side_an_image_is_on_is_even(server: Server) -> None:
-    """So that a preference for one side favours no image."""
     flipped = 0
     for number in range(100):
         server.group(2, prompt=f"prompt {number}")
@@ -123,7 +117,6 @@ def test_which_side_an_image_is_on_is_even(server: Server) -> None:
 
 
 def test_undo_shows_the_comparison_again(server: Server) -> None:
-    """A voter's own last one; the votes of others stay."""
     server.group()
     first, other = (server.ask("/next", voter=voter)["pair"] for voter in ("ann", "bob"))
     server.vote("ann", 1)
@@ -154,7 +147,6 @@ def test_votes_count_after_a_restart(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_group_that_no_run_asks_for_is_not_shown(server: Server) -> None:
-    """After a minute; its votes stay."""
     name = server.group()["group"]
     server.vote("ann", 1)
     server.clock.now = 61

@@ -17,7 +17,6 @@ REFUSED = httpx2.ConnectError("[Errno 111] refused")
 
 
 def asked(server: HttpClient) -> list[float]:
-    """Return the seconds that a client slept."""
     slept: list[float] = server.clock.slept
     return slept
 
@@ -145,7 +144,6 @@ def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
 
 
 def test_the_number_of_requests_in_flight_is_bounded() -> None:
-    """Whatever the number of threads that ask."""
     lock, running, largest = threading.Lock(), 0, 0
     pair = threading.Barrier(2, timeout=60)
 
@@ -169,7 +167,6 @@ def test_the_number_of_requests_in_flight_is_bounded() -> None:
 
 
 def head(handler: BaseHTTPRequestHandler, *headers: tuple[str, str]) -> None:
-    """Read a request, and send the first lines of a reply."""
     handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
     handler.send_response(200)
     for name, value in headers:
@@ -178,7 +175,6 @@ def head(handler: BaseHTTPRequestHandler, *headers: tuple[str, str]) -> None:
 
 
 def test_a_real_server_is_asked_and_answers() -> None:
-    """Path, body, headers and reply arrive, over a real connection."""
     seen = []
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
@@ -217,8 +213,6 @@ def test_an_endless_reply_is_cut_off() -> None:
 
 @pytest.mark.parametrize("where", ["headers", "body"])
 def test_a_server_that_sends_a_byte_now_and_then_does_not_hold_a_thread(where: str) -> None:
-    """The timeout is that of the whole request."""
-
     def drip(handler: BaseHTTPRequestHandler) -> None:
         if where == "body":
             head(handler)
@@ -231,7 +225,6 @@ def test_a_server_that_sends_a_byte_now_and_then_does_not_hold_a_thread(where: s
 
 
 def test_a_reply_that_breaks_off_is_asked_for_again() -> None:
-    """The length was announced, and the server died."""
     calls = []
 
     def broken(handler: BaseHTTPRequestHandler) -> None:

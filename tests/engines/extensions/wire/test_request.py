@@ -27,7 +27,6 @@ OWN = {"key": [1, 2], "ids": [5]}
 
 
 def own(**options: Any) -> dict[str, Any]:
-    """Return a body with fluvial's own fields."""
     return {"prompt": "a", "extra_sampling_params": {"fluvial": options}}
 
 
@@ -235,7 +234,6 @@ def test_windows_and_indices_do_not_go_together() -> None:
 
 
 def test_what_has_no_log_probability_may_be_sampled() -> None:
-    """Without a rollout, or with negative squared residuals."""
     assert read_request({"prompt": "a", "rollout_sde_type": "ode", "rollout": False}).sampler == "ode"
     assert read_request({"prompt": "a", "rollout_sde_type": "ode", "rollout_log_prob_no_const": True}).form == "unscaled"
     assert read_request({"prompt": "a", "rollout_noise_level": 0, "rollout": False}).rollout_noise_level == 0

@@ -19,7 +19,6 @@ STEPS = 4
 
 
 def envelope(tensor: Tensor) -> Any:
-    """Return a tensor as an independent decoder sees it."""
     return msgpack.unpackb(pack(tensor))
 
 
@@ -41,7 +40,6 @@ SAMPLE = RolloutSample(
 
 
 def leaves(sample: RolloutSample) -> list[Any]:
-    """Return the tensors and the values of a sample."""
     values = [getattr(sample, field.name) for field in fields(sample)]
     values = [tree_of(value) if isinstance(value, bytes) else value for value in values]
     trajectory = sample.dit_trajectory
@@ -50,13 +48,11 @@ def leaves(sample: RolloutSample) -> list[Any]:
 
 
 def same(a: RolloutSample, b: RolloutSample) -> bool:
-    """Return whether two samples hold the same values."""
     pairs = list(zip(leaves(a), leaves(b), strict=True))
     return all(torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, Tensor) else x == y for x, y in pairs)
 
 
 def test_samples_are_read_as_they_were_written() -> None:
-    """With everything, and with nothing but the image."""
     least = RolloutSample("r2", "", None, torch.zeros(3, 2, 2, dtype=torch.uint8))
     found = read_response(write_response([SAMPLE, least]))
     assert same(found[0], SAMPLE)
@@ -95,12 +91,10 @@ def plain(**changes: Any) -> dict[str, Any]:
 
 
 def trajectory(**changes: Any) -> dict[str, Any]:
-    """Return the map of a sample whose trajectory differs."""
     return plain(dit_trajectory={**plain()["dit_trajectory"], **changes})
 
 
 def read(*maps: Any) -> list[RolloutSample]:
-    """Return the samples of maps."""
     return read_response(msgpack.packb(list(maps)))
 
 

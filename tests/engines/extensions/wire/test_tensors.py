@@ -18,7 +18,6 @@ from fluvial.engines.extensions.wire.tensors import DTYPES, MOST_HEADER, Envelop
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits."""
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -29,7 +28,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (_, dtype) in DTYPES.items()])
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 0, 4)])
 def test_a_tensor_keeps_its_bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """As bytes in msgpack, and as base64 in JSON."""
     tensor = (torch.randn(shape, dtype=torch.float64) * 3).to(dtype)
     data = pack(tensor)
     made = msgpack.unpackb(data)
@@ -40,7 +38,6 @@ def test_a_tensor_keeps_its_bits(name: str, dtype: torch.dtype, shape: tuple[int
 
 
 def test_a_tensor_that_is_read_can_be_written_to() -> None:
-    """A view into the message would be read-only."""
     made = unpack(pack(torch.zeros(3)), Envelope)
     found = made.tensor
     found += 1
@@ -71,7 +68,6 @@ def test_a_dtype_without_a_name_is_an_error() -> None:
 
 
 def file(header: Any, data: bytes) -> bytes:
-    """Return a safetensors file with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 

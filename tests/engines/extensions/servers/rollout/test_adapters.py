@@ -11,7 +11,6 @@ from fluvial.models.lora import lora_layers
 
 
 def write_lora(path: Path, rank: int, *layers: str) -> None:
-    """Write an adapter of other numbers for layers of the tiny net."""
     sizes = {"into": (24, 24), "out": (24, 16)}
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for layer in layers:

@@ -37,8 +37,6 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 
 def asked(server: Server, requests: list[dict[str, Any]]) -> list[list[RolloutSample]]:
-    """Return the samples of requests that are made at once."""
-
     async def all_of_them() -> list[asgi.Answer]:
         return list(await asyncio.gather(*(asgi.call(server.app, "/rollout/generate", body) for body in requests)))
 

@@ -32,7 +32,6 @@ LIMITS = ServeLimits(RequestLimits(pixels=64 * 64), body=40_000)
 
 
 def url(file: bytes) -> str:
-    """Return a file as a data URL."""
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
@@ -50,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> servers.Server:
-    """The server of a tiny FLUX Fill."""
     pipeline = PipelineConfig(height=16, width=16, call=tuple(f"{name}={value}" for name, value in ROW.call.items()))
     of = open_policy(
         str(tiny_conditioned.save("fill", folder / "pipeline")),
@@ -101,7 +99,6 @@ def test_images_reach_the_pipeline(server: servers.Server, folder: Path) -> None
 
 
 def gif() -> bytes:
-    """Return an image in a format that is not decoded."""
     Image.new("RGB", (4, 4)).save(file := io.BytesIO(), "GIF")
     return file.getvalue()
 
@@ -202,7 +199,6 @@ def test_lists_of_images_reach_the_pipeline(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["handwriting", "sd3"])
 def test_prompts_that_change_nothing_are_refused(name: str, folder: Path) -> None:
-    """A built-in model and an adapter encode any prompt."""
     model = name if name == "handwriting" else str(tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name))
     (folder / "texts.txt").write_text("a fox\n")
     pipeline = PipelineConfig() if name == "handwriting" else PipelineConfig(height=16, width=16)

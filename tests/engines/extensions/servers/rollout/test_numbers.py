@@ -55,18 +55,15 @@ T = tiny.STEPS
 
 @pytest.fixture(scope="module")
 def of() -> dict[Prediction, Server]:
-    """A server of each prediction."""
     return {"velocity": servers.served(), "epsilon": servers.served(servers.policy("epsilon"))}
 
 
 def own(row: NumbersCase | None = None, **options: Any) -> dict[str, Any]:
-    """Return fluvial's own fields, with the noise of `KEY` and `IDS`."""
     options = {"key": list(KEY), "ids": list(IDS), **({} if row is None else row.own), **options}
     return {"num_outputs_per_prompt": len(IDS), "extra_sampling_params": {"fluvial": options}}
 
 
 def body(row: NumbersCase, **fields: Any) -> dict[str, Any]:
-    """Return the request of a row, with a trajectory."""
     return {**row.fields, **own(row), "rollout_noise_level": row.eta or 0.7, "rollout_return_dit_trajectory": True, **fields}
 
 
@@ -85,7 +82,6 @@ def chunk_of(server: Server, row: NumbersCase, window: Any, *, guidance: Guidanc
 
 
 def latents(sample: RolloutSample) -> Tensor:
-    """Return the latents of a sample."""
     return servers.trajectory(sample).latents
 
 
@@ -145,7 +141,6 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
 
 
 def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
-    """With a negative prompt, in one forward pass or in two."""
     row = TABLE["sde"]
     for forwards in ("one", "two"):
         guidance = Guidance(2.5, "3", forwards=forwards)
@@ -201,7 +196,6 @@ def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.
 
 
 def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
-    """Sample i takes the key of seed + i, and id 0."""
     policy = of["velocity"].policy
     found = of["velocity"].samples(seed=40, num_outputs_per_prompt=2, rollout_noise_level=0.5)
     schedule = policy.schedule(T, tiny.SHAPE)
@@ -221,7 +215,6 @@ def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
 
 
 def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
-    """They are made without noise, by the solver that is asked for."""
     for solver in ("euler", "dpmpp_2m", "unipc", "sa_solver"):
         fields = {**own(solver=solver), "rollout": False, "rollout_return_dit_trajectory": True}
         found = of["velocity"].samples(**fields, rollout_noise_level=0.3)

@@ -24,7 +24,6 @@ STEPS = 3
 
 
 def policy(name: str, **options: Any) -> Policy:
-    """Return the policy of a name."""
     settings = {"weights": None, "steps": STEPS, "guidance": NO_GUIDANCE, "pipeline": PipelineConfig(), **options}
     return open_policy(name, **settings)
 
@@ -101,7 +100,6 @@ def test_a_built_in_model_is_served(name: str, sampler: str) -> None:
 
 
 def test_the_export_of_a_run_is_served(tmp_path: Path) -> None:
-    """And what is wrong with a run is one line."""
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "config.json").write_text(json.dumps({"model": "handwriting"}))
     with pytest.raises(UsageError, match="has exported no weights"):
@@ -114,7 +112,6 @@ def test_the_export_of_a_run_is_served(tmp_path: Path) -> None:
 
 
 def test_a_network_in_bfloat16_keeps_its_buffers(tmp_path: Path) -> None:
-    """As FSDP2's mixed precision does."""
     row = tiny_pipelines.ROWS["sd3"]
     folder = str(tiny_pipelines.save(row, tmp_path / "sd3"))
     of = policy(folder, pipeline=PipelineConfig(height=16, width=16), dtype="bfloat16")

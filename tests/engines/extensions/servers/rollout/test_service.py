@@ -33,12 +33,10 @@ GENERATE = "/rollout/generate"
 
 @pytest.fixture(scope="module")
 def server() -> Server:
-    """A server of the tiny net."""
     return servers.served()
 
 
 def own(**options: Any) -> dict[str, Any]:
-    """Return fluvial's own fields of a request."""
     return {"extra_sampling_params": {"fluvial": options}}
 
 
@@ -87,7 +85,6 @@ def test_a_wrong_request_is_400_with_one_line(server: Server, body: dict[str, An
 
 
 def test_a_step_without_noise_has_the_log_probability_0(server: Server) -> None:
-    """The last one of cps; core raises for it."""
     (sample,) = server.samples(rollout_sde_type="cps", rollout_sde_step_indices=[3])
     assert servers.log_probs(sample).tolist() == [0] * tiny.STEPS
 
@@ -149,7 +146,6 @@ def test_too_many_samples_are_429() -> None:
 
 
 def test_a_request_beyond_its_deadline_is_504() -> None:
-    """Its samples are not made when the server is free again."""
     server = servers.served(deadline=0.2)
     with held(server):
         status, problem = server.problem(num_outputs_per_prompt=MICRO_BATCH + 2)
@@ -179,7 +175,6 @@ class Fragile(nn.Module):
         self.net = tiny.Tiny().build()
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Return the net's prediction."""
         if rows[:, 3].any():
             raise RuntimeError("CUDA error:\nout of memory")
         found: torch.Tensor = self.net(x, rows, time)
@@ -187,7 +182,6 @@ class Fragile(nn.Module):
 
 
 def test_a_request_fails_alone() -> None:
-    """Also where its samples share a batch with those of others."""
     server = servers.served(servers.policy(module=Fragile().eval()), linger=0.05)
 
     async def both() -> list[asgi.Answer]:
@@ -240,7 +234,6 @@ def test_the_version_is_compared_when_no_push_can_come_between(server: Server, m
 
 
 def test_released_weights_make_no_samples() -> None:
-    """Until they are resumed; the samples are then the same."""
     server = servers.served()
     before = server.samples(seed=3)[0]
 
@@ -258,7 +251,6 @@ def test_released_weights_make_no_samples() -> None:
 
 
 def get(server: Server, path: str, key: str = "", value: Any = None) -> asgi.Answer:
-    """Return the response to a request with a key."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return asyncio.run(asgi.call(server.app, path, value, headers=headers))
 
@@ -287,7 +279,6 @@ def test_gateways_find_the_server() -> None:
 
 
 def images(server: Server, **body: Any) -> asgi.Answer:
-    """Return the response to a request for images."""
     return asyncio.run(asgi.call(server.app, "/v1/images/generations", {"prompt": "1", **body}))
 
 
@@ -402,7 +393,6 @@ FIELDS: Any = st.fixed_dictionaries(
 @settings(max_examples=60)
 @given(FIELDS)
 def test_any_request_is_samples_or_one_line(server: Server, body: dict[str, Any]) -> None:
-    """Never a failure of the server, and every number is finite."""
     found = server.ask(**body)
     if found.status != 200:
         assert found.status in (400, 413), (found.status, found.value, body)

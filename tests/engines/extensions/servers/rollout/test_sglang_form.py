@@ -32,12 +32,10 @@ GUIDED: Any = {"rtol": 1e-4, "atol": (2 * SCALE - 1) * 5e-5}
 
 
 def joined(value: Any) -> Tensor:
-    """Return a field of the conditioning as a batch of one."""
     return torch.cat([*value]).unsqueeze(0) if isinstance(value, list) else value.unsqueeze(0)
 
 
 def sd3(module: nn.Module, x: Tensor, t: Tensor, env: dict[str, Any], guidance: Any) -> Tensor:
-    """Return v by diffusers' network, as do the functions below."""
     texts = {name: joined(env[name]) for name in ("encoder_hidden_states", "pooled_projections")}
     return module(hidden_states=x, timestep=t, return_dict=False, **texts)[0]
 
@@ -91,7 +89,6 @@ VIDEOS = {"qwen-image", "wan"}  # whose VAE is one of videos
 
 
 def policy(name: str, folder: Path) -> Policy:
-    """Return the policy of a tiny pipeline, with guidance."""
     row = tiny_pipelines.ROWS[name]
     height, width, *rest = row.sizes[1]
     config = PipelineConfig(height=height, width=width, frames=rest[0] if rest else 1, text_tokens=tiny_pipelines.TEXT)

@@ -53,7 +53,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Server:
-    """A server of the tiny net that reads the folder."""
     model, weights = tiny.Tiny(), ServedWeights(base().eval(), roots=[folder])
     cpu = torch.device("cpu")
     return servers.served(
@@ -63,7 +62,6 @@ def server(folder: Path) -> Server:
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    """The address of the server on a socket."""
     running = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error"))
     thread = threading.Thread(target=running.run)
     thread.start()
@@ -238,5 +236,4 @@ def test_probes_and_gateways_find_what_its_own_handlers_answer(server: Server, u
 
 
 def types(server: Server, path: str) -> Any:
-    """Return the type of each field of an answer."""
     return {name: type(each) for name, each in call(server, path).value.items()}.items()

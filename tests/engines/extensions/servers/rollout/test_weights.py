@@ -60,19 +60,16 @@ def folder(tmp_path: Path, exports: dict[str, Any]) -> Path:
 
 
 def update(server: Served, path: Path, **more: Any) -> asgi.Answer:
-    """Ask for the weights of a folder."""
     return ask(server, "/update_weights_from_disk", model_path=str(path), **more)
 
 
 def set_lora(server: Served, path: Path, **more: Any) -> asgi.Answer:
-    """Ask for an adapter."""
     return ask(server, "/v1/set_lora", lora_nickname="a", lora_path=str(path), **more)
 
 
 def send_bucket(
     server: Served, folder: Path, tensors: dict[str, Tensor], push: str = "p", index: int = 0, count: int = 1, **more: Any
 ) -> asgi.Answer:
-    """Send tensors as one bucket of a push."""
     (places,) = buckets(tensors, most_bytes=10**6)
     bucket = SharedBucket(push, index, count, "transformer", str(folder / "bucket"), places)
     (folder / "bucket").write_bytes(flatten(places, tensors.values()).numpy().tobytes())
@@ -81,7 +78,6 @@ def send_bucket(
 
 
 def state(server: Served) -> Any:
-    """Return all that an update may change."""
     weights = server.weights
     return run(weights.module).tolist(), weights.checksums(), weights.version, list(weights.adapters)
 
@@ -199,7 +195,6 @@ def test_a_checksum_is_computed_once_per_change(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_tensor_checker_is_sglangs(folder: Path, dtype: torch.dtype) -> None:
-    """With the checksums that its own code computes."""
     real_sglang.load()
     theirs = real_sglang.part("post_training.tensor_update_checker")
     server, path = served(folder, dtype=dtype), "/update_weights_from_tensor_checker"
@@ -233,13 +228,11 @@ def test_checksums_are_sglangs(folder: Path) -> None:
 
 
 def change(path: Path, **tensors: Tensor | None) -> None:
-    """Write a file again with other tensors; None removes one."""
     held = {**load_file(path), **tensors}
     save_file({name: tensor for name, tensor in held.items() if tensor is not None}, path)
 
 
 def piped(path: Path) -> None:
-    """Put a pipe in the place of a file."""
     path.unlink()
     os.mkfifo(path)
 
@@ -281,7 +274,6 @@ ADAPTERS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("kind", "damage"), [*(("full", each) for each in DAMAGES), *(("lora", each) for each in ADAPTERS)])
 def test_damaged_files_change_nothing(folder: Path, kind: str, damage: str) -> None:
-    """Neither of all weights nor of an adapter."""
     server, full = served(folder), folder / "full" / FULL
     set_lora(server, folder / "lora")
     sha256 = {"transformer": checksum(sorted(load_file(full).items()))}
