@@ -70,7 +70,7 @@ def main(descriptor: int) -> None:
         module, _, function = name.partition(":")
         with suppress(ModuleNotFoundError, AttributeError):
             getattr(importlib.import_module(module), function)()
-    importlib.import_module("short_runs").shorten_runs()
+    importlib.import_module("helpers.short_runs").shorten_runs()
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     assert threads == 1, f"{threads} threads are running: a fork would lose them with the locks that they hold"
     server = socket.socket(fileno=descriptor)
