@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,15 +42,13 @@ def read(out: Path) -> list[GpuRow]:
     return [GpuRow(**json.loads(line)) for line in (out / "gpu.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("visit", "names"),
-    [
-        ("first", ["smoke", "train", "tests", "nccl"]),
-        ("second", ["kernels", "networks", "compile", "published", "update", "invariance"]),
-    ],
-)
-def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str, names: list[str]) -> None:
+VISITS = {"first": "smoke train tests nccl", "second": "kernels networks compile published update invariance"}
+
+
+@pytest.mark.parametrize("visit", VISITS)
+def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str) -> None:
     """Without an installation; each part ends well, in the order of the visit, and the log is whole."""
+    names = VISITS[visit].split()
     for name in ("core", "kernels", "engines", "models", "bench", "tests", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -62,14 +61,11 @@ def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str, names: lis
 
 def test_a_kernel_that_is_wrong_fails_the_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = programs._values_and_gradients
-    monkeypatch.setattr(
-        programs,
-        "_values_and_gradients",
-        lambda operation, provider, samples, numbers: [
-            result * (1 if result.dtype == torch.float64 else 1.001)
-            for result in real(operation, provider, samples, numbers)
-        ],
-    )
+
+    def wrong(*arguments: Any) -> list[Tensor]:
+        return [result * (1 if result.dtype == torch.float64 else 1.001) for result in real(*arguments)]
+
+    monkeypatch.setattr(programs, "_values_and_gradients", wrong)
     config = GpuConfig(parts=("smoke",), out=tmp_path)
     with pytest.raises(RunError, match=r"velocity_error, reference, 3 x \(1271,\), value: 0.001"):
         programs.compare_kernels(config, Rows(config, "smoke"), 0.0)
@@ -149,9 +145,6 @@ def test_a_part_that_fails_or_hangs_leaves_a_row(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setitem(gpu.PARTS_BY_NAME, "kernels", broken)
     rows = gpu.run(GpuConfig(parts=("kernels", "nccl"), out=tmp_path))
-    assert [row.note for row in rows] == ["failed with code 1: RuntimeError: out of memory", "done"]
-
-
-def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="device is cuda, and this machine has cpu"):
         GpuConfig(device="cuda")
+    assert [row.note for row in rows] == ["failed with code 1: RuntimeError: out of memory", "done"]

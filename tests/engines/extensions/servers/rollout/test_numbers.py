@@ -158,26 +158,12 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
     assert not torch.equal(latents(found[0]), latents(of["velocity"].samples(**body(row))[0]))
 
 
-def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server]) -> None:
-    row = TABLE["sde"]
-    whole, part = (
-        of["velocity"].samples(**body(row, rollout_return_step_indices=indices))[0] for indices in (None, [1, 2, 4])
-    )
-    assert servers.trajectory(part).latent_step_indices == (1, 2, 4)
-    assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
-    assert torch.equal(servers.trajectory(part).sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
-
-
 def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, timesteps of the boundaries, images as videos of one frame, conditioning without the batch dimension."""
     monkeypatch.setattr(forms, "find_layout", lambda model: TOKENS._replace(framed=True))
     server = servers.served(servers.policy(guidance=Guidance(2.0, "3")))
-    fields = {
-        "seed": 3,
-        "rollout_return_dit_trajectory": True,
-        "rollout_return_denoising_env": True,
-        "rollout_return_step_indices": [1, 2, 4],
-    }
+    fields = {"seed": 3, "rollout_return_step_indices": [1, 2, 4]}
+    fields |= dict.fromkeys(("rollout_return_dit_trajectory", "rollout_return_denoising_env"), True)
     own_form: dict[str, Any] = {"extra_sampling_params": {"fluvial": {}}}
     (theirs,), (ours,) = server.samples(**fields), server.samples(**fields, **own_form)
     assert torch.equal(latents(theirs), pack(latents(ours)))
@@ -224,11 +210,12 @@ def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
             assert (sample.rollout_log_probs, sample.rollout_debug_tensors, sample.dit_trajectory) == (None, None, None)
 
 
-def test_debug_tensors_are_those_that_are_asked_for(of: dict[Prediction, Server]) -> None:
-    row = TABLE["sde"]
-    (sample, *_) = of["velocity"].samples(**body(row) | own(row, debug=["rollout_model_outputs"]))
-    assert sample.rollout_debug_tensors is not None
-    assert {name: tuple(tensor.shape) for name, tensor in sample.rollout_debug_tensors.items()} == {
-        "rollout_model_outputs": (T, *tiny.SHAPE)
-    }
-    assert of["velocity"].samples(**body(row, rollout_debug_mode=False))[0].rollout_debug_tensors is None
+def test_latents_and_debug_tensors_are_those_that_are_asked_for(of: dict[Prediction, Server]) -> None:
+    row, server = TABLE["sde"], of["velocity"]
+    whole, part = (server.samples(**body(row, rollout_return_step_indices=indices))[0] for indices in (None, [1, 2, 4]))
+    assert servers.trajectory(part).latent_step_indices == (1, 2, 4)
+    assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
+    assert torch.equal(servers.trajectory(part).sigmas, server.policy.schedule(T, tiny.SHAPE).levels)
+    debug = server.samples(**body(row) | own(row, debug=["rollout_model_outputs"]))[0].rollout_debug_tensors or {}
+    assert {name: tuple(tensor.shape) for name, tensor in debug.items()} == {"rollout_model_outputs": (T, *tiny.SHAPE)}
+    assert server.samples(**body(row, rollout_debug_mode=False))[0].rollout_debug_tensors is None

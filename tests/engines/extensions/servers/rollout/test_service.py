@@ -3,11 +3,9 @@
 import asyncio
 import base64
 import io
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,8 @@ def own(**options: Any) -> dict[str, Any]:
     return {"extra_sampling_params": {"fluvial": options}}
 
 
-NOISE = {"key": [1, 2], "ids": [0]}
+SHARED = own(key=[1, 2], ids=[0], initial_ids=[0], prefix=[2, 1])
+TRAJECTORY = {"rollout_debug_mode": False, "rollout_return_dit_trajectory": True}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +56,7 @@ NOISE = {"key": [1, 2], "ids": [0]}
         ({"num_inference_steps": 100_000}, "num_inference_steps: got 100000, expected at most 1000"),
         ({"num_outputs_per_prompt": 1000}, "num_outputs_per_prompt: got 1000, expected at most 256"),
         ({"image_path": ["/etc/passwd"]}, "image_path is set, and this server makes samples from prompts alone"),
+        ({"image_path": ["a"] * 17}, "image_path: Expected `array` of length <= 16"),
         ({"guidance_scale": 2, "negative_prompt": "x"}, "negative_prompt: prompt 'x' is no digit"),
         (own(sampler="ddim"), "sampler is ddim, which samples from models that predict epsilon"),
         (own(text_tokens=64), "text_tokens is 64, expected at most 0"),
@@ -65,28 +65,13 @@ NOISE = {"key": [1, 2], "ids": [0]}
         (own(after={"fraction": 0.5}, windows=[[1]]), "after is set, expected one window"),
         ({**own(after={"fraction": 0.5}), "rollout_sde_step_indices": [0]}, "set rollout_debug_mode false"),
         ({**own(after={"fraction": 0.5}), "rollout_sde_step_indices": []}, "after is set, expected one window"),
-        ({**own(**NOISE, initial_ids=[0], prefix=[2, 1]), "rollout_sde_step_indices": [1]}, "prefix has 2 steps"),
-        (
-            {
-                **own(**NOISE, initial_ids=[0], prefix=[2, 1]),
-                "rollout_debug_mode": False,
-                "rollout_return_dit_trajectory": True,
-                "rollout_return_step_indices": [1, 2],
-            },
-            "latents at boundary 1 are asked for",
-        ),
+        ({**SHARED, "rollout_sde_step_indices": [1]}, "prefix has 2 steps"),
+        ({**SHARED, **TRAJECTORY, "rollout_return_step_indices": [1, 2]}, "latents at boundary 1 are asked for"),
     ],
 )
 def test_a_wrong_request_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
-    import re
-
     status, problem = server.problem(**body)
-    assert (status, bool(re.search(says, problem))) == (400, True), problem
-
-
-def test_a_step_without_noise_has_the_log_probability_0(server: Server) -> None:
-    (sample,) = server.samples(rollout_sde_type="cps", rollout_sde_step_indices=[3])
-    assert servers.log_probs(sample).tolist() == [0] * tiny.STEPS
+    assert (status, says in problem) == (400, True), problem
 
 
 def test_sizes_are_known_before_anything_is_made() -> None:
@@ -256,26 +241,23 @@ def get(server: Server, path: str, key: str = "", value: Any = None) -> asgi.Ans
 
 
 def test_the_model_is_described(server: Server) -> None:
+    """Also to gateways, which read sglang's own `/model_info` and `/server_info`."""
     (model,) = get(server, "/v1/models").value["data"]
     assert (model["id"], model["pipeline_class"], model["dit_precision"], model["num_gpus"]) == ("tiny", "Tiny", "fp32", 0)
     assert get(server, "/v1/models/tiny").value == model
     assert get(server, "/v1/models/other").status == 404
     info = get(server, "/v1/model_info").value
     assert convert(info, ServerInfo) == ServerInfo(True, "velocity", 0, MICRO_BATCH)
-    assert (info["latent_shape"], info["num_inference_steps"], info["micro_batch"]) == ([1, 4, 4], 4, MICRO_BATCH)
-    assert (info["weight_version"], info["prediction"], info["model_path"]) == (0, "velocity", "tiny")
-
-
-def test_gateways_find_the_server() -> None:
-    """The fields of sglang's own `/model_info` and `/server_info` that a gateway reads."""
-    server = servers.served(key="k")
+    expected = {"latent_shape": [1, 4, 4], "num_inference_steps": 4, "weight_version": 0, "model_path": "tiny"}
+    assert expected.items() <= info.items()
+    closed = servers.served(key="k")
     for path, fields in {
         "/model_info": {"model_path": "tiny", "is_generation": True, "model_type": "diffusion", "task_type": "T2I"},
         "/server_info": {"served_model_name": "tiny", "tp_size": 1, "dp_size": 1},
     }.items():
-        assert get(server, path).status == 401
-        assert fields.items() <= get(server, path, "k").value.items()
-    assert get(server, "/liveness").value["status"] == "ok"
+        assert get(closed, path).status == 401
+        assert fields.items() <= get(closed, path, "k").value.items()
+    assert get(closed, "/liveness").value["status"] == "ok"
 
 
 def images(server: Server, **body: Any) -> asgi.Answer:
@@ -294,41 +276,23 @@ def test_images_are_files_of_the_samples(server: Server) -> None:
     assert torch.equal(found, (sample.generated_output[0] * 255).round().to(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
+def test_a_wrong_request_for_images_is_400_with_one_line(server: Server) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "x"}, "prompt: prompt 'x' is no digit"),
         ({"n": 257}, "n is 257, expected at most 256"),
         ({"n": 0}, "n: Expected `int` >= 1"),
         ({"n": 3, "seed": [1, 2]}, "seed has 2 items, expected n, 3"),
         ({"size": "4"}, "size: Expected `str` matching regex"),
-        ({"size": "0x4"}, "width: Expected `int` >= 1"),
         ({"size": "100000x100000"}, "got 10000000000, expected at most"),
         ({"response_format": "url"}, "response_format is url, and this server keeps no files"),
-        ({"output_format": "gif"}, "output_format: Invalid enum value 'gif'"),
         ({"background": "transparent"}, "background is 'transparent', which this server lacks"),
         ({"enable_teacache": True}, "enable_teacache is 'True', which this server lacks"),
         ({"guidence_scale": 2.0}, "the body: Object contains unknown field `guidence_scale`"),
-        ({"task_type": "I2I"}, "task_type: Invalid enum value 'I2I'"),
-    ],
-)
-def test_a_wrong_request_for_images_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
-    answer = images(server, **body)
-    assert (answer.status, says in answer.value["detail"]) == (400, True), answer.value
-    assert "\n" not in answer.value["detail"]
-
-
-def test_no_file_is_opened_for_image_path(server: Server, tmp_path: Path) -> None:
-    """The model takes no image; a list of too many names is refused as well."""
-    (tmp_path / "pipe").mkdir()
-    os.mkfifo(tmp_path / "pipe/a.png")  # opening it would wait for ever
-    for names, says in (
-        ([str(tmp_path / "pipe/a.png")], "image_path is set, and this server makes samples from prompts alone"),
-        (["a"] * 17, "image_path: Expected `array` of length <= 16"),
-        (["a" * 5000], "image_path is set"),
-    ):
-        status, problem = server.problem(image_path=names)
-        assert (status, says in problem) == (400, True), problem
+    ]
+    for body, says in wrong:
+        answer = images(server, **body)
+        assert (answer.status, says in answer.value["detail"]) == (400, True), answer.value
+        assert "\n" not in answer.value["detail"]
 
 
 def test_keys_open_their_endpoints() -> None:
