@@ -42,14 +42,7 @@ pytestmark = pytest.mark.long
 
 
 class StandIn(Peer):
-    """A project in plain torch: Flow-SDE, its log-probability and the clipped surrogate, with LoRA by peft.
-
-    Args:
-        folder: clone, which it does not need.
-        work: what is done.
-        scale: factor of the guidance scale; anything but 1 is another model.
-        slope: factor of the gradient of one parameter; anything but 1 is another gradient.
-    """
+    """A project in plain torch: Flow-SDE, its log-probability and the clipped surrogate, with LoRA by peft."""
 
     def __init__(self, folder: Path, work: Work, *, scale: float = 1.0, slope: float = 1.0) -> None:
         super().__init__(work)

@@ -1,8 +1,10 @@
 """Rollouts ahead of a trainer: bounds, monotony and closed forms of the model, and what `fluvial plan` says of it."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -91,8 +93,6 @@ def test_the_largest_share_of_whole_samples_decides(seconds: float, samples: int
 
 
 def test_random_times_have_their_mean_and_spread() -> None:
-    from random import Random
-
     found = times(5.0, 0.5, Random(0), 20_000)
     mean = sum(found) / len(found)
     assert mean == pytest.approx(5.0, rel=0.02)
@@ -103,12 +103,8 @@ def test_random_times_have_their_mean_and_spread() -> None:
 def test_the_least_servers_and_updates_ahead_are_found() -> None:
     config = AheadConfig(rollout_seconds=120, update_seconds=40, push_seconds=3, samples=64, spread=0.3)
     found = least(config)
-    busy = [
-        (servers, ahead)
-        for servers in range(1, 9)
-        for ahead in range(config.ahead + 1)
-        if run_of(config, servers=servers, ahead=ahead).idle <= config.idle
-    ]
+    every = itertools.product(range(1, 9), range(config.ahead + 1))
+    busy = [(count, ahead) for count, ahead in every if run_of(config, servers=count, ahead=ahead).idle <= config.idle]
     assert found == min(busy)
     assert found is not None
     assert found[1] == 2  # one update ahead is too few for times that differ
@@ -139,14 +135,11 @@ def test_plan_prints_both_tables(capfd: pytest.CaptureFixture[str]) -> None:
     assert "8 GPUs │" not in text
 
 
-@pytest.mark.parametrize(
-    ("typed", "line"),
-    [
-        ("--update-seconds 40", "--rollout-seconds is 0, expected the seconds of a measured run"),
-        ("--rollout-seconds 4 --update-seconds 1 --most-gpus 4 --server-gpus 4", "--most-gpus is 4, expected more than"),
-        ("--rollout-seconds 4 --update-seconds 1 --ahead -1", "ahead is -1, expected"),
-    ],
-)
-def test_wrong_seconds_are_refused(typed: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", *typed.split()]) == 2
-    assert line in capfd.readouterr().err
+def test_wrong_seconds_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for typed, line in {
+        "--update-seconds 40": "--rollout-seconds is 0, expected the seconds of a measured run",
+        "--rollout-seconds 4 --update-seconds 1 --most-gpus 4 --server-gpus 4": "--most-gpus is 4, expected more than",
+        "--rollout-seconds 4 --update-seconds 1 --ahead -1": "ahead is -1, expected",
+    }.items():
+        assert cli.run(["plan", *typed.split()]) == 2
+        assert line in capfd.readouterr().err

@@ -14,11 +14,7 @@ RUN = ("--updates", str(UPDATES), *launch.SMALL)
 
 
 class Run:
-    """A trainer and its server, as processes that are killed and started again.
-
-    Args:
-        folder: folder of the run, and of the weights that the server is given.
-    """
+    """A trainer and its server, as processes that are killed and started again."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.out, self.weights, self.stack, self.port = folder / "out", folder / "weights", stack, launch.free_port()

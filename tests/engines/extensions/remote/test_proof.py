@@ -43,11 +43,7 @@ def config(ahead: int) -> TrainConfig:
 
 
 class Sync:
-    """Gives servers the weights of each version; some take others over.
-
-    Args:
-        bad: versions that a server, by its place, gets wrong.
-    """
+    """Gives servers the weights of each version; some take others over."""
 
     def __init__(self, fakes: Sequence[FakeRollouts], bad: dict[int, set[int]]) -> None:
         self.fakes, self.bad = fakes, bad

@@ -29,10 +29,8 @@ BRIGHTNESS = """['left-image', 'right-image'].map(name => {
   const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
   return data.reduce((sum, value) => sum + value, 0) / data.length;
 })"""
-RUN = (
-    *("train", "ddpo", "--updates", "1", "--micro-batch", "4", "--evaluation.samples", "8", "--final-samples", "8"),
-    *("--evaluation.every", "0", "--sampling.prompts", "2", "--sampling.group", "4"),
-)
+RUN = "train ddpo --updates 1 --micro-batch 4 --evaluation.samples 8 --final-samples 8 --evaluation.every 0"
+RUN += " --sampling.prompts 2 --sampling.group 4"
 
 
 class Served(NamedTuple):
@@ -143,7 +141,7 @@ def test_a_run_learns_from_votes_and_resumes_where_it_was_stopped(tmp_path: Path
     preferences for dpo.
     """
     with serving(tmp_path / "votes") as served, chromium.tab() as tab:
-        settings = (*RUN, "--rewards", served.option)
+        settings = (*RUN.split(), "--rewards", served.option)
         tab.open(served.page("ann"))
         with launch.start(*settings, "--out", str(tmp_path / "a"), FLUVIAL_SERVE_KEY=KEY) as run:
             for _ in range(3):
@@ -173,17 +171,6 @@ def test_a_run_learns_from_votes_and_resumes_where_it_was_stopped(tmp_path: Path
         assert tab.complaints() == []
     model = json.loads((tmp_path / "a" / "config.json").read_text())["model"]
     given = ("--preferences", str(tmp_path / "votes"), "--model", model, "--out", str(tmp_path / "dpo"))
-    done = launch.fluvial(
-        "train",
-        "dpo",
-        *given,
-        "--updates",
-        "1",
-        "--evaluation.samples",
-        "8",
-        "--final-samples",
-        "8",
-        "--sampling.prompts",
-        "2",
-    )
+    few = "--updates 1 --evaluation.samples 8 --final-samples 8 --sampling.prompts 2"
+    done = launch.fluvial("train", "dpo", *given, *few.split())
     assert done.returncode == 0, done.stderr
