@@ -16,7 +16,7 @@ from fluvial.bench.trial.pipelines import COLUMNS, PipelineTrial, _reason, forma
 from fluvial.engines.cli import main as cli
 from fluvial.models.tiny import pipelines as tiny
 
-YES = {"opens": "yes", "ranks": "yes", "served": "yes"}
+YES: dict[str, Any] = {"opens": "yes", "ranks": "yes", "served": "yes"}
 TRAINS = PipelineTrial("APipeline", "recorded", ("image",), error=2e-7, ratio=1.0, layers=3, parameters=99, **YES)
 
 

@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers import launch, tiny_pipelines
@@ -302,7 +302,7 @@ def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(tmp_pa
         "weights": ["handwriting", "--weights", run / "weights", "--steps", 4],
         "base": ["handwriting", "--steps", 4],
     }.items():
-        fluvial("sample", *typed, *prompts, "--out", tmp_path / f"{name}.png")
+        fluvial("sample", *cast(list[Any], typed), *prompts, "--out", tmp_path / f"{name}.png")
         with Image.open(tmp_path / f"{name}.png") as image:
             drawn[name] = image.convert("L").crop((0, 40, image.width, image.height)).tobytes()
     assert drawn["run"] == drawn["checkpoint"] == drawn["weights"]

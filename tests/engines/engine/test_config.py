@@ -1,7 +1,7 @@
 """The learning rate over the updates, and the settings that are refused."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_only_a_constant_schedule_needs_no_number_of_updates() -> None:
     assert rates(updates=None, count=4, warmup=2) == [0.5, 1, 1, 1]
     for field, value in (("schedule", "cosine"), ("warmup_ratio", 0.1)):
         with pytest.raises(ValueError, match=f"optimizer.{field} is {value!r}: it depends on the number of updates;"):
-            rates(updates=None, **{field: value})
+            rates(updates=None, **cast(Any, {field: value}))
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_auto_copies_what_would_be_gathered_anyway() -> None:
         ("all", {}, 8, 1),  # moments would be copied, too
         ("none", {}, 8, 1),  # a reference gathers for a moment
     ):
-        config = EngineConfig(**options)  # type: ignore[arg-type]
+        config = EngineConfig(**options)
         assert parallelize.replicas(TRAINED[trained], config, ranks=ranks) == expected, (trained, options)
 
 

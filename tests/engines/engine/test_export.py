@@ -179,7 +179,7 @@ def test_what_cannot_be_exported_is_an_error(one: World, tmp_path: Path) -> None
         ({"merge": True, "average": {"proj_out.weight": torch.zeros(2)}}, r"shape \[2\], the module has \[4, 64\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            list(gather_weights(adapted("default", "old"), **options))  # type: ignore[arg-type]
+            list(gather_weights(adapted("default", "old"), **options))
     want = MODEL.build().state_dict()
     assert all(torch.equal(tensor, want[name]) for name, tensor in gather_weights(MODEL.build(), merge=True))
     with pytest.raises(ValueError, match="the module has none"):

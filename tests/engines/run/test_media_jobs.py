@@ -151,10 +151,10 @@ def test_a_column_of_another_name(folder: Path, tmp_path: Path, train: Train, fl
     pipeline, drawn = tiny_conditioned.save("control", folder / "control"), []
     for number in range(2):
         file = written(folder / f"drawn-{number}.jsonl", {"prompt": "a fox", "source": f"{number}.png"})
-        mapped = ("--pipeline.media", "control_image=source")
+        media = ("--pipeline.media", "control_image=source")
         given = (word.replace("--sampling.", "--") for word in called("control"))
         out = tmp_path / f"{number}.png"
-        fluvial("sample", pipeline, "--steps", 3, "--each", 2, "--prompts", file, *mapped, *given, "--out", out)
+        fluvial("sample", pipeline, "--steps", 3, "--each", 2, "--prompts", file, *media, *given, "--out", out)
         drawn.append(np.asarray(Image.open(out)))
     assert (drawn[0] != drawn[1]).any()
     file = written(folder / "sources.jsonl", *({"prompt": text, "source": f"{n}.png"} for n, text in enumerate(TEXTS[:2])))

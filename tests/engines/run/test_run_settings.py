@@ -161,7 +161,7 @@ def test_a_window_that_moves_with_training(one: World, tmp_path: Path) -> None:
     assert [int(batch.trajectory.steps[0, 0]) for batch in again] == starts[2:]
 
 
-CPS = {"sampler": Stochastic("cps", eta=0.5), "window": RandomWindow(2, draw="sample")}
+CPS: dict[str, Any] = {"sampler": Stochastic("cps", eta=0.5), "window": RandomWindow(2, draw="sample")}
 
 
 def test_window_settings_that_would_do_nothing(tmp_path: Path) -> None:

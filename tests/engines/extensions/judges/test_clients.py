@@ -171,8 +171,8 @@ def test_neither_yes_nor_no_is_no_score() -> None:
         YesNo(server, model="m")(images(), PROMPTS[:2])
 
 
-NO_RATINGS = '{"score": 11}', '{"score": "10"}', '{"score": true}', "I would say 7 out of 10.", '{"rating": 3}', "[7]", ""
-NO_RATINGS += '{"score": NaN}', '{"score": null}'
+NO_SCORES = '{"score": 11}', '{"score": "10"}', '{"score": true}', '{"score": NaN}', '{"score": null}'
+NO_RATINGS = *NO_SCORES, "I would say 7 out of 10.", '{"rating": 3}', "[7]", ""
 RATINGS = {'{"score": 10}': 1.0, '{"score": 5.5}': 0.5, '```json\n{"score": 1}\n```': 0.0, **dict.fromkeys(NO_RATINGS, NAN)}
 
 

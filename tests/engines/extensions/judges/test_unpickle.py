@@ -36,7 +36,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 
 def test_objects_are_no_plain_data() -> None:
-    things = os.system, subprocess.Popen, {1}, OrderedDict(), torch.zeros(1), np.zeros(2), object(), 1j
+    things: tuple[Any, ...] = os.system, subprocess.Popen, {1}, OrderedDict(), torch.zeros(1), np.zeros(2), object(), 1j
     for thing, protocol in itertools.product(things, (2, 3, 4, 5)):
         with pytest.raises(ForbiddenPickleError):
             loads(pickle.dumps([thing], protocol=protocol))

@@ -341,7 +341,11 @@ def test_a_restart_during_a_push_is_waited_for(one: World) -> None:
     with served(fake, world=one, config=replace(QUICK, patience=3)) as source:
         sync = cast(FakeSync, source.sync)
         sync.is_down, fake.is_ready = True, False
-        back = threading.Timer(1.0, lambda: [setattr(sync, "is_down", False), setattr(fake, "is_ready", True)])
+
+        def come_back() -> None:
+            sync.is_down, fake.is_ready = False, True
+
+        back = threading.Timer(1.0, come_back)
         back.start()
         source.push(engine, 4)
         back.join()

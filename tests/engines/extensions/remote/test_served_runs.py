@@ -123,7 +123,10 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
         return 1 - images.flatten(1).mean(1)
 
     small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
-    engine, evaluation = MachineConfig(micro_batch=2, update_micro_batch="rollout"), EvaluationConfig(0, final_samples=2)
+    engine, evaluation = (
+        MachineConfig(micro_batch=2, update_micro_batch="rollout"),
+        EvaluationConfig(every=0, final_samples=2),
+    )
     settings: dict[str, Any] = {"method": Grpo(sampling=small), "engine": engine, "evaluation": evaluation}
     config = TrainConfig(tmp_path / "inside", updates=3, tracker="none", **settings)
     job = replace(handwriting(), rewards={"dark": dark})

@@ -94,7 +94,7 @@ class Sglang:
         batch = SimpleNamespace(**{**optional, **names}, scheduler=scheduler, generator=noise, latents=latents)
         config = SimpleNamespace(shard_latents_for_sp=lambda batch, latents: (latents, False))
         hooks.prepare_rollout_if_enabled(batch=batch, pipeline_config=config)
-        env = {"image_kwargs": {}, "pos_cond_kwargs": {}, "neg_cond_kwargs": {}, "guidance": None}
+        env: dict[str, Any] = {"image_kwargs": {}, "pos_cond_kwargs": {}, "neg_cond_kwargs": {}, "guidance": None}
         hooks.init_rollout_env_if_enabled(batch=batch, **env)
         guidance = Guidance(asked["guidance_scale"], asked.get("negative_prompt", ""))
         media = {"image": tuple(map(self.read, asked["image_path"]))[:: self.order]} if "image_path" in asked else {}

@@ -107,9 +107,9 @@ POINTS = {"mean": [(1.0, 0.5), (2.0, 0.75)]}
 
 
 def test_curves_are_a_png_as_wide_as_a_page_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two charts per row; charts without points are left out, if there are others. Each line has its points and its label."""
-    lines: dict[tuple[int, int], list[dict[str, Any]]] = {(2, 3): [POINTS] * 5, (1, 1): [POINTS, {"relative": []}]}
-    for (columns, rows), charts in (*lines.items(), ((1, 1), [{}])):
+    """Two charts per row; those without points are left out, if there are others. Each line has its points and its label."""
+    cases: list[tuple[int, int, list[Any]]] = [(2, 3, [POINTS] * 5), (1, 1, [POINTS, {"relative": []}]), (1, 1, [{}])]
+    for columns, rows, charts in cases:
         curves(tmp_path / "curves.png", [LineChart("t", each) for each in charts])
         with Image.open(tmp_path / "curves.png") as image:
             image.load()  # raises if the file is cut short

@@ -64,9 +64,9 @@ OPTIONS_OF_ALL: tuple[Any, ...] = (
     *((1, 2**32 - 1), (5, 6, 7, 2**62), (0, 0, 1, 1), "dance_sde", "euler", None, True, "no_const", "sum", "two", 64, True),
     *("all", Tail("dpmpp_2m", 0.5, 0), (2, 2), ("rollout_model_outputs",), 3, False, ("image",)),
 )
-FIELDS_OF_ALL: tuple[Any, ...] = ("a fox", " ", 7, "cpu", 64, 32, 10, 4, 3.5, 4.0, 5, 16, ("x.png",), True, "cps", 0.5)
-FIELDS_OF_ALL += (True, False, True, True, (1, 2, 5), (1, 2, 3, 10), "uint8", True)
-FULL = RolloutRequest(*FIELDS_OF_ALL, ExtraParams(FluvialOptions(*OPTIONS_OF_ALL)))  # type: ignore[arg-type]
+FIELDS_OF_ALL: list[Any] = ["a fox", " ", 7, "cpu", 64, 32, 10, 4, 3.5, 4.0, 5, 16, ("x.png",), True, "cps", 0.5]
+FIELDS_OF_ALL += [True, False, True, True, (1, 2, 5), (1, 2, 3, 10), "uint8", True]
+FULL = RolloutRequest(*FIELDS_OF_ALL, ExtraParams(FluvialOptions(*OPTIONS_OF_ALL)))  # type: ignore[call-arg]
 
 
 def test_what_is_written_is_what_is_read() -> None:
