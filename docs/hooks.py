@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = (
     *("core", "kernels", "models", "models/pipelines", "models/replay", "models/rewards", "models/original"),
     *("engines", "engines/run", "engines/methods", "engines/sampling", "engines/scoring", "engines/data", "engines/engine"),
-    *("engines/run/evaluation", "engines/run/checkpoint", "engines/export"),
+    *("engines/run/jobs", "engines/run/evaluation", "engines/run/checkpoint", "engines/export"),
 )
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 CONTENTS = re.compile(r"^1\. \[.*\n(?:\d+\. .*\n)+", re.MULTILINE)

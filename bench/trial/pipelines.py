@@ -214,7 +214,7 @@ def _server_options(options: list[str], told_of: tuple[str, ...]) -> list[str]:
     for word in options:
         if word.startswith("--"):
             taking = word.startswith(told_of)
-            word = word.replace("--rollout.", "--")
+            word = word.replace("--sampling.", "--")
         if taking:
             told.append(word)
     return told

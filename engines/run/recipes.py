@@ -420,7 +420,8 @@ def dmd2(model: str = HANDWRITING) -> TrainConfig:
                 guidance=1.0,
                 fake=replace(fake, lr=1e-3),
             ),
-            "optimizer": OptimizerConfig(lr=2e-4, ema_decay=0.9),
+            "optimizer.lr": 2e-4,
+            "optimizer.ema_decay": 0.9,
         },
         **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0},
     )
@@ -440,7 +441,8 @@ def tdm(model: str = HANDWRITING) -> TrainConfig:
         tuned={
             **ONE_UPDATE,
             "method": Tdm(sampling=replace(sampling, steps=2), guidance=1.0, fake=replace(fake, lr=1e-3), form="dmd"),
-            "optimizer": OptimizerConfig(lr=2e-4, ema_decay=0.9),
+            "optimizer.lr": 2e-4,
+            "optimizer.ema_decay": 0.9,
         },
         **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0},
     )

@@ -5,6 +5,7 @@ guidance, float32, 8 items per pass.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,45 +58,32 @@ def trained() -> Any:
 
 
 def sampling(world: World) -> Sampling:
-    """Return the settings of a rollout that records every step."""
     schedule = on_device(MODEL.schedule(STEPS), world.device)
     steps = StochasticSteps(bind("flow_sde", ETA, schedule.levels), range(STEPS))
     return Sampling(SIZES["small"].event, schedule, Guidance(SCALE), stochastic=steps)
 
 
 def roll(engine: Engine, settings: Sampling) -> list[Chunk]:
-    """Return the samples of a rollout."""
     requests = Requests(PROMPTS, range(SAMPLES), key(3))
     with engine.inference() as module:
         return list(generate(MODEL, module, requests, settings, micro_batch=SAMPLES))
 
 
-def test_operations_of_a_rollout(trained: tuple[Engine, Rollout]) -> None:
-    engine, settings = trained[0], sampling(trained[0].world)
-    roll(engine, settings)
-    with Operations() as operations:
-        roll(engine, settings)
-    assert operations.counts.total() / (SAMPLES * STEPS) <= ROLLOUT * MARGIN, operations.counts.most_common(20)
-
-
-def test_operations_of_an_update(trained: tuple[Engine, Rollout]) -> None:
-    engine, rollout = trained
-    update_engine(engine, rollout, micro_batch=SAMPLES)
-    with Operations() as operations:
-        update_engine(engine, rollout, micro_batch=SAMPLES)
-    assert operations.counts.total() / (SAMPLES * STEPS) <= UPDATE * MARGIN, operations.counts.most_common(20)
-
-
-def test_host_reads(trained: tuple[Engine, Rollout]) -> None:
+def test_operations_and_host_reads(trained: tuple[Engine, Rollout]) -> None:
     """A rollout reads nothing, because its table is made on the host; an update reads its numbers once."""
     engine, rollout = trained
     settings = sampling(engine.world)
     with HostReads() as encoding:  # reads on the host, before anything is on the device
         settings.guidance.encode(MODEL, PROMPTS)
-    with HostReads() as reads:
-        roll(engine, settings)
-    assert reads.total - encoding.total == 0, reads.counts
-    update_engine(engine, rollout, micro_batch=SAMPLES)
-    with HostReads() as reads:
-        update_engine(engine, rollout, micro_batch=SAMPLES)
-    assert reads.total == 1, reads.counts
+    works: tuple[tuple[Callable[[], Any], float, int], ...] = (
+        (lambda: roll(engine, settings), ROLLOUT, encoding.total),
+        (lambda: update_engine(engine, rollout, micro_batch=SAMPLES), UPDATE, 1),
+    )
+    for work, most, count in works:
+        work()
+        with Operations() as operations:
+            work()
+        assert operations.counts.total() / (SAMPLES * STEPS) <= most * MARGIN, operations.counts.most_common(20)
+        with HostReads() as reads:
+            work()
+        assert reads.total == count, reads.counts

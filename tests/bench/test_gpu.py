@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,26 +33,22 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts(out: Path, *names: str) -> list[GpuRow]:
-    """Return the rows of some parts, all of which must have ended well."""
     ended = gpu.run(GpuConfig(parts=names, limit=10, out=out))  # type: ignore[arg-type]
     assert {row.part: row.note for row in ended} == dict.fromkeys(names, "done")
     return read(out)
 
 
 def read(out: Path) -> list[GpuRow]:
-    """Return the rows of a folder."""
     return [GpuRow(**json.loads(line)) for line in (out / "gpu.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("visit", "names"),
-    [
-        ("first", ["smoke", "train", "tests", "nccl"]),
-        ("second", ["kernels", "networks", "compile", "published", "update", "invariance"]),
-    ],
-)
-def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str, names: list[str]) -> None:
+VISITS = {"first": "smoke train tests nccl", "second": "kernels networks compile published update invariance"}
+
+
+@pytest.mark.parametrize("visit", VISITS)
+def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str) -> None:
     """Without an installation; each part ends well, in the order of the visit, and the log is whole."""
+    names = VISITS[visit].split()
     for name in ("core", "kernels", "engines", "models", "bench", "tests", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -63,23 +60,18 @@ def test_a_visit_runs_from_a_plain_folder(tmp_path: Path, visit: str, names: lis
 
 
 def test_a_kernel_that_is_wrong_fails_the_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside float64, where float32 is within the bound."""
     real = programs._values_and_gradients
-    monkeypatch.setattr(
-        programs,
-        "_values_and_gradients",
-        lambda operation, provider, samples, numbers: [
-            result * (1 if result.dtype == torch.float64 else 1.001)
-            for result in real(operation, provider, samples, numbers)
-        ],
-    )
+
+    def wrong(*arguments: Any) -> list[Tensor]:
+        return [result * (1 if result.dtype == torch.float64 else 1.001) for result in real(*arguments)]
+
+    monkeypatch.setattr(programs, "_values_and_gradients", wrong)
     config = GpuConfig(parts=("smoke",), out=tmp_path)
     with pytest.raises(RunError, match=r"velocity_error, reference, 3 x \(1271,\), value: 0.001"):
         programs.compare_kernels(config, Rows(config, "smoke"), 0.0)
 
 
 def test_a_run_far_from_the_cpus_is_said(tmp_path: Path) -> None:
-    """A first ratio that is not 1 too, unless the run is compiled."""
     config = GpuConfig(parts=("train",), out=tmp_path)
     for name, reward, ratio in (("cpu", 0.5, 0.0), ("bfloat16", 0.6, 1e-6), (programs.COMPILED, 0.51, 1e-4)):
         (tmp_path / name).mkdir()
@@ -124,7 +116,6 @@ def test_kernels_and_collectives(tmp_path: Path) -> None:
 
 
 def test_invariance_names_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mode compares every size of batch with the largest one."""
     monkeypatch.setattr(harness, "alternate", lambda runs, work, warmup: {name: [0.0] for name in work})
     monkeypatch.setattr(gpu, "MODES", {"default": gpu.MODES["default"]})
     rows = parts(tmp_path, "invariance")
@@ -149,16 +140,11 @@ def test_the_first_operation_that_depends_on_the_batch() -> None:
 
 
 def test_a_part_that_fails_or_hangs_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next part runs."""
-
     def broken(*_: object) -> None:
         raise RunError("failed with code 1: RuntimeError: out of memory")
 
     monkeypatch.setitem(gpu.PARTS_BY_NAME, "kernels", broken)
     rows = gpu.run(GpuConfig(parts=("kernels", "nccl"), out=tmp_path))
-    assert [row.note for row in rows] == ["failed with code 1: RuntimeError: out of memory", "done"]
-
-
-def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="device is cuda, and this machine has cpu"):
         GpuConfig(device="cuda")
+    assert [row.note for row in rows] == ["failed with code 1: RuntimeError: out of memory", "done"]

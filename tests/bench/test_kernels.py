@@ -3,6 +3,7 @@
 import csv
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from fluvial.bench.kernels import KernelsConfig
 from fluvial.bench.operations import OPERATIONS
 from fluvial.kernels.fused import rows
 
-every = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
-
-@every
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_a_fused_operation_moves_what_must_move(operation: operations.Operation) -> None:
-    """Each operand once forward and once backward, in one launch per pass or two, and nothing of that size is saved."""
+    """Each operand once forward and once backward, in one launch per pass or two, and nothing of that size is saved.
+
+    The premise: eager mode needs a dozen launches or more, and temporaries of the samples' size.
+    """
     backward = 1 if operation.gradients else 0
     for launches in (1, 2):
         with rows.launches(launches):
@@ -25,11 +27,6 @@ def test_a_fused_operation_moves_what_must_move(operation: operations.Operation)
         assert fused.moved_bytes == pytest.approx(fused.must_move_bytes, rel=0.001)
         assert fused.launches == launches + backward
     assert fused.saved_bytes < 1000
-
-
-@every
-def test_eager_moves_several_times_as_much(operation: operations.Operation) -> None:
-    """The premise: a dozen launches or more, and temporaries of the samples' size."""
     eager = traffic.count(operation, "eager")
     assert eager.moved_bytes > 2.5 * eager.must_move_bytes
     assert eager.launches >= 8
@@ -56,20 +53,14 @@ def test_the_benchmark_writes_rows_and_images(tmp_path: Path) -> None:
     assert all((tmp_path / f"kernels-cpu-{name}.png").stat().st_size > 5000 for name in ("bandwidth", "time"))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("shapes", ("SD9",), "shapes is 'SD9', expected one of 'handwriting'"),
-        ("operations", ("conv",), "operations is 'conv', expected one of 'step_log_prob'"),
-        ("runs", 0, "runs is 0"),
-    ],
-)
-def test_what_is_not_there_is_refused(field: str, value: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KernelsConfig(**{"device": "cpu", field: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="device is cuda, and there is none here"):
-        KernelsConfig(device="cuda")
+def test_what_is_not_there_is_refused() -> None:
+    wrong: dict[str, dict[str, Any]] = {
+        "shapes is 'SD9', expected one of 'handwriting'": {"shapes": ("SD9",)},
+        "operations is 'conv', expected one of 'step_log_prob'": {"operations": ("conv",)},
+        "runs is 0": {"runs": 0},
+    }
+    if not torch.cuda.is_available():
+        wrong["device is cuda, and there is none here"] = {"device": "cuda"}
+    for message, settings in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            KernelsConfig(**{"device": "cpu", **settings})

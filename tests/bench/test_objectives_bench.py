@@ -12,7 +12,7 @@ from fluvial.bench.objectives import report, worker
 from fluvial.bench.objectives.cases import NAMES, Case, ObjectivesConfig, Point
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.run import recipes
-from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.config import with_values
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.window import RandomWindow
 
@@ -20,25 +20,8 @@ pytestmark = pytest.mark.long
 
 
 def point(recipe: str, seed: int, updates: int, heldout: float, *, limit: str = "9 rollouts", settings: str = "a") -> Point:
-    """Return an evaluation."""
-    return Point(
-        recipe,
-        seed,
-        limit,
-        settings,
-        updates,
-        128 * updates,
-        2.0 * updates,
-        heldout,
-        heldout - 0.1,
-        0.01,
-        0.2,
-        1000,
-        0.0,
-        "cpu",
-        "2",
-        "day",
-    )
+    spent, scores = (updates, 128 * updates, 2.0 * updates), (heldout, heldout - 0.1, 0.01, 0.2)
+    return Point(recipe, seed, limit, settings, *spent, *scores, 1000, 0.0, "cpu", "2", "day")
 
 
 def test_a_table_is_read_back_and_its_ends_are_the_last(tmp_path: Path) -> None:
@@ -112,19 +95,10 @@ def test_the_hash_of_a_run_is_that_of_its_settings_alone(name: str, tmp_path: Pa
 def test_a_run_is_driven_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation of the base, which the next run reads, then of the run; a budget decides on the updates."""
     rollout = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=3))
-    tiny: dict[str, Any] = {
-        "sampling": rollout,
-        "engine.micro_batch": 4,
-        "evaluation.samples": 2,
-        "evaluation.final_samples": 4,
-        "passes.minibatches": 1,
-    }
+    tiny: dict[str, Any] = {"sampling": rollout, "engine.micro_batch": 4, "passes.minibatches": 1}
+    tiny |= {"evaluation.samples": 2, "evaluation.final_samples": 4}
     usual = recipes.RECIPES["grpo"]
-
-    def small() -> TrainConfig:
-        return with_values(usual(), tiny)
-
-    monkeypatch.setitem(recipes.RECIPES, "grpo", small)
+    monkeypatch.setitem(recipes.RECIPES, "grpo", lambda: with_values(usual(), tiny))
     monkeypatch.setattr("fluvial.bench.objectives.cases.EVALUATED", 4)
     case = Case("grpo", 0, rollouts=5, seconds=0.0, folder=tmp_path)
     points = worker.points(case)
@@ -154,24 +128,18 @@ def test_what_fails_is_named_and_does_not_stop_the_others(tmp_path: Path, monkey
     assert [p.recipe for p in harness.read(tmp_path / "objectives.csv", Point)] == ["awm"]
 
 
-@pytest.mark.parametrize(("seconds", "budget", "rollouts"), [(1.0, 60.0, 60), (7.0, 60.0, 8), (90.0, 60.0, 1)])
-def test_a_budget_is_not_exceeded_but_by_one_rollout(seconds: float, budget: float, rollouts: int) -> None:
-    """At least one rollout is made."""
-    assert worker.affordable(seconds, budget) == rollouts
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_cannot_be_compared_is_refused() -> None:
+    """A recipe that there is not, distillation without its teacher, numbers without a meaning."""
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"recipes": ("x",)}, "there is no 'x'"),
         ({"recipes": ("distill",)}, "teacher"),
         ({"rollouts": 3}, "expected 0 or at least 5"),
         ({"rollouts": 0, "budget_seconds": 0.0}, "one of them above 0"),
         ({"budget_seconds": float("nan")}, "budget_seconds is nan"),
         ({"parallel": 0}, "at least one"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(words: dict[str, object], message: str) -> None:
-    """A recipe that there is not, distillation without its teacher, numbers without a meaning."""
-    with pytest.raises(UsageError, match=message):
-        ObjectivesConfig(**words)  # type: ignore[arg-type]
+    ]
+    for words, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            ObjectivesConfig(**words)
+    # A budget is exceeded by no more than one rollout.
+    assert [worker.affordable(seconds, 60.0) for seconds in (1.0, 7.0, 90.0)] == [60, 8, 1]

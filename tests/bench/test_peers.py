@@ -42,14 +42,7 @@ pytestmark = pytest.mark.long
 
 
 class StandIn(Peer):
-    """A project in plain torch: Flow-SDE, its log-probability and the clipped surrogate, with LoRA by peft.
-
-    Args:
-        folder: clone, which it does not need.
-        work: what is done.
-        scale: factor of the guidance scale; anything but 1 is another model.
-        slope: factor of the gradient of one parameter; anything but 1 is another gradient.
-    """
+    """A project in plain torch: Flow-SDE, its log-probability and the clipped surrogate, with LoRA by peft."""
 
     def __init__(self, folder: Path, work: Work, *, scale: float = 1.0, slope: float = 1.0) -> None:
         super().__init__(work)
@@ -59,7 +52,6 @@ class StandIn(Peer):
         self.inputs = [torch.stack(halves) for halves in zip(work.uncond, work.cond, strict=True)]
 
     def mean_std(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Return the mean and the std of a step, as arXiv 2505.05470 has them."""
         timestep = self.timesteps[step].expand(2 * len(x))
         inputs = (table[:, : len(x)].flatten(0, 1) for table in self.inputs)  # the same for every sample of a group
         v = self.module(torch.cat([x, x]), *inputs, timestep, return_dict=False)[0]
@@ -71,14 +63,12 @@ class StandIn(Peer):
         return mean, rate * (-dt).sqrt()
 
     def scored(self, x: Tensor, x_next: Tensor, step: int) -> Tensor:
-        """Return the log-probability of a step."""
         mean, std = self.mean_std(x, step)
         error = ((x_next - mean) ** 2).flatten(1).mean(1)
         return -error / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
 
     @torch.no_grad()
     def rollout(self) -> Sampled:
-        """Return a rollout from noise of torch."""
         made, log_probs = [torch.randn(self.work.samples, *self.work.size.event)], []
         for step in range(self.work.recorded.stop):
             mean, std = self.mean_std(made[-1], step)
@@ -89,15 +79,12 @@ class StandIn(Peer):
 
     @torch.no_grad()
     def log_prob(self, x: Tensor, x_next: Tensor) -> Tensor:
-        """Return the log-probabilities of given steps."""
         return torch.stack([self.scored(x[:, j], x_next[:, j], step) for j, step in enumerate(self.work.recorded)], 1)
 
     def set_micro_batch(self, samples: int) -> None:
-        """Set the samples per pass."""
         self.per_pass = samples
 
     def update(self, stored: Stored) -> float:
-        """Take one step of AdamW."""
         total = 0.0
         parts = zip(*(tensor.split(self.per_pass) for tensor in stored), strict=True)
         for part, (place, step) in itertools.product(map(Stored._make, parts), enumerate(self.work.recorded)):
@@ -117,7 +104,6 @@ class StandIn(Peer):
 
 
 def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, Project]:
-    """Return a table of projects with the stand-in, whose clone is there."""
     (tmp_path / "clones" / "stand-in").mkdir(parents=True, exist_ok=True)
     return {
         "flow_grpo": Project("stand-in", build),
@@ -127,22 +113,11 @@ def projects(tmp_path: Path, build: Callable[..., Any] = StandIn) -> dict[str, P
 
 
 def config(tmp_path: Path, **changes: Any) -> PeersConfig:
-    """Return the configuration of a small comparison."""
-    base = PeersConfig(
-        tmp_path / "clones",
-        ("flow_grpo", "flow_factory"),
-        ("tiny",),
-        pairs=(2,),
-        samples=2,
-        steps=3,
-        runs=3,
-        out=tmp_path / "out",
-    )
-    return replace(base, **changes)
+    few: dict[str, Any] = {"sizes": ("tiny",), "pairs": (2,), "samples": 2, "steps": 3, "runs": 3, "out": tmp_path / "out"}
+    return PeersConfig(**{"clones": tmp_path / "clones", "peers": ("flow_grpo", "flow_factory"), **few, **changes})
 
 
 def a_row(**changes: Any) -> PeerRow:
-    """Return a row of the newest commit."""
     case, agreement = Case("flow_grpo", "small", 1, 0), Agreement(1e-7, 0.0, 1e-6)
     row = measure.row(
         measure.common_columns(case, "abc", agreement, (8_000_000, 9_000_000), PeersConfig()),
@@ -192,15 +167,9 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
     for row, text in zip(rows, written, strict=True):
         assert row.runs == 1
         assert 0 < row.p20 <= row.p50 <= row.p80
-        assert row.seconds > 0
-        assert row.peer_seconds > 0
+        counted = "seconds", "wall_seconds", "rest_seconds", "peak_bytes"
+        assert all(getattr(row, side + name) > 0 for name in counted for side in ("", "peer_"))
         assert row.wall_p50 > 0
-        assert row.wall_seconds > 0
-        assert row.peer_wall_seconds > 0
-        assert row.rest_seconds > 0
-        assert row.peer_rest_seconds > 0
-        assert row.peak_bytes > 0
-        assert row.peer_peak_bytes > 0
         assert row.log_prob_distance < 1e-6
         assert 0 < row.gradient_distance < 1e-5
         assert all(text[name] for name in text)
@@ -215,24 +184,19 @@ def test_rows_hold_both_sides_and_a_missing_clone_is_skipped(
 
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
-    ("changes", "what"), [({"scale": 1.01}, "log-prob"), ({"slope": 1.01}, "gradient")], ids=["model", "gradient"]
+    ("changes", "what"), [({"scale": 1.01}, "log-prob"), ({"slope": 1.01}, "gradient"), ("conditional", "gradient")]
 )
 def test_a_project_that_disagrees_is_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, what: str
 ) -> None:
-    """The error names what differs, and nothing is written."""
+    """In its model, its gradient, or the halves of guidance that it differentiates; nothing is written."""
     monkeypatch.setattr(measure, "time_in_turn", lambda *arguments: pytest.fail("it was timed"))
+    table = projects(tmp_path, partial(StandIn, **changes) if changes != "conditional" else StandIn)
+    if changes == "conditional":
+        table["flow_grpo"] = table["flow_grpo"]._replace(gradient=lambda clone: "conditional")
     with pytest.raises(RunError, match=f"flow_grpo: the {what} is .* apart, expected at most 1e-05, so nothing was timed"):
-        run(config(tmp_path), projects(tmp_path, partial(StandIn, **changes)))
+        run(config(tmp_path), table)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("few_objects")
-def test_the_side_of_the_gradient_matters(tmp_path: Path) -> None:
-    """A project that differentiates both halves of guidance does not agree with an update of the conditional half."""
-    table = {"flow_grpo": projects(tmp_path)["flow_grpo"]._replace(gradient=lambda clone: "conditional")}
-    with pytest.raises(RunError, match="gradient"):
-        run(config(tmp_path, peers=("flow_grpo",)), table)
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -244,42 +208,28 @@ def test_the_transformer_alone_needs_no_clone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", Agreement._fields)
-@pytest.mark.parametrize("value", [2e-5, math.nan])
-def test_each_distance_is_checked(what: str, value: float) -> None:
-    """NaN is no agreement."""
+def test_each_distance_is_checked(what: str) -> None:
+    """NaN is no agreement; of several ranks the largest counts, and the loss of rank 0, where alone a project may log it."""
     good = Agreement(1e-7, 0.0, 9e-6)
     check_agreement("p", good)
-    with pytest.raises(RunError, match=f"p: the {what.replace('_', '-')} is"):
-        check_agreement("p", good._replace(**{what: value}))
-
-
-def test_agreement_of_several_ranks() -> None:
-    """The largest distances; the loss is that of rank 0, because a project may log it there alone."""
+    for value in (2e-5, math.nan):
+        with pytest.raises(RunError, match=f"p: the {what.replace('_', '-')} is"):
+            check_agreement("p", good._replace(**{what: value}))
     found = merge_agreements([Agreement(1e-7, 1e-8, 2e-6), Agreement(3e-7, math.nan, 1e-6)])
     assert found == Agreement(3e-7, 1e-8, 2e-6)
 
 
 def test_the_sides_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up is not counted, the first side changes, and CPU time is what counts."""
+    """The warm-up is not counted, the first side changes, CPU time is what counts; the whole is the sum of its phases."""
     calls: list[str] = []
-    clock = iter(range(100))
-    monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
-    monkeypatch.setattr(ours.time, "perf_counter", lambda: 0.0)
-    found = time_in_turn(3, [time_calls(CPU, update=partial(calls.append, name)) for name in "abc"])
-    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
-    assert found == [{"update": [Spent(1.0, 0.0)] * 3}] * 3
-
-
-def test_the_whole_is_the_sum_of_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each clock is read at both ends of each phase."""
     clock, walls = iter(range(100)), iter(range(0, 1000, 10))
     monkeypatch.setattr(ours.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(ours.time, "perf_counter", lambda: float(next(walls)))
-    assert time_calls(CPU, rollout=list, update=list)() == {
-        "rollout": Spent(1.0, 10.0),
-        "update": Spent(1.0, 10.0),
-        "whole": Spent(2.0, 20.0),
-    }
+    found = time_in_turn(3, [time_calls(CPU, update=partial(calls.append, name)) for name in "abc"])
+    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
+    assert found == [{"update": [Spent(1.0, 10.0)] * 3}] * 3
+    phase = Spent(1.0, 10.0)
+    assert time_calls(CPU, rollout=list, update=list)() == {"rollout": phase, "update": phase, "whole": Spent(2.0, 20.0)}
 
 
 def test_rows_of_equal_pairs_of_defaults_and_of_each_sides_best() -> None:
@@ -332,53 +282,19 @@ def test_an_accelerator_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPat
     assert found == {"rollout": Spent(0.25, 0.0), "update": Spent(0.25, 0.0), "whole": Spent(0.5, 0.0)}
 
 
-def test_a_ratio_is_fluvials_time_over_the_projects() -> None:
-    """Of each round, and only then the percentiles."""
-    row = a_row()
-    assert (row.p50, row.seconds, row.peer_seconds) == (2.0, 2.0, 2.0)
-    assert [row.p20, row.p80] == pytest.approx([1.1, 2.6])
-    assert (row.runs, row.pairs, row.peer_pairs) == (3, 8, 8)
-    assert (row.peak_bytes, row.peer_peak_bytes) == (5_000_000, 6_000_000)
-
-
-def test_passes_are_left_out_and_come_back() -> None:
-    """A network without passes still has a gradient for each parameter that is trained."""
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    module[1].bias.requires_grad_(False)
-    x = torch.ones(1, 2)
-    before = module(x)
-    with measure.without_passes(module):
-        made = module(hidden_states=x, timestep=None)[0]
-        made.sum().backward()
-        assert torch.equal(made, x)
-    assert [p.grad is not None for p in module.parameters()] == [True, True, True, False]
-    assert torch.equal(module(x), before)
-
-
 @pytest.mark.usefixtures("few_objects")
-def test_live_bytes_count_a_storage_once() -> None:
-    """Views add nothing, and what is freed is gone."""
+def test_bytes_are_counted() -> None:
+    """A storage once, however many views it has; in a peak, what is freed in between counts once at a time."""
     before = live_bytes()
     held = torch.ones(1000)
     views = [held[:10], held.view(10, 100)]
     assert live_bytes() - before == 4000
+    assert 4000 <= peak_bytes(lambda: [(held * 2).sum() for _ in range(3)]) < 8000
     del held, views
     assert live_bytes() == before
 
 
-def test_the_peak_holds_what_a_call_makes() -> None:
-    """What existed before does not count, and what is freed in between counts once at a time."""
-    held = torch.ones(1000)
-
-    def call() -> None:
-        for _ in range(3):
-            assert (held * 2).sum() == 2000
-
-    assert 4000 <= peak_bytes(call) < 8000
-
-
 def test_old_log_probs_put_ratios_inside_and_outside_the_clip() -> None:
-    """So that the comparison of the gradients covers the clip."""
     work = Work(SIZES["tiny"])
     log_prob = torch.zeros(work.samples, work.steps)
     ratio = (log_prob - work.old_log_prob(log_prob)).exp()
@@ -405,7 +321,6 @@ def test_cases_are_those_that_run() -> None:
 
 
 def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None:
-    """Every expected row has to be there."""
     asked, case = config(tmp_path, samples=8, steps=10, pairs=(8, 40)), Case("flow_grpo", "small", 1, 0)
     rows = [
         a_row(what=what, pairs=pairs, commit="unknown")
@@ -424,6 +339,9 @@ def test_what_is_done_is_known_by_its_commits_and_rounds(tmp_path: Path) -> None
 def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ratios, the transformer's share and what is left to win, and memory; the last of equal rows counts."""
     ratio: dict[str, Any] = {"p20": 0.8, "p50": 0.9, "p80": 1.0}
+    row = a_row()  # a ratio is that of fluvial's time to the project's in each round, and only then the percentiles
+    assert (row.p50, row.seconds, row.peer_seconds) == (2.0, 2.0, 2.0)
+    assert [row.p20, row.p80] == pytest.approx([1.1, 2.6])
     rows = [
         a_row(fluvial="older", p50=7.0),
         a_row(p50=6.0),
@@ -452,30 +370,15 @@ def test_the_tables_are_those_of_the_newest_commit(tmp_path: Path, capsys: pytes
     assert report.markdown([a_row(peer="transformer")]) == "peers.csv has no row of a project"
 
 
-def test_no_clone_at_all_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the command line, too; it says which folders it expects."""
+def test_wrong_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line; and so are folders without a clone."""
+    wrong: list[dict[str, Any]] = [{"runs": 0}, {"pairs": (0,)}, {"ranks": ()}, {"ranks": (0,)}, {"windows": (10,)}]
+    for settings in (*wrong, {"peers": ("other",)}, {"sizes": ("huge",)}):
+        with pytest.raises(ValueError, match=r"^peers: [^\n]*$"):
+            PeersConfig(**settings)
     with pytest.raises(UsageError, match="holds no clone: expected flow_grpo, Flow-Factory, UniRL, verl-omni"):
         main(["peers", "--clones", str(tmp_path), "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("skipped") == 5
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"runs": 0},
-        {"pairs": (0,)},
-        {"ranks": ()},
-        {"ranks": (0,)},
-        {"windows": (10,)},
-        {"peers": ("other",)},
-        {"sizes": ("huge",)},
-    ],
-)
-def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
-    """In one line."""
-    with pytest.raises(ValueError, match="peers: ") as error:
-        PeersConfig(**wrong)
-    assert "\n" not in str(error.value)
 
 
 SCRIPT = """
@@ -552,39 +455,25 @@ def test_a_package_of_a_clone_without_its_init(tmp_path: Path) -> None:
         del sys.modules[name]
 
 
-def test_what_verl_omni_gets_in_place_of_its_packages() -> None:
-    """A batch is a dictionary, and the functions of tensor dictionaries work on it."""
+def test_what_projects_get_in_place_of_packages(tmp_path: Path) -> None:
+    """verl-omni's batch is a dictionary, on which functions of tensor dictionaries work; settings are read both ways."""
     functions = verl_omni.CONTENTS["verl.utils"]["tensordict_utils"]
     batch = functions.get_tensordict({"a": 1})
     functions.assign_non_tensor(batch, b=2)
     assert batch == {"a": 1, "b": 2}
     assert batch.to("cpu") is batch
-    assert functions.get_non_tensor_data(batch, "b", default=None) == 2
-    assert functions.get_non_tensor_data(batch, "c", default=None) is None
+    assert [functions.get_non_tensor_data(batch, name, default=None) for name in "bc"] == [2, None]
     totals: dict[str, list[Any]] = {}
     for value in (1, 2):
         verl_omni.CONTENTS["verl.utils.py_functional"]["append_to_dict"](totals, {"loss": value})
     assert totals == {"loss": [1, 2]}
-
-
-def test_settings_are_read_both_ways() -> None:
-    """As attributes and as a dictionary."""
     settings = clone.Settings(scale=2)
     assert settings.scale == settings["scale"] == 2
     with pytest.raises(AttributeError, match="other"):
         _ = settings.other
-
-
-def test_the_commit_of_a_folder(tmp_path: Path) -> None:
-    """A folder that is not the top of a checkout has none, even inside another checkout."""
-    root = Path(report.__file__).resolve().parents[2]
-    assert clone.commit(tmp_path) == clone.commit(root / "bench") == "unknown"
-
-
-@pytest.mark.parametrize(("line", "expected"), [("uncond = noise_pred_uncond.detach()", "conditional"), ("pass", "both")])
-def test_the_gradient_of_guidance_follows_the_clone(tmp_path: Path, line: str, expected: str) -> None:
-    """Flow-GRPO's commits differ in it; fluvial does as the clone does, else gradients would not agree."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "train_sd3.py").write_text(line)
-    assert PROJECTS["flow_grpo"].gradient(tmp_path) == expected
-    assert PROJECTS["unirl"].gradient(tmp_path) == "both"
+    (tmp_path / "scripts").mkdir()  # the gradient of guidance follows the clone; Flow-GRPO's commits differ in it
+    for line, side in (("uncond = noise_pred_uncond.detach()", "conditional"), ("pass", "both")):
+        (tmp_path / "scripts" / "train_sd3.py").write_text(line)
+        assert (PROJECTS["flow_grpo"].gradient(tmp_path), PROJECTS["unirl"].gradient(tmp_path)) == (side, "both")
+    # A folder that is not the top of a checkout has no commit, even inside another checkout.
+    assert clone.commit(tmp_path) == clone.commit(Path(__file__).parent) == "unknown"

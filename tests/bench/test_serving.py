@@ -34,7 +34,6 @@ class Forked:
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers instead of importing torch in each."""
     monkeypatch.setattr(serving, "subprocess", Forked())
 
 
@@ -56,7 +55,6 @@ def test_bytes_and_latents_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_other_samples_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of different work say nothing."""
     real = InProcess.generate
 
     def other(*args: Any, **options: Any) -> Any:

@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from helpers.tables import normals
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from fluvial.core.awm import WEIGHTINGS, Weighting, awm_log_prob
-from fluvial.core.flow_matching import velocity_error
-from fluvial.core.policy import clipped_surrogate
 
 every_weighting = pytest.mark.parametrize("weighting", WEIGHTINGS)
 errors = st.floats(0, 1e4)
@@ -45,16 +42,6 @@ def test_the_defaults_are_the_published_ones() -> None:
     assert_close(awm_log_prob(error, t, weighting="ghuber"), want, rtol=1e-10, atol=1e-15)
 
 
-@given(error=errors, t=times)
-def test_the_generalised_form_holds_its_two_special_cases(error: float, t: float) -> None:
-    of = torch.tensor([error]).double()
-    half = awm_log_prob(of, t, weighting="ghuber", power=0.5)
-    assert_close(half, 2 * awm_log_prob(of, t, weighting="huber"), rtol=1e-13, atol=0)
-    assert_close(
-        awm_log_prob(of, t, weighting="ghuber", power=1.0), awm_log_prob(of, t, weighting="t"), rtol=1e-9, atol=1e-15
-    )
-
-
 @every_weighting
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("delta", "power"), [(1e-5, 0.25), (0.1, 0.7)])
@@ -74,26 +61,3 @@ def test_a_larger_error_is_less_likely_at_every_size(weighting: Weighting) -> No
     assert got.isfinite().all()
     assert bool((got[1:] <= got[:-1]).all())
     assert bool((got[3:] < got[2:-1]).all())
-
-
-@every_weighting
-def test_the_time_is_one_for_all_or_one_per_sample(weighting: Weighting) -> None:
-    error = normals(0, 5).exp()
-    want = awm_log_prob(error, torch.full((5,), 0.3, dtype=torch.float64), weighting=weighting)
-    for t in (0.3, torch.tensor(0.3, dtype=torch.float64)):
-        assert torch.equal(awm_log_prob(error, t, weighting=weighting), want)
-
-
-@pytest.mark.parametrize(("weighting", "weight"), [("uniform", lambda t: 1), ("t", lambda t: t), ("t2", lambda t: t * t)])
-def test_on_policy_it_is_the_pretraining_loss_weighed_by_the_advantage(weighting: Weighting, weight: object) -> None:
-    assert callable(weight)
-    v, target = normals(0, 2, 5, 3, 4)
-    v.requires_grad_()
-    t, advantage = torch.linspace(0.1, 0.9, 5).double(), torch.linspace(-2, 2, 5).double()
-    log_prob = awm_log_prob(velocity_error(v, target), t, weighting=weighting)
-    loss, info = clipped_surrogate(log_prob, log_prob.detach(), advantage, clip_low=1.0, clip_high=1.0)
-    assert torch.equal(info.ratio, torch.ones(5).double())
-    (gradient,) = torch.autograd.grad(loss.sum(), v)
-    # d/dv of A w(t) mean (v - target)^2
-    want = (advantage * weight(t))[:, None, None] * 2 * (v - target).detach() / 12
-    assert_close(gradient, want, rtol=1e-12, atol=1e-15)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from helpers.refusals import refuses
 
 from fluvial.core.checks import check_choice, check_fields, check_number
 
@@ -13,8 +14,6 @@ Sampler = Literal["flow_sde", "dance_sde", "cps"]
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A config with a field of every kind."""
-
     sampler: Sampler = "cps"
     solver: Literal["euler", "dpmpp_2m"] | None = None
     order: Literal[1, 2] = 1
@@ -38,10 +37,7 @@ def broken(**values: Any) -> RunConfig:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"sampler": "flow-sde"},
-            r"^run\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$",
-        ),
+        ({"sampler": "flow-sde"}, r"^run\.sampler is 'flow-sde', expected one of .* \(did you mean 'flow_sde'\?\)$"),
         ({"sampler": "CPS"}, r"did you mean 'cps'\?"),
         ({"sampler": "zzz"}, r"expected one of 'flow_sde', 'dance_sde', 'cps'$"),
         ({"sampler": None}, "run.sampler is None, expected one of"),
@@ -53,9 +49,7 @@ def broken(**values: Any) -> RunConfig:
     ],
 )
 def test_a_value_that_is_no_literal_of_its_field_is_named_with_the_nearest(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        check_fields(broken(**values))
-    assert "\n" not in str(caught.value)
+    refuses(message, check_fields, broken(**values))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +86,10 @@ def test_values_of_the_fields_types_pass() -> None:
         check_fields(config, steps=(1, 10), eta=(0, 1), dtype=(1, 10))
 
 
-def test_the_owner_is_the_class_or_what_is_passed() -> None:
-    with pytest.raises(ValueError, match=r"^rollout\.sampler is 'sde'"):
-        check_fields(broken(sampler="sde"), "rollout")
-
-
-def test_an_argument_of_a_function_is_named_with_the_function() -> None:
-    with pytest.raises(ValueError, match=r"^log_prob: form is 'densty', .* \(did you mean 'density'\?\)$"):
-        check_choice("log_prob", "form", "densty", ("density", "unscaled"))
+def test_the_owner_of_a_value_is_named() -> None:
+    refuses(r"^rollout\.sampler is 'sde'", check_fields, broken(sampler="sde"), "rollout")
+    refuses("^log_prob: form is 'densty'", check_choice, "log_prob", "form", "densty", ("density", "unscaled"))
     with pytest.raises(TypeError, match=r"^shifted: shift is a bool, expected a number$"):
         check_number("shifted", "shift", True)
-    with pytest.raises(ValueError, match=r"^shifted: shift is 0, expected a finite number >= 1$"):
-        check_number("shifted", "shift", 0, low=1)
+    refuses(r"^shifted: shift is 0, expected a finite number >= 1$", check_number, "shifted", "shift", 0, low=1)
     check_number("shifted", "shift", 1, low=1)

@@ -18,7 +18,6 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 4))
 
 
 def reference(gap: list[list[float]], mode: Mode, threshold: float, level: Level) -> list[list[float]]:
-    """Return the weights, computed one at a time."""
     result = []
     for steps in gap:
         row = []
@@ -80,32 +79,6 @@ def test_programs_that_agree_change_nothing(mode: Mode, level: Level) -> None:
 
 
 @every_level
-@given(seed=st.integers(0, 10_000), threshold=st.floats(1, 5))
-def test_the_bounds_hold_and_the_modes_agree_inside(level: Level, seed: int, threshold: float) -> None:
-    old, rollout = normals(seed, 2, 6, 3)
-    of = {mode: rollout_weights(old, rollout, mode=mode, threshold=threshold, level=level)[0] for mode in MODES}
-    assert bool((of["truncate"] <= threshold).all())
-    assert torch.equal(of["reject"] > 0, of["mask"] == 1)
-    inside = of["mask"] == 1
-    assert torch.equal(of["truncate"][inside], of["reject"][inside])
-    if level == "trajectory":
-        for weight in of.values():
-            assert torch.equal(weight, weight[:, :1].expand_as(weight))
-
-
-def test_weights_make_the_rollouts_average_the_trainers() -> None:
-    # x ~ N(0.1, 1) where the trainer's policy is N(0, 1): E[x^2] is 1.01 as drawn, 1 weighed.
-    x = normals(0, 400_000, 1) + 0.1
-    old, rollout = -(x**2) / 2, -((x - 0.1) ** 2) / 2
-    weight, info = rollout_weights(old, rollout, mode="truncate", threshold=5.0)
-    assert (weight * x).mean().item() == pytest.approx(0, abs=0.005)
-    assert info.kl.item() == pytest.approx(0.1**2 / 2, rel=0.02)  # KL of two unit normals
-    assert info.chi2.item() == pytest.approx(math.expm1(0.1**2), rel=0.05)
-    assert info.effective.item() == pytest.approx(math.exp(-(0.1**2)), rel=0.001)
-    assert info.limited.item() == 0
-
-
-@every_level
 def test_a_log_prob_that_is_infinite_is_bounded(level: Level) -> None:
     inf = torch.inf
     old = torch.tensor([[inf, 0.0], [0.0, -inf], [0.3, 0.0]])
@@ -164,11 +137,15 @@ def test_a_difference_that_is_not_a_number_is_not_silent(mode: Mode, level: Leve
     assert got.isnan().tolist() == want
 
 
-def test_infinities_of_two_signs_have_no_sum() -> None:
+def test_sums_and_differences_of_extreme_log_probs() -> None:
     old = torch.tensor([[torch.inf, -torch.inf]])
     with pytest.raises(ValueError, match=r"NaN \(trajectory\) at indices \[\[0, 0\], \[0, 1\]\]"):
         rollout_weights(old, torch.zeros(1, 2), mode="truncate", threshold=2.0, level="trajectory")
     assert rollout_weights(old, torch.zeros(1, 2), mode="truncate", threshold=2.0)[0].tolist() == [[2, 0]]
+    old, rollout = (t.bfloat16() for t in normals(0, 2, 41, 3) / 100 - 1.4)
+    weight, info = rollout_weights(old, rollout, mode="truncate", threshold=2.0)
+    assert {t.dtype for t in (weight, *info)} == {torch.float32}
+    assert_close(weight.double(), torch.exp(old.double() - rollout.double()), rtol=1e-6, atol=0)
 
 
 @every_mode
@@ -178,11 +155,3 @@ def test_an_empty_batch_is_answered(mode: Mode, level: Level, shape: tuple[int, 
     weight, info = rollout_weights(torch.empty(shape), torch.empty(shape), mode=mode, threshold=2.0, level=level)
     assert weight.shape == shape
     assert [value.item() for value in info] == [0] * len(info)
-
-
-def test_a_difference_is_taken_after_the_upcast() -> None:
-    # In bfloat16 logs near -1.4 are 2^-8 apart: the difference of two of them is exact, its exponential is not.
-    old, rollout = (t.bfloat16() for t in normals(0, 2, 41, 3) / 100 - 1.4)
-    weight, info = rollout_weights(old, rollout, mode="truncate", threshold=2.0)
-    assert {t.dtype for t in (weight, *info)} == {torch.float32}
-    assert_close(weight.double(), torch.exp(old.double() - rollout.double()), rtol=1e-6, atol=0)

@@ -16,13 +16,11 @@ GRID = shifted(10, 3.0).double()
 
 
 def steps(eta: float = 0.8) -> tuple[Transition, Tensor]:
-    """Return every step of a schedule, one per sample, and its dt."""
     return flow_sde(GRID[:-1], GRID[1:], eta=eta, sigma_max=GRID[1]), GRID[1:] - GRID[:-1]
 
 
 @given(seed=st.integers(0, 10_000), distance=st.floats(0, 0.3), clip=st.floats(1e-4, 0.5))
 def test_the_loss_is_the_formula(seed: int, distance: float, clip: float) -> None:
-    """Written out with numbers from the contract, in float64."""
     transition, dt = steps()
     x, v, noise, direction = normals(seed, 4, 10, 6)
     v_old = v + distance * direction

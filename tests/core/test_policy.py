@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.tables import DTYPES, normals
-from helpers.tolerances import COMPUTE_DTYPE
+from helpers.tables import normals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +18,6 @@ log_ratios = st.floats(-3, 3)
 
 
 def surrogate(log_ratio: float, advantage: float, low: float, high: float) -> tuple[Tensor, Tensor, PolicyInfo]:
-    """Return (loss, its gradient in log_prob, info) of one pair, float64."""
     log_prob_old = torch.tensor([-1.25], dtype=torch.float64)
     log_prob = (log_prob_old + log_ratio).requires_grad_()
     advantage_of_pair = torch.tensor([advantage], dtype=torch.float64)
@@ -36,16 +34,11 @@ def test_the_loss_is_the_formula(log_ratio: float, advantage: float, low: float,
     assert loss.item() == pytest.approx(want, rel=1e-14, abs=1e-300)
 
 
-@given(advantage=advantages, low=clips, high=clips)
+@given(advantage=advantages, low=clips | st.just(0.0), high=clips | st.just(0.0))
 def test_the_gradient_is_minus_the_advantage_on_policy(advantage: float, low: float, high: float) -> None:
     loss, gradient, info = surrogate(0.0, advantage, low, high)
     assert loss.item() == gradient.item() == -advantage
     assert (info.ratio.item(), info.log_ratio.item(), info.clipped.item(), info.kl_old.item()) == (1, 0, 0, 0)
-
-
-@pytest.mark.parametrize("advantage", [-2.0, 3.0])
-def test_a_clip_of_nothing_still_starts(advantage: float) -> None:
-    assert surrogate(0.0, advantage, 0.0, 0.0)[1].item() == -advantage
 
 
 @given(log_ratio=log_ratios, advantage=advantages, low=clips, high=clips)
@@ -63,22 +56,8 @@ def test_the_gradient_vanishes_only_where_the_advantage_has_pushed_too_far(
 
 @given(log_ratio=log_ratios, low=clips, high=clips)
 def test_an_advantage_of_0_is_not_clipped(log_ratio: float, low: float, high: float) -> None:
-    """Its gradient is 0 without the clip, which holds nothing."""
     loss, gradient, info = surrogate(log_ratio, 0.0, low, high)
     assert (loss.item(), gradient.item(), info.clipped.item()) == (0.0, 0.0, 0.0)
-
-
-@given(log_ratio=log_ratios, advantage=advantages, low=clips, high=clips)
-def test_the_two_signs_of_an_advantage_are_held_on_two_sides(
-    log_ratio: float, advantage: float, low: float, high: float
-) -> None:
-    # max(-A rho, -A c) + max(A rho, A c) = |A| |rho - c|: each sign pays where the other is clipped.
-    plus, _, of_plus = surrogate(log_ratio, advantage, low, high)
-    minus, _, of_minus = surrogate(log_ratio, -advantage, low, high)
-    rho = math.exp(log_ratio)
-    gap = abs(rho - min(max(rho, 1 - low), 1 + high))
-    assert (plus + minus).item() == pytest.approx(abs(advantage) * gap, abs=1e-13 * abs(advantage) * max(rho, 1))
-    assert of_plus.clipped.item() * of_minus.clipped.item() == 0
 
 
 @given(log_ratio=log_ratios)
@@ -91,33 +70,11 @@ def test_diagnostics(log_ratio: float) -> None:
     assert not any(tensor.requires_grad for tensor in info)
 
 
-def test_kl_old_estimates_the_kl() -> None:
-    # Old N(0, 1), current N(0.3, 1): KL(old || current) = 0.3^2 / 2, an average over draws of the old policy.
-    x = normals(0, 400_000)
-    log_ratio = -((x - 0.3) ** 2) / 2 + x**2 / 2
-    _, info = clipped_surrogate(log_ratio, torch.zeros_like(x), torch.ones_like(x), clip_low=0.2, clip_high=0.2)
-    assert info.kl_old.mean().item() == pytest.approx(0.045, rel=0.02)
-
-
 def test_a_small_step_is_not_lost_in_rounding() -> None:
     # In float32 exp(1e-4) - 1 - 1e-4 is rounding noise around 5e-9; expm1 keeps a quarter of its digits.
     log_prob = torch.tensor([1e-3])
     _, info = clipped_surrogate(log_prob, torch.zeros(1), torch.ones(1), clip_low=0.2, clip_high=0.2)
     assert info.kl_old.item() == pytest.approx(5e-7, rel=1e-3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
-    # Log-probs of a mean reduction differ by 1e-4 around 1: the difference must be taken after the upcast.
-    log_prob, old, advantage = (t.to(dtype) for t in normals(0, 3, 41))
-    loss, info = clipped_surrogate(log_prob, old, advantage, clip_low=1e-4, clip_high=2e-4)
-    rho = torch.exp(log_prob.double() - old.double())
-    clipped = rho.clamp(1 - 1e-4, 1 + 2e-4)
-    want = torch.maximum(-advantage.double() * rho, -advantage.double() * clipped)
-    compute = COMPUTE_DTYPE[dtype]
-    assert {t.dtype for t in (loss, *info)} == {compute}
-    # The exponential of a rounded difference of up to 5 in size.
-    assert_close(loss.double(), want, rtol=8 * torch.finfo(compute).eps, atol=8 * torch.finfo(compute).eps)
 
 
 @pytest.mark.parametrize("size", [0, 1, 41, 1271])
@@ -128,17 +85,6 @@ def test_nothing_is_reduced(size: int) -> None:
     for i in range(min(size, 3)):
         one, _ = clipped_surrogate(log_prob[i : i + 1], old[i : i + 1], advantage[i : i + 1], clip_low=0.2, clip_high=0.2)
         assert_close(loss[i], one[0], rtol=1e-15, atol=0)
-
-
-def test_gradients_reach_the_current_policy_alone() -> None:
-    log_prob, old, advantage = (t.requires_grad_() for t in normals(0, 3, 5).unbind())
-    loss, _ = clipped_surrogate(log_prob, old.detach(), advantage.detach(), clip_low=0.2, clip_high=0.2)
-    weight = normals(1, 5)
-    (gradient,) = torch.autograd.grad(loss, log_prob, weight)
-    (unit,) = torch.autograd.grad(
-        clipped_surrogate(log_prob, old.detach(), advantage.detach(), clip_low=0.2, clip_high=0.2)[0].sum(), log_prob
-    )
-    assert_close(gradient, weight * unit, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
@@ -156,7 +102,6 @@ def test_an_overflowing_ratio_is_held_without_nan(advantage: float) -> None:
 def test_the_noise_weighted_surrogate_is_the_clipped_one_times_the_noise(
     log_ratio: float, advantage: float, std: float, scale: float
 ) -> None:
-    """Loss and gradient are multiplied by scale std."""
     new = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
     old, gain, noise = (torch.tensor([value], dtype=torch.float64) for value in (0.0, advantage, std))
     loss, _ = noise_weighted_surrogate(new, old, gain, noise, clip_low=1e-3, clip_high=2e-3, scale=scale)

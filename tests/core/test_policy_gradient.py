@@ -24,7 +24,6 @@ STEPS, ETA, GOAL, SAMPLES, GROUP = 4, 0.6, 0.7, 200_000, 8
 
 
 def problem(row: SamplerRow) -> tuple[Tensor, Tensor, Sampler, Sampler]:
-    """Return a schedule whose last step is stochastic too, the model, the sampler and that of the other steps."""
     grid = row.grid(STEPS + 1).double()
     grid = grid[: STEPS + 1] if row.name == "ddim" else torch.cat([grid[:STEPS], grid[-1:]])
     theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64)
@@ -33,7 +32,6 @@ def problem(row: SamplerRow) -> tuple[Tensor, Tensor, Sampler, Sampler]:
 
 
 def recorded_steps(row: SamplerRow, window: range, grid: Tensor) -> list[int]:
-    """Return the steps of a window that have a density."""
     return [i for i in window if float(row.bind(ETA)(grid[i], grid[i + 1]).std) > 0]
 
 
@@ -51,7 +49,6 @@ def exact_gradient(grid: Tensor, theta: Tensor, sampler: Sampler, still: Sampler
 
 @lru_cache(maxsize=8)
 def sampled(row: SamplerRow, window: range, shared: bool = False) -> tuple[Trajectory, Tensor, Tensor]:
-    """Return a rollout of many samples of one number each, its schedule and model; tests of one window share it."""
     grid, theta, sampler, still = problem(row)
     run = partial(
         rollout, lambda x, sigma, step: theta[step] * x, sigmas=grid, transition=sampler, deterministic=still, key=key(4)
@@ -69,7 +66,6 @@ def sampled(row: SamplerRow, window: range, shared: bool = False) -> tuple[Traje
 def estimates(
     row: SamplerRow, window: range, loss_of: str, *, baseline: bool = True, shared: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return minus the gradient of the loss in theta, per sample and recorded step, and the exact gradient."""
     trajectory, grid, theta = sampled(row, window, shared)
     _, _, sampler, still = problem(row)
     reward = -((trajectory.final[:, 0] - GOAL) ** 2)
@@ -116,7 +112,6 @@ def test_the_policy_gradient_is_unbiased(row: SamplerRow, window: range, shared:
 
 @pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
 def test_the_baseline_only_takes_noise_away(row: SamplerRow) -> None:
-    """Without one the mean is the whole gradient, and the spread is larger."""
     with_baseline, exact = estimates(row, range(STEPS), "clipped")
     bare, _ = estimates(row, range(STEPS), "clipped", baseline=False)
     error = bare.std(0) / SAMPLES**0.5

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers.marks import Patch
 from helpers.tables import DTYPES
 from helpers.tolerances import KOLMOGOROV, NORMAL_LIMIT, kolmogorov
 from hypothesis import given
@@ -66,22 +67,15 @@ def test_folding_uses_a_stream_of_its_own(seed: int, data: int) -> None:
     assert (int(batched.low[0]), int(batched.high[0])) == (low, high)  # type: ignore[index]
 
 
-def test_a_seed_is_both_words_of_the_key() -> None:
+def test_keys_tell_everything_apart() -> None:
     assert key(5) == Key(5, 0)
     assert key(2**64 - 1) == Key(2**32 - 1, 2**32 - 1)
     assert key(7 * 2**32 + 3) == Key(3, 7)
-
-
-def test_keys_do_not_collide() -> None:
-    # 4 seeds x 4 epochs x 8 samples x 8 steps: a collision among 1,024 of 2^64 keys is a broken fold.
     keys = {
         fold_in(fold_in(fold_in(key(seed), epoch), sample), step)
         for seed, epoch, sample, step in itertools.product(range(4), range(4), range(8), range(8))
     }
     assert len(keys) == 4 * 4 * 8 * 8
-
-
-def test_the_order_of_folding_matters() -> None:
     assert fold_in(fold_in(key(0), 1), 2) != fold_in(fold_in(key(0), 2), 1)
 
 
@@ -121,13 +115,10 @@ def test_an_element_depends_on_its_index_and_not_on_the_size(count: int) -> None
         assert torch.equal(draw(keys, (3, count)).flatten(), draw(keys, (3, 1, count, 1)).flatten())
 
 
-def test_keys_on_a_strided_view_are_the_same_keys() -> None:
+def test_keys_of_views_and_of_nothing() -> None:
     whole, every_other = torch.arange(8), torch.arange(16)[::2]
     want = normal(fold_in(key(0), whole * 2), (8, 5))
     assert torch.equal(normal(fold_in(key(0), every_other), (8, 5)), want)
-
-
-def test_an_empty_batch_of_keys() -> None:
     keys = fold_in(key(0), torch.empty(0, dtype=torch.int64))
     assert normal(keys, (0, 41)).shape == (0, 41)
     assert uniform(keys, (0,)).shape == (0,)
@@ -160,7 +151,7 @@ def test_normal_numbers_are_box_and_mullers() -> None:
 
 
 @pytest.mark.parametrize("word", [0, 2**32 - 1])
-def test_the_extreme_words_are_in_range(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extreme_words_are_in_range(word: int, monkeypatch: Patch) -> None:
     # Each comes once in 2^32 words, which no fixed key of a test will meet: log(0) and a uniform number of 1 would.
     monkeypatch.setattr(random, "philox", lambda counter, key: (torch.full_like(counter[0], word),) * 4)
     assert bool((uniform(key(0), (4,)) < 1).all())
@@ -185,17 +176,13 @@ def test_uniform_numbers_are_uniform() -> None:
     assert abs((drawn - 0.5).mean()) < NORMAL_LIMIT * math.sqrt(1 / 12 / SIZE)
 
 
-def test_normal_numbers_are_normal() -> None:
+def test_normal_numbers_are_normal_and_neighbours_uncorrelated() -> None:
     z = normal(key(12), (SIZE,), dtype=torch.float64)
     assert bool(z.isfinite().all())
     assert kolmogorov(z, torch.special.ndtr) < KOLMOGOROV
     # E z^k of a standard normal, and the variance of z^k, which sets how far a mean may be off.
     for k, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs((z**k).mean() - moment) < NORMAL_LIMIT * math.sqrt(variance / SIZE), k
-
-
-def test_neighbours_are_uncorrelated() -> None:
-    # Lag 1 pairs the two numbers of one Box-Muller transform; lag 2 and 4 the words of one and of two counters.
     z = normal(key(13), (SIZE,), dtype=torch.float64)
     for lag in (1, 2, 3, 4):
         for power in (1, 2):
@@ -214,7 +201,6 @@ def test_samples_and_steps_are_uncorrelated() -> None:
 
 
 def test_one_key_of_tensors_is_that_of_integers() -> None:
-    """Also the data that is folded in, as `vmap` passes them."""
     one, words = key(2**40 + 5), Key(*(torch.tensor(word) for word in key(2**40 + 5)))
     for data in (7, torch.tensor(7)):
         assert tuple(map(int, fold_in(words, data))) == tuple(fold_in(one, 7))

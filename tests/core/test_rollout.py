@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from helpers.refusals import refuses
 from helpers.tables import EVENTS, SAMPLERS, SIGMA_MAX, STOCHASTIC, SamplerRow, normals
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from fluvial.core.random import fold_in, key, normal
 from fluvial.core.rollout import Trajectory, rollout
 from fluvial.core.sigmas import from_scheduler, linear
 from fluvial.core.table import Record, plan
-from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode, sampler_name
+from fluvial.core.transitions import cps, dance_sde, ddim, flow_sde, ode
 
 every_sampler = pytest.mark.parametrize("row", SAMPLERS, ids=lambda row: row.name)
 every_stochastic_sampler = pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
@@ -29,14 +30,12 @@ FLOW = partial(flow_sde, eta=0.7, sigma_max=SIGMA_MAX)
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """Return a velocity of products and sums alone, whose bits do not depend on an element's place in a vector."""
     return 0.5 * x - sigma.reshape(-1, *[1] * (x.ndim - 1)).to(x.dtype)
 
 
 def recompute(
     row: SamplerRow, trajectory: Trajectory, grid: Tensor, *, form: Form = "density", reduction: Reduction = "mean"
 ) -> Tensor:
-    """Score the stored tensors as an update does, all (sample, step) pairs in one batch: `[B, S]`."""
     B, S = trajectory.log_prob.shape
     level, level_next = grid[trajectory.steps].flatten(), grid[trajectory.steps + 1].flatten()
     x, x_next = trajectory.x.flatten(0, 1), trajectory.x_next.flatten(0, 1)
@@ -46,37 +45,24 @@ def recompute(
 
 
 @every_stochastic_sampler
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("event", [(), (41,), (4, 9, 9)], ids=str)
 def test_the_on_policy_ratio_is_exactly_one(row: SamplerRow, stored: torch.dtype, event: tuple[int, ...]) -> None:
-    grid = row.grid(6)
+    dtype = torch.promote_types(stored, torch.float32)
+    grid = row.grid(6).to(dtype)
+    start = normals(0, 5, *event, dtype=dtype)
     for form in FORMS:
         for reduction in REDUCTIONS:
-            trajectory = rollout(
-                velocity,
-                normals(0, 5, *event, dtype=torch.float32),
-                grid,
-                transition=row.bind(0.6),
-                key=key(1),
-                record=Record(range(5), form=form, reduction=reduction, dtype=stored),
-            )
+            record = Record(range(5), form=form, reduction=reduction, dtype=stored)
+            trajectory = rollout(velocity, start, grid, transition=row.bind(0.6), key=key(1), record=record)
             assert trajectory.x.dtype == trajectory.x_next.dtype == stored
+            assert trajectory.log_prob.dtype == trajectory.final.dtype == dtype
             log_prob = recompute(row, trajectory, grid, form=form, reduction=reduction)
             assert torch.equal(log_prob, trajectory.log_prob)
             flat = log_prob.flatten()
-            _, info = clipped_surrogate(
-                flat, trajectory.log_prob.flatten(), torch.ones_like(flat), clip_low=1e-4, clip_high=1e-4
-            )
-            assert torch.equal(info.ratio, torch.ones_like(flat))
-
-
-@every_stochastic_sampler
-def test_in_float64_too(row: SamplerRow) -> None:
-    grid = row.grid(4).double()
-    x = normals(0, 3, 41)
-    trajectory = rollout(velocity, x, grid, transition=row.bind(0.6), key=key(1), record=Record([0, 1], dtype=torch.float64))
-    assert {t.dtype for t in (trajectory.x, trajectory.x_next, trajectory.log_prob, trajectory.final)} == {torch.float64}
-    assert torch.equal(recompute(row, trajectory, grid), trajectory.log_prob)
+            ones = torch.ones_like(flat)
+            _, info = clipped_surrogate(flat, trajectory.log_prob.flatten(), ones, clip_low=1e-4, clip_high=1e-4)
+            assert torch.equal(info.ratio, ones)
 
 
 @every_sampler
@@ -157,7 +143,7 @@ def test_a_sample_does_not_depend_on_its_batch(row: SamplerRow, data: st.DataObj
         assert torch.equal(of_whole[chosen], of_part)
 
 
-def test_one_key_is_folded_with_each_place_in_the_batch() -> None:
+def test_noise_is_that_of_the_key_the_sample_and_the_step() -> None:
     x = normals(0, 5, 41, dtype=torch.float32)
     arguments: dict[str, Any] = {"sigmas": linear(4), "transition": FLOW}
     whole = rollout(velocity, x, **arguments, key=key(2))
@@ -165,27 +151,21 @@ def test_one_key_is_folded_with_each_place_in_the_batch() -> None:
     keys = fold_in(key(2), torch.arange(5))
     assert torch.equal(rollout(velocity, x, **arguments, key=keys).final, whole.final)
     assert not torch.equal(rollout(velocity, x, **arguments, key=key(3)).final, whole.final)
-
-
-def test_noise_differs_between_steps_and_samples() -> None:
     trajectory = rollout(velocity, torch.zeros(3, 41), linear(4), transition=FLOW, key=key(0), record=Record(debug=True))
     assert trajectory.debug is not None
     noises = trajectory.debug.noise.flatten(0, 1)
     assert len({tuple(noise.tolist()) for noise in noises}) == 3 * 4
+    x = normals(0, 41, 3, dtype=torch.float32)
+    one, other = (rollout(velocity, start, linear(4), transition=FLOW, key=key(1)) for start in (x.T, x.T.contiguous()))
+    assert torch.equal(one.final, other.final)
 
 
 @every_sampler
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_the_debug_tensors_are_what_the_steps_were_made_of(row: SamplerRow, stored: torch.dtype) -> None:
-    grid, steps = row.grid(5), [1, 3]
-    trajectory = rollout(
-        velocity,
-        normals(0, 3, 41, dtype=torch.float32),
-        grid,
-        transition=row.bind(0.6),
-        key=key(1),
-        record=Record(steps, form="unscaled", dtype=stored, debug=True),
-    )
+    grid, steps, start = row.grid(5), [1, 3], normals(0, 3, 41, dtype=torch.float32)
+    record = Record(steps, form="unscaled", dtype=stored, debug=True)
+    trajectory = rollout(velocity, start, grid, transition=row.bind(0.6), key=key(1), record=record)
     debug = trajectory.debug
     assert debug is not None
     assert debug.noise.shape == debug.mean.shape == debug.velocity.shape == trajectory.x.shape == (3, 2, 41)
@@ -204,15 +184,8 @@ def test_the_debug_tensors_are_what_the_steps_were_made_of(row: SamplerRow, stor
 
 def test_steps_outside_the_window_are_the_ode() -> None:
     grid = linear(6)
-    trajectory = rollout(
-        velocity,
-        normals(0, 3, 41, dtype=torch.float32),
-        grid,
-        transition=FLOW,
-        key=key(1),
-        window=[2, 3],
-        record=Record(range(6), form="unscaled", debug=True),
-    )
+    x, record = normals(0, 3, 41, dtype=torch.float32), Record(range(6), form="unscaled", debug=True)
+    trajectory = rollout(velocity, x, grid, transition=FLOW, key=key(1), window=[2, 3], record=record)
     assert trajectory.debug is not None
     assert (trajectory.debug.std > 0).all(0).tolist() == [False, False, True, True, False, False]
     for step in (0, 1, 4, 5):
@@ -259,7 +232,9 @@ def test_recording_does_not_change_the_samples() -> None:
 def test_shapes(event: tuple[int, ...], batch: int) -> None:
     x = torch.zeros(batch, *event)
     for steps in ([0, 2], []):
-        got = rollout(velocity, x, linear(3), transition=FLOW, key=key(0), record=Record(steps, dtype=torch.bfloat16))
+        got = rollout(
+            velocity, x, linear(3), transition=FLOW, key=key(0), record=Record(steps, dtype=torch.bfloat16, debug=True)
+        )
         S = len(steps)
         assert got.x.shape == got.x_next.shape == (batch, S, *event)
         assert got.log_prob.shape == (batch, S)
@@ -268,42 +243,28 @@ def test_shapes(event: tuple[int, ...], batch: int) -> None:
         assert got.steps.dtype == torch.int64
         assert got.x.dtype == got.x_next.dtype == torch.bfloat16
         assert got.log_prob.dtype == torch.float32
+        assert got.debug is not None  # also where nothing is recorded
+        assert got.debug.noise.shape == got.debug.mean.shape == got.debug.velocity.shape == (batch, S, *event)
+        assert got.debug.std.shape == (batch, S)
 
 
-def test_debug_is_there_when_asked_for() -> None:
-    # Also where nothing is recorded: an answer of another type would surprise the code that reads it.
-    got = rollout(velocity, torch.zeros(2, 5), linear(3), transition=FLOW, key=key(0), record=Record([], debug=True))
-    assert got.debug is not None
-    assert got.debug.noise.shape == got.debug.mean.shape == got.debug.velocity.shape == (2, 0, 5)
-    assert got.debug.std.shape == (2, 0)
-
-
-def test_samples_are_rounded_to_a_lower_stored_precision_at_every_step() -> None:
+def test_steps_in_low_precision() -> None:
     x = normals(0, 3, 41, dtype=torch.float32)
-    low = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), record=Record(dtype=torch.bfloat16))
-    assert torch.equal(low.x[:, 0], x.bfloat16())
-    assert torch.equal(low.final.bfloat16().to(low.final.dtype), low.final)
-    assert torch.equal(low.x[:, 1:], low.x_next[:, :-1])
+    rounded = rollout(velocity, x, linear(6), transition=FLOW, key=key(1), record=Record(dtype=torch.bfloat16))
+    assert torch.equal(rounded.x[:, 0], x.bfloat16())
+    assert torch.equal(rounded.final.bfloat16().to(rounded.final.dtype), rounded.final)
+    assert torch.equal(rounded.x[:, 1:], rounded.x_next[:, :-1])
 
-
-def test_a_model_in_low_precision_is_stepped_in_float32() -> None:
     def low(x: Tensor, sigma: Tensor, step: int) -> Tensor:
         return velocity(x, sigma, step).bfloat16()
 
     def upcast(x: Tensor, sigma: Tensor, step: int) -> Tensor:
         return low(x, sigma, step).float()
 
-    x = normals(0, 3, 41, dtype=torch.float32)
     one, other = (rollout(model, x, linear(5), transition=FLOW, key=key(1)) for model in (low, upcast))
     assert one.final.dtype == torch.float32
     assert torch.equal(one.final, other.final)
     assert torch.equal(one.log_prob, other.log_prob)
-
-
-def test_noise_of_a_non_contiguous_start() -> None:
-    x = normals(0, 41, 3, dtype=torch.float32)
-    one, other = (rollout(velocity, start, linear(4), transition=FLOW, key=key(1)) for start in (x.T, x.T.contiguous()))
-    assert torch.equal(one.final, other.final)
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 41), (2, 3, 7)], ids=str)
@@ -314,15 +275,8 @@ def test_noise_drawn_for_many_steps_has_the_bits_of_single_draws(
     keys, steps = fold_in(key(1), torch.arange(shape[0])), window or range(4)
     for at_once in (1, 2 * math.prod(shape), 2**20):  # one step, two steps, all of them
         monkeypatch.setattr(fluvial.core.random, "DRAWN_AT_ONCE", at_once)
-        found = rollout(
-            velocity,
-            torch.zeros(shape),
-            linear(4),
-            transition=FLOW,
-            key=keys,
-            window=window,
-            record=Record(steps=window, debug=True),
-        )
+        record = Record(steps=window, debug=True)
+        found = rollout(velocity, torch.zeros(shape), linear(4), transition=FLOW, key=keys, window=window, record=record)
         assert found.debug is not None
         for row, step in enumerate(steps):
             assert torch.equal(found.debug.noise[:, row], normal(fold_in(keys, step), shape))
@@ -338,15 +292,9 @@ def test_coefficients_are_computed_once_per_sampler() -> None:
     found = rollout(velocity, torch.zeros(2, 3), linear(4), transition=counting, key=key(1), window=[1, 2])
     assert calls == [[1.0, 0.75, 0.5, 0.25]]
     expected = FLOW(torch.tensor([0.75, 0.75]), torch.tensor([0.5, 0.5]))
-    assert torch.equal(
-        found.x_next[:, 0],
-        gaussian.sample(
-            expected,
-            found.x[:, 0],
-            velocity(found.x[:, 0], torch.tensor([0.75, 0.75]), 1),
-            normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3)),
-        ),
-    )
+    x, noise = found.x[:, 0], normal(fold_in(fold_in(key(1), torch.arange(2)), 1), (2, 3))
+    v = velocity(x, torch.tensor([0.75, 0.75]), 1)
+    assert torch.equal(found.x_next[:, 0], gaussian.sample(expected, x, v, noise))
 
 
 @pytest.mark.parametrize(
@@ -375,12 +323,6 @@ def test_a_recorded_step_needs_a_density(
     assert unscaled.log_prob.isfinite().all()
 
 
-def test_a_plan_accepts_steps_with_a_density() -> None:
-    make = partial(plan, linear(4), partial(cps, eta=0.5), batch=2)
-    assert make(record=[0, 1, 2]).recorded == ((0, 1, 2),)
-    assert make(record=Record(range(4), form="unscaled")).recorded == ((0, 1, 2, 3),)
-
-
 def test_a_plan_is_one_table_of_transitions() -> None:
     """The coefficients of every step and sample: the stochastic sampler's in the sample's window, the ODE's elsewhere."""
     grid, windows = linear(4), torch.tensor([[0, 1], [2, 3], [1, 2]])
@@ -391,6 +333,9 @@ def test_a_plan_is_one_table_of_transitions() -> None:
             for coefficient, expected in zip(table, sampler(grid[step], grid[step + 1]), strict=True):
                 assert coefficient.shape == (4, 3)
                 assert coefficient[step, sample] == expected
+    make = partial(plan, linear(4), partial(cps, eta=0.5), batch=2)
+    assert make(record=[0, 1, 2]).recorded == ((0, 1, 2),)
+    assert make(record=Record(range(4), form="unscaled")).recorded == ((0, 1, 2, 3),)
 
 
 def test_ddim_keeps_its_own_deterministic_steps() -> None:
@@ -410,18 +355,4 @@ def test_ddim_keeps_its_own_deterministic_steps() -> None:
 @pytest.mark.parametrize("steps", [[-1], [4], [0, 9]], ids=str)
 def test_a_step_out_of_range(name: str, steps: list[int]) -> None:
     arguments: dict[str, Any] = {"x": torch.zeros(2, 3), "sigmas": linear(4), "transition": FLOW, "key": key(0), name: steps}
-    with pytest.raises(ValueError, match=f"rollout: {name} holds steps .*expected 0 to 3"):
-        rollout(velocity, **arguments)
-
-
-def test_names_for_messages() -> None:
-    class Custom:
-        def __call__(self, sigma: Tensor, sigma_next: Tensor) -> gaussian.Transition:
-            return ode(sigma, sigma_next)
-
-    assert [sampler_name(s) for s in (ode, FLOW, partial(FLOW, eta=0.1), Custom())] == [
-        "ode",
-        "flow_sde",
-        "flow_sde",
-        "Custom",
-    ]
+    refuses(f"rollout: {name} holds steps .*expected 0 to 3", rollout, velocity, **arguments)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from helpers.tables import STOCHASTIC, SamplerRow
 from torch import Tensor
 
@@ -16,14 +17,12 @@ STEPS = 6
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """Return an elementwise velocity that depends on the step."""
     return 0.5 * x - sigma.reshape(-1, 1).to(x.dtype) * (1 + step)
 
 
 @pytest.mark.parametrize("window", [range(2, 5), range(3, 4), [2, 4]], ids=str)
 @pytest.mark.parametrize("row", STOCHASTIC, ids=lambda row: row.name)
 def test_two_parts_are_the_whole(row: SamplerRow, window: list[int] | range) -> None:
-    """To the bit, with the noise and the steps of the record: the index of a step is that of the schedule."""
     grid = row.grid(STEPS)
     still = partial(transitions.ddim, eta=0.0) if row.name == "ddim" else transitions.ode
     run = partial(rollout, velocity, sigmas=grid, transition=row.bind(0.6), deterministic=still, key=key(1))
@@ -48,7 +47,6 @@ def test_two_parts_are_the_whole(row: SamplerRow, window: list[int] | range) -> 
     ],
 )
 def test_a_part_that_does_not_fit(steps: range, window: list[int], said: str) -> None:
-    """The window lies within the steps that are taken."""
     grid = STOCHASTIC[0].grid(STEPS)
     with pytest.raises(ValueError, match="rollout: ") as raised:
         rollout(velocity, torch.ones(1, 2), grid, transition=STOCHASTIC[0].bind(0.5), key=key(0), window=window, steps=steps)
@@ -56,15 +54,6 @@ def test_a_part_that_does_not_fit(steps: range, window: list[int], said: str) ->
 
 
 def test_a_recorded_step_lies_within_the_part() -> None:
-    """Also where the window does."""
-    grid = torch.linspace(1, 0, STEPS + 1)
-    with pytest.raises(ValueError, match=r"record holds steps \[5\], expected 0 to 3"):
-        rollout(
-            velocity,
-            torch.ones(1, 2),
-            grid,
-            transition=partial(transitions.dance_sde, eta=0.5),
-            key=key(0),
-            record=Record(steps=[1, 5], form="unscaled"),
-            steps=range(4),
-        )
+    run = partial(rollout, velocity, torch.ones(1, 2), torch.linspace(1, 0, STEPS + 1), key=key(0), steps=range(4))
+    step, record = partial(transitions.dance_sde, eta=0.5), Record(steps=[1, 5], form="unscaled")
+    refuses(r"record holds steps \[5\], expected 0 to 3", run, transition=step, record=record)

@@ -28,7 +28,6 @@ DTS: dict[str, Any] = {
 
 
 def kl_term(loss: Any, dt: Any, kl_weight: Any) -> Tensor:
-    """Return the loss with a KL of coefficient 0.5, minus the loss without."""
     stored = {"log_prob_old": OLD, "advantage": ADVANTAGE, **CLIP}
     with_kl, info = loss(STEP, X, V, X_NEXT, **stored, v_ref=V_REF, kl_coef=0.5, kl_weight=kl_weight, dt=dt)
     without, _ = loss(STEP, X, V, X_NEXT, **stored)
@@ -39,7 +38,6 @@ def kl_term(loss: Any, dt: Any, kl_weight: Any) -> Tensor:
 @pytest.mark.parametrize("loss", [step.policy_loss, kernels.policy_loss], ids=["core", "kernels"])
 @pytest.mark.parametrize("dt", DTS)
 def test_the_kl_is_a_penalty_of_its_size_times_the_length_of_the_step(loss: Any, dt: str) -> None:
-    """dt is negative, and the KL is added, never subtracted, for a float dt as for a tensor."""
     term = kl_term(loss, DTS[dt], "rate")
     assert (term > 0).all()
     assert_close(term, 0.5 * torch.as_tensor(DTS[dt]).abs() * gaussian.kl(STEP, V, V_REF), rtol=1e-12, atol=1e-14)
@@ -55,7 +53,6 @@ def test_the_exact_kl_does_not_depend_on_dt(loss: Any) -> None:
 
 @pytest.mark.parametrize("loss", [step.policy_loss, kernels.policy_loss], ids=["core", "kernels"])
 def test_the_mse_is_the_distance_of_the_means(loss: Any) -> None:
-    """Without the division by 2 std^2, as Flow-CPS's code has it."""
     distance = ((gaussian.mean(STEP, X, V) - gaussian.mean(STEP, X, V_REF)) ** 2).flatten(1).mean(1)
     assert_close(kl_term(loss, None, "mse"), 0.5 * distance, rtol=1e-12, atol=1e-14)
 
@@ -71,7 +68,6 @@ def test_swapping_sample_and_velocity_changes_the_result() -> None:
 @pytest.mark.parametrize("draw", [step.sde_step, kernels.sde_step], ids=["core", "kernels"])
 @pytest.mark.parametrize("form", gaussian.FORMS)
 def test_a_draw_is_a_sample_and_its_log_prob(draw: Any, form: gaussian.Form) -> None:
-    """To the bit, from the noise of its key."""
     keys = fold_in(key(3), torch.arange(len(X)))
     x_next, log_prob = draw(STEP, X, V, form=form, reduction="sum", key=keys)
     assert torch.equal(x_next, gaussian.sample(STEP, X, V, normal(keys, tuple(X.shape))))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from helpers.tables import normals
 from torch import Tensor
 
@@ -20,12 +21,10 @@ STEPS = torch.tensor([[0, 1], [3, 4], [1, 4], [0, 1]])
 
 
 def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
-    """Return an elementwise velocity."""
     return 0.5 * x - sigma.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def test_each_sample_follows_its_own_window() -> None:
-    """Samples, records and log-probs are those of a rollout of that sample alone with its window, bit for bit."""
     x, sampler, keys = (
         normals(0, 4, 3, 5, dtype=torch.float32),
         bind("flow_sde", 0.7, GRID),
@@ -66,14 +65,11 @@ def test_nothing_is_recorded_where_nothing_is_asked_for() -> None:
     ],
 )
 def test_a_window_per_sample_is_checked(window: Tensor, says: str) -> None:
-    """Shape, dtype, order and range."""
     x, sampler = normals(0, 4, 3, dtype=torch.float32), bind("flow_sde", 0.7, GRID)
-    with pytest.raises(ValueError, match=says):
-        rollout(velocity, x, GRID, transition=sampler, key=key(1), window=window)
+    refuses(says, rollout, velocity, x, GRID, transition=sampler, key=key(1), window=window)
 
 
 def test_samples_may_not_differ_in_their_number_of_recorded_steps() -> None:
-    """A step without a density cannot be part of some windows only; nor can other steps be recorded."""
     x, ends = normals(0, 2, 3, dtype=torch.float32), torch.tensor([[0, 1], [4, 5]])
     with pytest.raises(ValueError, match=r"window holds steps \[5\], which are deterministic"):
         rollout(velocity, x, GRID, transition=lambda a, b: cps(a, b, eta=0.8), key=key(1), window=ends)
@@ -82,7 +78,6 @@ def test_samples_may_not_differ_in_their_number_of_recorded_steps() -> None:
 
 
 def places(rollouts: int, *args: int, **options: float) -> list[tuple[int, int]]:
-    """Return each start of the moving window with the number of rollouts that it stays, in order."""
     starts = [moving_window(done, *args, **options).start for done in range(rollouts)]  # type: ignore[arg-type]
     return [(start, len(list(same))) for start, same in groupby(starts)]
 
@@ -95,7 +90,6 @@ def test_a_progressive_window() -> None:
 
 
 def test_a_stride_and_the_last_position() -> None:
-    """UniRL's: stride 3 over 10 steps has the starts 0, 3 and 6; without repetition it stays at 6."""
     assert places(14, 10, 4, every=2, stride=3) == [(0, 2), (3, 2), (6, 2), (0, 2), (3, 2), (6, 2), (0, 2)]
     assert places(12, 10, 4, every=2, stride=3, repeat=False) == [(0, 2), (3, 2), (6, 8)]
 
@@ -109,8 +103,5 @@ def test_an_exponential_decay() -> None:
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "stride": 0}])
 def test_a_window_that_cannot_move(options: dict[str, Any]) -> None:
-    """The number of rollouts and the stride are at least 1."""
-    with pytest.raises(ValueError, match="expected at least 1"):
-        moving_window(0, 8, 3, **options)
-    with pytest.raises(ValueError, match="moving_window: size is 9"):
-        moving_window(0, 8, 9, every=1)
+    refuses("expected at least 1", moving_window, 0, 8, 3, **options)
+    refuses("moving_window: size is 9", moving_window, 0, 8, 9, every=1)

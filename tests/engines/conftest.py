@@ -1,19 +1,12 @@
-"""The world of a process, and runs that are short, unless a test asks for their charts."""
+"""Runs that are short, unless a test asks for their charts, and the command line in the test process."""
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from helpers import short_runs
+from helpers import launch, short_runs
 
-from fluvial.engines.engine.world import World, init_world
+from fluvial.engines.cli import main as cli
 from fluvial.engines.extensions.report import charts as drawing
-
-
-@pytest.fixture(scope="module")
-def one() -> Iterator[World]:
-    """The world of this process."""
-    with init_world() as world:
-        yield world
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,3 +20,17 @@ def charts(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw charts in this test."""
     monkeypatch.setattr(drawing, "curves", short_runs.curves)
     monkeypatch.setattr(drawing, "as_svg", short_runs.as_svg)
+
+
+@pytest.fixture
+def fluvial(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Run a command line, `fluvial(*words, code=0)`; return what it prints, or the one line of its error."""
+
+    def run(*words: object, code: int = 0) -> str:
+        capfd.readouterr()
+        found = cli.run([str(word) for word in words])
+        out, errors = capfd.readouterr()
+        assert found == code, errors
+        return out if code == 0 else launch.one_line(errors)
+
+    return run

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from helpers.marks import Patch
 
 from fluvial.bench import aot, harness
 from fluvial.bench.aot import AotRow
@@ -27,7 +28,6 @@ pytestmark = pytest.mark.long
 
 
 def faults(row: AotRow) -> Iterable[str]:
-    """Yield what is wrong with a kernel's machine code."""
     if row.load_bits not in (0, 128):
         yield f"reads {row.load_bits} bits at a time, or an operand twice"
     if row.store_bits not in (0, 128):
@@ -45,12 +45,10 @@ def faults(row: AotRow) -> Iterable[str]:
 
 
 def complaints(rows: Iterable[AotRow]) -> list[str]:
-    """Return what is wrong with any of the rows."""
     return [f"{row.kernel} ({row.operands}, {row.chunks} chunks): {fault}" for row in rows for fault in faults(row)]
 
 
 def committed() -> list[AotRow]:
-    """Return the rows of bench/results/aot.csv."""
     return harness.read(Path(__file__).parents[2] / "bench" / "results" / "aot.csv", AotRow)
 
 
@@ -70,15 +68,12 @@ def test_the_machine_code_of_every_kernel(target: str) -> None:
 
 
 def test_the_committed_table_has_every_launch() -> None:
-    """For every target, and nothing that the test above would refuse."""
     rows = committed()
     assert len(rows) == len(aot.launches()) * len(aot.TARGETS)
     assert complaints(rows) == []
 
 
-def test_changed_code_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other code has another hash; other comments and docstrings do not."""
-
+def test_changed_code_is_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
     def hashed(code: str) -> str:
         (tmp_path / "kernel.py").write_text(code)
         aot.sources.cache_clear()

@@ -1,16 +1,15 @@
 """Tiny pipelines for the tests of models: each is built and saved once per session; no test may write to its folder."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from helpers import tiny_replayed
+from helpers.marks import Folders
 from helpers.tiny_pipelines import ROWS, save
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of the pipelines with an adapter, by row of `tiny_pipelines`."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("adapted")
 
     def folder(name: str) -> Path:
@@ -22,8 +21,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def replayed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of the pipelines without an adapter, by row of `tiny_replayed`."""
+def replayed(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("replayed")
 
     def folder(name: str) -> Path:

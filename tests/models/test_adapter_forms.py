@@ -53,18 +53,15 @@ RANK, ALPHA = 3, 4.5  # alpha / rank is no power of two
 
 
 def config(form: Form) -> LoraConfig:
-    """Return an adapter of a form."""
     return LoraConfig(rank=RANK, alpha=ALPHA, form=form)
 
 
 def layers(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Sequential:
-    """Return two linear layers of unlike sizes."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 40, bias=bias), nn.Linear(40, 16, bias=bias)).to(dtype)
 
 
 def perturbed(module: nn.Module, seed: int = 1, adapter: str = "default") -> nn.Module:
-    """Give every parameter of an adapter other values, in place."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter_parameters(module, adapter).values():
@@ -73,14 +70,12 @@ def perturbed(module: nn.Module, seed: int = 1, adapter: str = "default") -> nn.
 
 
 def adapted(form: Form, **given: Any) -> nn.Module:
-    """Return the two layers with an adapter that changes them."""
     module = layers(**given)
     add_lora(module, config(form), ["0", "1"])
     return perturbed(module)
 
 
 def of_peft(form: Form, module: nn.Module) -> nn.Module:
-    """Return the two layers with PEFT's own adapter of the same values."""
     plain: nn.Module = layers()
     given: dict[str, Any] = {"r": RANK, "target_modules": ["0", "1"]}
     if isinstance(form, Lokr):
@@ -116,7 +111,6 @@ def test_it_is_the_function_and_the_gradients_of_peft(form: Form) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: bool) -> None:
-    """To the bit, as the reference policy without it; only the adapter is trained."""
     module = layers(dtype, bias=bias)
     x = torch.randn(2, 7, 24).to(dtype)
     add_lora(module, config(form), ["0", "1"], adapters=("default", "old"))
@@ -130,7 +124,6 @@ def test_a_new_adapter_changes_nothing(form: Form, dtype: torch.dtype, bias: boo
 
 @each
 def test_the_weights_may_come_later(form: Form) -> None:
-    """Adapters on a module without weights have the values of those on weights; the lengths follow the weights."""
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 16))
     full = layers()
@@ -141,16 +134,12 @@ def test_the_weights_may_come_later(form: Form) -> None:
         assert torch.equal(parameter, held[name])
 
 
-def test_small_lengths_keep_their_digits_in_bfloat16() -> None:
-    """A row that is 0.1 % longer than that of W, which PEFT's length in bfloat16 would round away."""
+def test_small_lengths_keep_their_digits_and_a_row_of_zeros_stays_finite() -> None:
+    """A row 0.1 % longer than that of W, which PEFT's length in bfloat16 would round away; for zeros PEFT divides 0 by 0."""
     weight, b = torch.randn(8, 24), torch.zeros(8, RANK)
     longer = 1e-3 * weight.norm(dim=1)
     found = growth(weight.bfloat16(), torch.randn(RANK, 24).bfloat16(), b.bfloat16(), longer.bfloat16(), 1.5)
     torch.testing.assert_close(found, torch.full((8,), 1e-3), rtol=0.01, atol=0.0)
-
-
-def test_a_row_of_zeros_stays_finite() -> None:
-    """PEFT would divide 0 by 0."""
     module: nn.Module = layers()
     with torch.no_grad():
         module.get_submodule("0").weight[3] = 0  # type: ignore[operator]
@@ -187,7 +176,6 @@ def test_lengths_and_products_are_the_formulas(form: Form) -> None:
 
 @every
 def test_a_float64_module_keeps_its_digits(form: Form) -> None:
-    """Forward, and merged in place and by the export, against the adapter in float32 and against each other."""
     module, single = adapted(form, dtype=torch.float64), adapted(form)
     x = torch.randn(5, 24, dtype=torch.float64)
     expected = module(x)
@@ -202,25 +190,20 @@ def test_a_float64_module_keeps_its_digits(form: Form) -> None:
 
 
 @each
-def test_merged_is_the_same_function(form: Form) -> None:
-    """In place, and by the export, which has the names of the plain module; over a quantised base, too."""
-    for base in (False, True):
-        module = adapted(form)
-        if base:
-            quantise_linear(module, "int8", torch.float32)
-        x = torch.randn(5, 24)
-        before = module(x)
-        plain = layers()
-        plain.load_state_dict(dict(gather_weights(module, merge=True)))
-        torch.testing.assert_close(plain(x), before, rtol=1e-4, atol=1e-4)
-        merge_lora(module)
-        torch.testing.assert_close(module(x), before, rtol=1e-4, atol=1e-4)
-        assert set(module.state_dict()) == set(plain.state_dict())
+def test_merged_over_a_quantised_base_is_the_same_function(form: Form) -> None:
+    """In place, and by the export, which has the names of the plain module."""
+    module, plain, x = adapted(form), layers(), torch.randn(5, 24)
+    quantise_linear(module, "int8", torch.float32)
+    before = module(x)
+    plain.load_state_dict(dict(gather_weights(module, merge=True)))
+    merge_lora(module)
+    for merged in (module, plain):
+        torch.testing.assert_close(merged(x), before, rtol=1e-4, atol=1e-4)
+    assert set(module.state_dict()) == set(plain.state_dict())
 
 
 @each
 def test_a_quantised_base_counts_by_its_dequantised_weight(form: Form) -> None:
-    """Also in the backward pass, and without keeping that weight."""
     module = adapted(form)
     quantise_linear(module, "nf4", torch.float32)
     plain = adapted(form)
@@ -249,7 +232,6 @@ UNUSED = ("transformer_blocks.3.attn.add_q_proj.lora_", "transformer_blocks.3.at
 @every
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 def test_an_update_is_that_of_plain_torch(one: World, form: Form, sharding: dict[str, Any]) -> None:
-    """With the old policy and the reference in the loss; the others do not move."""
     plain, module = MODEL.build().eval(), MODEL.build().eval()
     for network in (plain, module):
         add_lora(network, config(form), MODEL.lora_targets, adapters=("default", "old"), seed=3)
@@ -385,7 +367,6 @@ def test_comfyui_computes_the_merged_weights(one: World, form: Form, name: str, 
 
 @each
 def test_the_settings_are_those_that_were_given(form: Form) -> None:
-    """As a checkpoint records them."""
     module = lora_model.adapted()
     merge_lora(module)
     add_lora(module, config(form), MODEL.lora_targets)
@@ -396,7 +377,6 @@ def test_the_settings_are_those_that_were_given(form: Form) -> None:
 
 
 def test_a_lokr_has_fewer_numbers() -> None:
-    """For 3,072 by 3,072 of rank 16: 48 x 48 of w1 or of a factor 16, and w2 by its factors."""
     counts = {}
     forms: tuple[Form, ...] = (LoraConfig().form, Dora(), Lokr(), Lokr(factor=16))
     for form in forms:

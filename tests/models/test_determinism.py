@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=[1, 2, 4])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A number of threads, restored afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -39,7 +38,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def processors(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the environments in which MKL takes the code paths of other processors; the last needs a C compiler."""
     found: dict[str, dict[str, str]] = {"this one": {}, "SSE4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}}
     compiler = shutil.which("cc")
     if compiler is not None and sys.platform == "linux":
@@ -79,7 +77,6 @@ def test_only_odd_addresses_change_the_bits_of_products(tmp_path: Path) -> None:
 def test_micro_batches_are_contiguous_aligned_copies(
     rows: int, micro_batch: int, more: int, offset: int, dtype: torch.dtype, turned: bool
 ) -> None:
-    """Wherever the items lie, and in the micro-batch that repeats items, too."""
     values = torch.arange(rows * 15).view(rows, 3, 5).to(dtype)
     items = {"x": placed(values, offset), "level": placed(values[:, 0, 0], offset)}
     if turned:
@@ -102,8 +99,6 @@ def test_a_fresh_copy_is_no_view_even_of_aligned_tensors() -> None:
 
 
 class AddressNet(nn.Module):
-    """Products of its inputs themselves, and a term that tells on every processor where they lie."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
@@ -114,8 +109,6 @@ class AddressNet(nn.Module):
 
 
 class Info(NamedTuple):
-    """How far the velocity of each item lies from the rollout's."""
-
     moved: Tensor
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lora_model import perturb
+from helpers.marks import Patch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,8 +20,6 @@ from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank, add_lora, use_a
 
 
 class Merges(TorchFunctionMode):
-    """Counts the sums W + scale B A."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -44,7 +43,6 @@ FORMS: dict[str, Any] = {
     "form", ["merged", "dora", *(pytest.param(name, marks=pytest.mark.long) for name in ("auto", "factors", "lokr"))]
 )
 def test_a_rollout_merges_once_per_chunk(kind: Any, form: str) -> None:
-    """3 steps of 2 chunks: a third of the sums, and the same bits."""
     model = kind()
     module = model.build().eval()
     add_lora(module, LoraConfig(rank=2, alpha=3.0, form=FORMS[form]), model.lora_targets)
@@ -65,7 +63,6 @@ def test_a_rollout_merges_once_per_chunk(kind: Any, form: str) -> None:
 
 
 def adapted(width: int = 8) -> tuple[nn.Module, Tensor]:
-    """Return a network of one merged layer with two adapters, and an input of 5 tokens."""
     module = nn.Sequential(nn.Linear(width, width))
     add_lora(module, LoraConfig(rank=2, form=LowRank(product="merged")), ["0"], adapters=("default", "old"))
     perturb(module)
@@ -100,8 +97,7 @@ def test_only_calls_like_the_first_take_what_is_kept() -> None:
         assert module(x).requires_grad
 
 
-def test_large_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would take memory, and merging them is a small part of a pass."""
+def test_large_weights_are_not_kept(monkeypatch: Patch) -> None:
     module, x = adapted()
     for most, merged in ((8 * 8 * 4, 0), (8 * 8 * 4 - 1, 1)):
         monkeypatch.setattr(fixed_adapters, "LARGEST", most)

@@ -20,7 +20,6 @@ ROWS, IN, OUT = 5, 8, 16
 
 
 def linear(*, weight: bool, inputs: bool) -> FlopCounter:
-    """Count the operations of a layer's forward and backward pass."""
     layer = nn.Linear(IN, OUT, bias=False).requires_grad_(weight)
     x = torch.randn(ROWS, IN, requires_grad=inputs)
     with FlopCounter() as counter:
@@ -34,7 +33,6 @@ def linear(*, weight: bool, inputs: bool) -> FlopCounter:
     ("weight", "inputs", "passes"), [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 3)]
 )
 def test_a_linear_layer_is_2mnk_a_pass(weight: bool, inputs: bool, passes: int) -> None:
-    """Forward, and in the backward pass one for each gradient that somebody asks for."""
     counter = linear(weight=weight, inputs=inputs)
     assert counter.model == passes * 2 * ROWS * IN * OUT
     assert counter.recomputed == 0
@@ -68,7 +66,6 @@ def test_attention_is_counted_on_the_cpu(backward: bool) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_passes_without_gradient_are_counted(mode: Any) -> None:
-    """Also where operations reach the counter whole."""
     layer, q = nn.Linear(IN, OUT), torch.randn(1, 2, 3, 4)
     with FlopCounter() as counter, mode():
         layer(torch.randn(ROWS, IN))
@@ -77,8 +74,6 @@ def test_passes_without_gradient_are_counted(mode: Any) -> None:
 
 
 class Attention(nn.Module):
-    """A block with everything that is counted: a convolution, linear layers and attention."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Conv1d(4, 4, 3, padding=1)
@@ -90,13 +85,11 @@ class Attention(nn.Module):
 
 
 def blocks() -> nn.Sequential:
-    """Return two blocks."""
     torch.manual_seed(0)
     return nn.Sequential(Attention(), Attention())
 
 
 def test_counts_are_those_of_pytorch() -> None:
-    """Of products, convolutions and attention, where PyTorch has formulas."""
     net, x = blocks(), torch.randn(2, 4, IN)
     with sdpa_kernel(SDPBackend.MATH), FlopCounter() as ours:
         net(x).square().sum().backward()
@@ -107,7 +100,6 @@ def test_counts_are_those_of_pytorch() -> None:
 
 @pytest.mark.parametrize("selective", [False, True])
 def test_what_checkpointing_computes_again_is_counted_apart(selective: bool) -> None:
-    """The model's operations stay as they were; both together are all that ran."""
     x = torch.randn(2, 4, IN)
     net, again = blocks(), blocks()
     with FlopCounter() as forward, torch.no_grad():
@@ -134,7 +126,6 @@ for formula in CPU.values():
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 @pytest.mark.parametrize("train", ["full", "lora"])
 def test_a_sharded_module_counts_as_the_plain_one(one: World, train: str, checkpointing: Any) -> None:
-    """FSDP's own work is not counted; and counting changes no bit of what is trained."""
     items, weight = data(6)
 
     def net() -> Net:
@@ -173,7 +164,6 @@ def test_a_sharded_module_counts_as_the_plain_one(one: World, train: str, checkp
 
 
 def test_operations_on_sharded_tensors_are_counted_once(one: World) -> None:
-    """As this rank's part of them."""
     a = distribute_tensor(torch.randn(ROWS, IN), one.mesh, [Shard(0)])
     b = distribute_tensor(torch.randn(IN, OUT), one.mesh, [Replicate()])
     with FlopCounter() as counter:

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from helpers.marks import Patch
 from torch import Tensor
 
 from fluvial.models import host_values
@@ -14,20 +15,26 @@ from fluvial.models.host_values import join, keep, read, recall, remember, rows
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take tensors of 32-bit integers for those of a device."""
+def device(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host_values, "_on_host", lambda tensor: tensor.dtype != torch.int32)
 
 
 def on_device(*values: int) -> Tensor:
-    """Return a tensor of the device that the host knows."""
     return remember(torch.tensor(values, dtype=torch.int32), torch.tensor(values))
 
 
-def test_a_tensor_of_the_host_is_its_own_values() -> None:
+def test_what_is_known_of_the_host_and_read_once() -> None:
     tensor = torch.arange(3)
     assert recall(tensor) is tensor
     assert read(tensor) is tensor
+    unknown = torch.arange(4, dtype=torch.int32)
+    assert recall(unknown) is None
+    assert recall(rows(unknown, slice(2))) is None
+    assert recall(join(on_device(1), unknown)) is None
+    tensor = torch.arange(4, dtype=torch.int32)
+    first = read(tensor)
+    assert read(tensor) is first
+    assert recall(rows(tensor, slice(2))) is not None
 
 
 def test_rows_joined_and_repeated_tensors_are_known() -> None:
@@ -45,23 +52,8 @@ def test_rows_joined_and_repeated_tensors_are_known() -> None:
         assert host.tolist() == out.tolist()
 
 
-def test_what_is_computed_from_unknown_tensors_is_unknown() -> None:
-    unknown = torch.arange(4, dtype=torch.int32)
-    assert recall(unknown) is None
-    assert recall(rows(unknown, slice(2))) is None
-    assert recall(join(on_device(1), unknown)) is None
-
-
-def test_values_are_read_once() -> None:
-    tensor = torch.arange(4, dtype=torch.int32)
-    first = read(tensor)
-    assert read(tensor) is first
-    assert recall(rows(tensor, slice(2))) is not None
-
-
 @pytest.mark.parametrize("which", ["device", "host"])
 def test_a_write_forgets_the_values(which: str) -> None:
-    """To either tensor."""
     host = torch.arange(4)
     tensor = remember(torch.arange(4, dtype=torch.int32), host)
     assert recall(tensor) is not None

@@ -1,13 +1,13 @@
 """Images to samples and back, for every pipeline: with a VAE that loses nothing, nothing is lost."""
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers import tiny_replayed
+from helpers.marks import Folders, Patch
+from helpers.refusals import refuses
 from helpers.tiny_pipelines import ROWS, opened
 from torch import Tensor
 
@@ -44,17 +44,13 @@ class Lossless:
 
 
 def blocks(count: int, height: int, width: int, scale: int, frames: tuple[int, ...] = (), rate: int = 1) -> Tensor:
-    """Images of one colour per block of pixels; of a video, frames that the VAE packs together are alike."""
     groups = [1 + (number - 1) // rate for number in frames]
     drawn = torch.rand(count, 3, *groups, height // scale, width // scale, generator=torch.Generator().manual_seed(0))
     large = drawn.repeat_interleave(scale, -1).repeat_interleave(scale, -2)
     return torch.cat([large[:, :, :1], large[:, :, 1:].repeat_interleave(rate, 2)], dim=2) if frames else large
 
 
-def made_lossless(
-    model: Any, scale: int, rate: int, monkeypatch: pytest.MonkeyPatch, *, distribution: bool = True
-) -> Lossless:
-    """Put the stand-in's two functions into a model's VAE, which keeps its settings."""
+def made_lossless(model: Any, scale: int, rate: int, monkeypatch: Patch, *, distribution: bool = True) -> Lossless:
     stand_in = Lossless(model.vae, scale, rate, distribution)
     for name in ("encode", "decode"):
         monkeypatch.setattr(model.vae, name, getattr(stand_in, name), raising=False)
@@ -62,9 +58,7 @@ def made_lossless(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_adapter_decodes_what_it_encodes(
-    folders: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_decodes_what_it_encodes(folders: Folders, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scale, shift and packing are undone, for each size; samples have the shape that the network takes."""
     model: Any = opened(name, folders(name))
     rate = model.vae_config.get("scale_factor_temporal", 1)
@@ -84,7 +78,7 @@ def test_an_adapter_decodes_what_it_encodes(
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_samples_are_the_vaes_own_mean(folders: Callable[[str], Path], name: str) -> None:
+def test_samples_are_the_vaes_own_mean(folders: Folders, name: str) -> None:
     """With the real VAE: what its decoder would be given is what its encoder returned; grey images count as colour."""
     model: Any = opened(name, folders(name))
     size, seen = KINDS[name].sizes[0], []
@@ -99,7 +93,7 @@ def test_samples_are_the_vaes_own_mean(folders: Callable[[str], Path], name: str
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_pipeline_without_an_adapter_decodes_what_it_encodes(
-    replayed: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+    replayed: Folders, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own way from samples to the VAE, packing and normalisation included, is walked backwards."""
     model = tiny_replayed.opened(name, replayed(name), device="cpu")
@@ -113,5 +107,4 @@ def test_a_pipeline_without_an_adapter_decodes_what_it_encodes(
     assert samples.shape == (2, *model.known.shape)
     torch.testing.assert_close(model.decode(samples), images, rtol=0, atol=1e-4)
     if not has_distribution:
-        with pytest.raises(ValueError, match="has no distribution to sample from"):
-            model.encode_images(images, key=fold_in(key(0), torch.arange(2)))
+        refuses("has no distribution to sample from", model.encode_images, images, key=fold_in(key(0), torch.arange(2)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import lora_model
 from helpers.lora_model import LORA, MODEL, perturb, run
+from helpers.refusals import refuses
 from torch import Tensor, nn
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
@@ -29,18 +30,15 @@ ALL = ("default", "old", "ref")
 
 
 def values(module: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Return a copy of an adapter, gathered."""
     return {name: gather(parameter).detach().clone() for name, parameter in adapter_parameters(module, adapter).items()}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Return whether two adapters are equal, to the bit."""
     assert list(left) == list(right)
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_a_new_adapter_changes_nothing() -> None:
-    """The output is the same to the bit; only adapters are trained; every target has one."""
     module = lora_model.adapted()
     assert torch.equal(run(module), run(MODEL.build()))
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -50,17 +48,20 @@ def test_a_new_adapter_changes_nothing() -> None:
         assert any(f".{target}.lora_A" in name for name in trained), target
 
 
-def test_the_seed_decides_the_adapter() -> None:
-    """torch's global generator does not advance."""
+def test_the_seed_decides_the_adapter_and_others_begin_as_it() -> None:
     before = torch.random.get_rng_state()
     one, same_seed, other = (values(lora_model.adapted(seed=seed), "default") for seed in (1, 1, 2))
     assert same(one, same_seed)
     assert not same(one, other)
     assert torch.equal(before, torch.random.get_rng_state())
+    module = lora_model.adapted(*ALL)
+    assert same(values(module, "default"), values(module, "old"))
+    assert same(values(module, "default"), values(module, "ref"))
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == set(adapter_names(module, "default").values())
 
 
-def test_the_adapter_is_what_peft_makes() -> None:
-    """For the same seed it has the values of PEFT, whatever adapters follow."""
+def test_the_adapter_is_what_peft_makes_and_calls_it() -> None:
     plain = MODEL.build()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -71,6 +72,10 @@ def test_the_adapter_is_what_peft_makes() -> None:
         module = lora_model.adapted(*adapters, seed=5)
         names, found = adapter_names(module, "default"), values(module, "default")
         assert same(want, {names[name]: tensor for name, tensor in found.items()})
+    module = lora_model.adapted(*ALL)
+    for adapter in ALL:
+        perturb(module, adapter, seed=ALL.index(adapter))
+        assert same(values(module, adapter), peft.get_peft_model_state_dict(module, adapter_name=adapter))
 
 
 def test_the_initial_distribution_of_a() -> None:
@@ -86,18 +91,8 @@ def test_the_initial_distribution_of_a() -> None:
     assert float(drawn["gaussian"].std()) == pytest.approx(1 / 4, rel=0.1)
 
 
-def test_the_other_adapters_begin_as_the_trained_one_and_are_frozen() -> None:
-    """Only `default` is trained; the base is frozen too."""
-    module = lora_model.adapted(*ALL)
-    assert same(values(module, "default"), values(module, "old"))
-    assert same(values(module, "default"), values(module, "ref"))
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert trained == set(adapter_names(module, "default").values())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
-    """The weights stay the same parameters on the meta device; adapters have the values and dtype as on real weights."""
     real, meta = MODEL.build().to(dtype), MODEL.build(empty=True).to(dtype)
     before = dict(meta.named_parameters())
     for module in (real, meta):
@@ -112,25 +107,6 @@ def test_on_meta_the_adapters_are_real_and_the_same(dtype: torch.dtype) -> None:
             assert parameter.is_meta
     want = [(name, parameter.dtype, parameter.requires_grad) for name, parameter in real.named_parameters()]
     assert [(name, parameter.dtype, parameter.requires_grad) for name, parameter in meta.named_parameters()] == want
-
-
-def test_names_are_those_of_peft() -> None:
-    """As PEFT writes them to files, and the same for all adapters."""
-    module = lora_model.adapted(*ALL)
-    for adapter in ALL:
-        perturb(module, adapter, seed=ALL.index(adapter))
-        assert same(values(module, adapter), peft.get_peft_model_state_dict(module, adapter_name=adapter))
-
-
-def test_without_lora_is_the_reference() -> None:
-    """Inside the context the base is active, after it the adapters again."""
-    module = lora_model.adapted()
-    perturb(module)
-    base, with_adapters = run(MODEL.build()), run(module)
-    assert not torch.allclose(base, with_adapters, atol=1e-3)
-    with use_adapter(module, None):
-        assert torch.equal(run(module), base)
-    assert torch.equal(run(module), with_adapters)
 
 
 def test_each_adapter_is_active_in_its_context() -> None:
@@ -159,22 +135,17 @@ def test_each_adapter_is_active_in_its_context() -> None:
 
 
 def test_a_missing_adapter_is_named() -> None:
-    """The message lists the adapters; a module without any is its own reference."""
     module, plain = lora_model.adapted("default", "old"), MODEL.build()
     with pytest.raises(ValueError, match="there is no adapter ref: the module has default, old"), use_adapter(module, "ref"):
         pass
-    with pytest.raises(ValueError, match="there is no adapter ref"):
-        copy_adapter(module, "ref", "old")
-    with pytest.raises(ValueError, match="there is no adapter ref"):
-        blend_adapter(module, "default", "ref", 0.5)
-    with pytest.raises(ValueError, match="the module has none"):
-        adapter_parameters(plain, "default")
+    refuses("there is no adapter ref", copy_adapter, module, "ref", "old")
+    refuses("there is no adapter ref", blend_adapter, module, "default", "ref", 0.5)
+    refuses("the module has none", adapter_parameters, plain, "default")
     with use_adapter(plain, None):
         assert run(plain).isfinite().all()
 
 
 def test_copy_and_blend() -> None:
-    """In place, by the equation, and without changing the source."""
     module = lora_model.adapted(*ALL)
     for seed, adapter in enumerate(ALL):
         perturb(module, adapter, seed=seed)
@@ -188,12 +159,11 @@ def test_copy_and_blend() -> None:
     assert same(values(module, "default"), default)
     assert same(values(module, "ref"), ref)
     assert not any(parameter.requires_grad for parameter in parameters.values())
-    with pytest.raises(ValueError, match="decay"):
-        blend_adapter(module, "default", "old", 1.5)
+    refuses("decay", blend_adapter, module, "default", "old", 1.5)
 
 
 def test_merged_is_the_same_function_without_adapters() -> None:
-    """It has the parameter names of the plain model."""
+    """Only the given adapter is merged; then new ones can be added."""
     module = lora_model.adapted()
     perturb(module)
     before = run(module)
@@ -202,10 +172,6 @@ def test_merged_is_the_same_function_without_adapters() -> None:
     assert set(module.state_dict()) == set(MODEL.build().state_dict())
     assert not lora_layers(module)
     assert "peft_config" not in vars(module)  # diffusers would take the adapter's name for taken
-
-
-def test_another_adapter_can_be_merged() -> None:
-    """Only this one is merged; then new adapters can be added."""
     module = lora_model.adapted("default", "old")
     perturb(module, "default", seed=0)
     perturb(module, "old", seed=1)
@@ -218,41 +184,28 @@ def test_another_adapter_can_be_merged() -> None:
 
 
 def test_the_config_may_choose_the_layers() -> None:
-    """Its targets replace those of the model."""
     module = MODEL.build()
     add_lora(module, LoraConfig(targets=("to_q", "transformer_blocks.1.ff.net.2")), MODEL.lora_targets)
     want = {f"transformer_blocks.{block}.attn.to_q" for block in range(4)} | {"transformer_blocks.1.ff.net.2"}
     assert set(lora_layers(module)) == want
 
 
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
+def test_what_cannot_be_adapted_is_refused() -> None:
+    """And the module is unchanged."""
+    module = MODEL.build()
+    for targets, says in (
         (["nowhere"], "no layer's name ends in nowhere"),
         (["to_q", "q"], "no layer's name ends in q"),  # a part of a name is not the end of one
         (["attn"], "expected a linear layer"),
-    ],
-)
-def test_targets_that_cannot_be_adapted_are_an_error(targets: list[str], message: str) -> None:
-    """The module is unchanged."""
-    module = MODEL.build()
-    with pytest.raises(ValueError, match=message):
-        add_lora(module, LoraConfig(), targets)
+    ):
+        refuses(says, add_lora, module, LoraConfig(), targets)
+    adapters: tuple[tuple[str, ...], ...] = (), ("old",), ("old", "default"), ("default", "old", "old")
+    for names in adapters:
+        refuses("expected default first", add_lora, module, LORA, MODEL.lora_targets, adapters=names)
     assert all(parameter.requires_grad for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("adapters", [(), ("old",), ("old", "default"), ("default", "old", "old")])
-def test_the_first_adapter_is_the_trained_one(adapters: tuple[str, ...]) -> None:
-    """It is called `default`, and all names differ."""
-    with pytest.raises(ValueError, match="expected default first"):
-        add_lora(MODEL.build(), LORA, MODEL.lora_targets, adapters=adapters)
-
-
-@pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}])
-def test_a_wrong_setting_is_refused(wrong: dict) -> None:
-    """By the config's constructor."""
-    with pytest.raises(ValueError, match=r"lora\."):
-        LoraConfig(**wrong)
+    settings: list[dict[str, Any]] = [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"targets": ()}]
+    for wrong in settings:
+        refuses(r"lora\.", LoraConfig, **wrong)
 
 
 # ShardedModule.
@@ -266,7 +219,6 @@ SHARDINGS: list[dict[str, Any]] = [
 
 
 def engine_of(module: nn.Module, one: World, **sharding: Any) -> Engine:
-    """Return an engine for the module."""
     return Engine(module, MODEL.blocks(module), OptimizerConfig(lr=0.01), one, updates=2, sharding=EngineConfig(**sharding))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,8 +21,6 @@ LAYERS = ("blocks.0.to_q", "blocks.1.to_q", "blocks.1.to_out.0")
 
 
 class Block(nn.Module):
-    """Three layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.to_q, self.to_out = nn.Linear(4, 6), nn.ModuleList([nn.Linear(6, 4)])
@@ -31,8 +31,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -44,7 +42,6 @@ class Net(nn.Module):
 
 
 def factors() -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and B of each layer."""
     draws = torch.Generator().manual_seed(0)
     sizes = {"to_q": (4, 6), "0": (6, 4)}
     found = {}
@@ -54,140 +51,49 @@ def factors() -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def diffusers(folder: Path) -> Path:
-    named: dict[str, Tensor] = {}
+def _plain(prefix: str = "") -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
     for layer, (a, b) in factors().items():
-        named |= {f"transformer.{layer}.lora_A.weight": a, f"transformer.{layer}.lora_B.weight": b}
-    header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": ALPHA})
-    save_file(named, folder / "pytorch_lora_weights.safetensors", metadata={"lora_adapter_metadata": header})
-    return folder
-
-
-def peft(folder: Path) -> Path:
-    named: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        named |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
-    save_file(named, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
-    return folder
-
-
-def kohya(folder: Path) -> Path:
-    named: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        flat = f"lora_unet_{layer.replace('.', '_')}"
-        named |= {f"{flat}.lora_down.weight": a, f"{flat}.lora_up.weight": b, f"{flat}.alpha": torch.tensor(ALPHA)}
-    save_file(named, folder / "kohya.safetensors")
-    return folder / "kohya.safetensors"
-
-
-def comfy(folder: Path) -> Path:
-    """Write the same with dots, A as a convolution of one pixel, and scales multiplied into B."""
-    named: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        name = f"diffusion_model.{layer}"
-        named |= {f"{name}.lora_down.weight": a[..., None, None], f"{name}.lora_up.weight": b * ALPHA / RANK}
-    save_file(named, folder / "any name.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("write", [diffusers, peft, kohya, comfy])
-def test_the_same_adapter_by_any_keys(tmp_path: Path, write: Callable[[Path], Path]) -> None:
-    """The network computes W + (alpha / rank) B A at each layer of the file, and at no other."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module, x = Net(), torch.randn(3, 4)
-    found = read_lora(write(tmp_path), module)
-    assert (found.rank, found.layers) == (RANK, tuple(sorted(LAYERS)))
-    if write is not comfy:
-        assert found.alpha == ALPHA
-    merged = Net()
-    merged.load_state_dict(module.state_dict())
-    for layer, (a, b) in factors().items():
-        linear: Any = merged.get_submodule(layer)
-        linear.weight.data += ALPHA / RANK * b @ a
-    add_lora(module, LoraConfig(rank=found.rank, alpha=found.alpha), found.layers, adapters=("default", "start"))
-    for name in ("default", "start"):
-        load_lora(module, found.tensors, name)
-    torch.testing.assert_close(module(x), merged(x), rtol=1e-5, atol=1e-5)
-
-
-def test_layers_of_different_ranks_and_scales(tmp_path: Path) -> None:
-    """Smaller factors are filled up with zeros, and scales multiplied into B: the products stay the same."""
-    named: dict[str, Tensor] = {}
-    products: dict[str, Tensor] = {}
-    for number, (layer, (a, b)) in enumerate(factors().items()):
-        rank, alpha = 1 + number % 2, 1.0 + number
-        flat = f"lora_transformer_{layer.replace('.', '_')}"
-        named |= {
-            f"{flat}.lora_down.weight": a[:rank].clone(),
-            f"{flat}.lora_up.weight": b[:, :rank].contiguous(),
-            f"{flat}.alpha": torch.tensor(alpha),
-        }
-        products[layer] = alpha / rank * b[:, :rank] @ a[:rank]
-    save_file(named, tmp_path / "mixed.safetensors")
-    found = read_lora(tmp_path / "mixed.safetensors", Net())
-    assert found.rank == 2
-    for layer, product in products.items():
-        a, b = (found.tensors[f"{layer}.lora_{factor}.weight"] for factor in "AB")
-        torch.testing.assert_close(found.alpha / found.rank * b @ a, product)
+        found |= {f"{prefix}{layer}.lora_A.weight": a, f"{prefix}{layer}.lora_B.weight": b}
+    return found
 
 
 def test_several_networks_have_a_folder_each(tmp_path: Path) -> None:
+    header = json.dumps({"transformer.r": RANK, "transformer.lora_alpha": ALPHA})
     for name in ("high", "low"):
         (tmp_path / name).mkdir()
-        diffusers(tmp_path / name)
+        file = tmp_path / name / "pytorch_lora_weights.safetensors"
+        save_file(_plain("transformer."), file, metadata={"lora_adapter_metadata": header})
     found = read_lora(tmp_path, nn.ModuleDict({"high": Net(), "low": Net()}))
     assert len(found.layers) == 6
     assert torch.equal(found.tensors["low.blocks.0.to_q.lora_A.weight"], factors()["blocks.0.to_q"][0])
     assert (found.rank, found.alpha) == (RANK, ALPHA)
 
 
-def test_a_converter_is_asked_where_keys_match_nothing(tmp_path: Path) -> None:
-    """For layouts in which layers have other names altogether."""
-    save_file({f"double.{name}": tensor for name, tensor in _plain().items()}, tmp_path / "a.safetensors")
-
-    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("double."): tensor for name, tensor in tensors.items()}
-
-    assert read_lora(tmp_path, Net(), convert=convert).layers == tuple(sorted(LAYERS))
-    with pytest.raises(ValueError, match=r"match no linear layer of the Net: double\.blocks"):
-        read_lora(tmp_path, Net(), convert=lambda tensors: 1 / 0)  # type: ignore[arg-type, return-value]
-
-
-def test_a_converter_that_leaves_parts_out_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As diffusers' pipelines leave out the lengths of a DoRA's rows, or layers that they do not know, with a warning."""
+def test_a_converter_is_asked_and_not_believed(tmp_path: Path, monkeypatch: Patch) -> None:
+    """For layouts in which layers have other names altogether; diffusers' pipelines leave out parts with a warning."""
     import diffusers
 
     from fluvial.engines.run.jobs.weights import converter
 
-    lengths = {f"double.{name}.dora_scale": torch.ones(4 if name.endswith("0") else 6, 1) for name in LAYERS}
-    save_file({f"double.{key}": tensor for key, tensor in _plain().items()} | lengths, tmp_path / "a.safetensors")
-
     def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {key.removeprefix("double."): tensor for key, tensor in tensors.items() if "dora" not in key}
 
-    with pytest.raises(ValueError, match=r"match no linear layer of the Net: double\.\S+dora_scale"):
-        read_lora(tmp_path, Net(), convert=convert)
+    plain = _plain("double.")
+    save_file(plain, tmp_path / "a.safetensors")
+    assert read_lora(tmp_path, Net(), convert=convert).layers == tuple(sorted(LAYERS))
+    refuses(r"match no linear layer of the Net: double\.blocks", read_lora, tmp_path, Net(), convert=lambda tensors: 1 / 0)
+    lengths = {f"double.{name}.dora_scale": torch.ones(4 if name.endswith("0") else 6, 1) for name in LAYERS}
+    save_file(plain | lengths, tmp_path / "a.safetensors")
+    refuses(r"match no linear layer of the Net: double\.\S+dora_scale", read_lora, tmp_path, Net(), convert=convert)
     some = {key: tensor for key, tensor in _plain().items() if "blocks.0" in key}
     monkeypatch.setattr(diffusers.FluxPipeline, "lora_state_dict", lambda tensors, **_: some)
-    with pytest.raises(ValueError, match="diffusers leaves out layers of an adapter of FluxPipeline"):
-        converter("FluxPipeline")(_plain())
-
-
-def _plain() -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for layer, (a, b) in factors().items():
-        found |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
-    return found
+    refuses("diffusers leaves out layers of an adapter of FluxPipeline", converter("FluxPipeline"), _plain())
 
 
 WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"text_encoder.q.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: text_encoder.q.lora_A.weight"),
-    (
-        {"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)},
-        r"blocks.1.\S+ has no lengths of rows, which other layers have",
-    ),
+    ({"blocks.0.to_q.lora_magnitude_vector": torch.zeros(6)}, r"blocks.1.\S+ has no lengths of rows"),
     ({f"{name}.lora_magnitude_vector": torch.zeros(9) for name in LAYERS}, r"has lengths of \[9\] at .*, expected .* \[6\]"),
     # LyCORIS with wd_on_out=False, and OneTrainer: lengths of columns
     ({f"{name}.dora_scale": torch.ones(1, 4) for name in LAYERS}, r"has lengths of \[1, 4\] at .*, expected one per row"),
@@ -202,10 +108,7 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
     ({"blocks.0.to_out.0.alpha": torch.tensor(1.0)}, "is incomplete: blocks.0.to_out.0 has no factor A"),
     ({"blocks.0.to_q.lora_B.weight": torch.full((6, 2), torch.inf)}, "not finite: blocks.0.to_q.lora_B.weight"),
     ({"transformer.blocks.0.to_q.lora_B.weight": torch.zeros(6, 2)}, "has several keys for one part of blocks.0.to_q"),
-    (
-        {"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)},
-        "has the rank 0 at blocks.0.to_q, expected at least 1",
-    ),
+    ({"blocks.0.to_q.lora_A.weight": torch.zeros(0, 4), "blocks.0.to_q.lora_B.weight": torch.zeros(6, 0)}, "has the rank 0"),
     ({"blocks.0.norm.lora_A.weight": torch.zeros(2, 4)}, "match no linear layer of the Net: blocks.0.norm.lora_A.weight"),
     ({"blocks.0.to_q.lora_B.weight": None}, "is incomplete: blocks.0.to_q has no factor B"),
     ({"blocks.0.to_q.lora_A.weight": torch.zeros(2, 5)}, r"of another architecture: blocks.0.to_q has factors of \[2, 5\]"),
@@ -216,7 +119,6 @@ WRONG: list[tuple[dict[str, Tensor | None], str]] = [
 
 @pytest.mark.parametrize(("changes", "says"), WRONG)
 def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Tensor | None], says: str) -> None:
-    """In one line, with the file; an adapter is never loaded in part."""
     named = {name: tensor for name, tensor in {**_plain(), **changes}.items() if tensor is not None}
     save_file(named, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=says) as error:
@@ -231,11 +133,9 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
         (tmp_path / "nowhere", "is neither a file nor a folder"),
         (tmp_path / "text.safetensors", "cannot be read as an adapter"),
     ):
-        with pytest.raises(ValueError, match=says):
-            read_lora(path, Net())
+        refuses(says, read_lora, path, Net())
     save_file(_plain(), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="holds 2 safetensors files, expected pytorch_lora_weights"):
-        read_lora(tmp_path, Net())
+    refuses("holds 2 safetensors files, expected pytorch_lora_weights", read_lora, tmp_path, Net())
 
 
 PEFT_SETTINGS = {"r": RANK, "lora_alpha": ALPHA}
@@ -250,37 +150,31 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "says"), SETTINGS)
-@pytest.mark.parametrize("place", ["header", "prefixed header", "beside"])
-def test_settings_of_peft_that_do_not_fit_are_named(tmp_path: Path, setting: dict[str, Any], says: str, place: str) -> None:
-    """In the header, with the name of the network or without, or beside the file."""
-    settings = {**PEFT_SETTINGS, **setting}
-    header = {f"transformer.{name}" if place == "prefixed header" else name: value for name, value in settings.items()}
-    metadata = None if place == "beside" else {"lora_adapter_metadata": json.dumps(header)}
-    save_file(_plain(), tmp_path / "a.safetensors", metadata=metadata)
-    if place == "beside":
-        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=says):
-        read_lora(tmp_path / "a.safetensors", Net())
+HEADERS = [
+    ({"alpha": "None"}, "has the alpha None in its header, expected a number"),
+    ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
+    ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
+    ({"ss_network_alpha": "16"}, "has rank 2 and the ss_network_alpha 16 in its header"),
+    ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
+]
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    ("setting", "says", "place"),
     [
-        ({"alpha": "None"}, "has the alpha None in its header, expected a number"),
-        ({"lora_alpha": "0"}, "has the alpha 0.0 at blocks.0.to_q, expected a finite number above 0"),
-        ({"alpha": "inf"}, "numbers that are not finite: blocks.0.to_q.alpha"),
-        (
-            {"ss_network_alpha": "16"},
-            "has rank 2 and the ss_network_alpha 16 in its header, which its factors may hold already",
-        ),
-        ({"lora_adapter_metadata": "[1]"}, "cannot be read as an adapter: its settings are a list"),
+        *((*row, place) for row in SETTINGS for place in ("header", "prefixed header", "beside")),
+        *((*row, "whole header") for row in HEADERS),
     ],
 )
-def test_headers_that_do_not_fit_are_named(tmp_path: Path, header: dict[str, str], says: str) -> None:
-    save_file(_plain(), tmp_path / "a.safetensors", metadata=header)
-    with pytest.raises(ValueError, match=says):
-        read_lora(tmp_path / "a.safetensors", Net())
+def test_settings_of_peft_that_do_not_fit_are_named(tmp_path: Path, setting: dict[str, Any], says: str, place: str) -> None:
+    settings = {**PEFT_SETTINGS, **setting}
+    header = {f"transformer.{name}" if place == "prefixed header" else name: value for name, value in settings.items()}
+    metadata = None if place == "beside" else {"lora_adapter_metadata": json.dumps(header)}
+    metadata = setting if place == "whole header" else metadata
+    save_file(_plain(), tmp_path / "a.safetensors", metadata=metadata)
+    if place == "beside":
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    refuses(says, read_lora, tmp_path / "a.safetensors", Net())
 
 
 # The table of engines/export/README.md: each writer changes a network and writes the file of it.
@@ -290,7 +184,6 @@ FLUX_LAYERS = {"transformer_blocks.0.attn.to_q": (16, 16), "transformer_blocks.0
 
 
 def randomise(module: nn.Module) -> None:
-    """Give the parameters of an adapter of PEFT other values, in place."""
     draws = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -301,8 +194,6 @@ def randomise(module: nn.Module) -> None:
 
 
 def of_diffusers(config: Callable[[Any], Any]) -> Writer:
-    """Return diffusers' `save_lora_adapter` of PEFT's settings."""
-
     def write(net: Any, folder: Path) -> None:
         import peft
 
@@ -314,8 +205,6 @@ def of_diffusers(config: Callable[[Any], Any]) -> Writer:
 
 
 def of_pipeline(*, metadata: bool) -> Writer:
-    """Return the `save_lora_weights` of diffusers' pipeline; without metadata it reads a scale of 1, as is written here."""
-
     def write(net: Any, folder: Path) -> None:
         import peft
         from diffusers import FluxPipeline
@@ -330,8 +219,6 @@ def of_pipeline(*, metadata: bool) -> Writer:
 
 
 def of_peft(config: Callable[[Any], Any], name: str = "adapter_model.safetensors") -> Writer:
-    """Return PEFT's `save_pretrained`, its file with another name."""
-
     def write(net: nn.Module, folder: Path) -> None:
         import peft
 
@@ -376,16 +263,21 @@ def flat(prefix: str) -> Callable[[str], str]:
 
 
 def low_rank(
-    weight: Tensor, draw: Callable[..., Tensor], *, scale: float, names: str = "lora_down lora_up", **further: float
+    weight: Tensor,
+    draw: Callable[..., Tensor],
+    *,
+    scale: float,
+    names: str = "lora_down lora_up",
+    pixels: bool = False,
+    **further: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return W + s B A of rank 2 and its parts."""
     a, b, (down, up) = draw(2, weight.shape[1]), draw(len(weight), 2), names.split()
-    parts = {f"{down}.weight": a, f"{up}.weight": b, **{name: torch.tensor(value) for name, value in further.items()}}
+    a_file = a[..., None, None] if pixels else a  # as a convolution of one pixel
+    parts = {f"{down}.weight": a_file, f"{up}.weight": b, **{name: torch.tensor(value) for name, value in further.items()}}
     return weight + scale * b @ a, parts
 
 
 def dora(weight: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return LyCORIS' DoRA (lycoris/modules/locon.py and functional/general.py, `weight_decompose`, 4.1.3)."""
     total, parts = low_rank(weight, draw, scale=1.5, alpha=3.0)
     lengths = 1.2 * weight.norm(dim=1, keepdim=True)
     return total * lengths / total.norm(dim=1, keepdim=True), {**parts, "dora_scale": lengths}
@@ -394,7 +286,6 @@ def dora(weight: Tensor, draw: Callable[..., Tensor]) -> tuple[Tensor, dict[str,
 def lokr(
     weight: Tensor, draw: Callable[..., Tensor], *, rank: int, both: bool = False, full: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return LyCORIS' LoKr (lycoris/modules/lokr.py, 4.1.3): scale alpha / rank, or 1 of two whole factors."""
     (rows, long), (columns, wide) = ((8, 8) if size == 64 else (4, 4) for size in weight.shape)
     w1, w2, scale, alpha = draw(rows, columns), draw(long, wide), 1.0, 3.0 if full else float(rank)
     parts = {"lokr_w1": w1, "lokr_w2": w2}
@@ -437,6 +328,7 @@ WRITERS: dict[str, Writer] = {
     "kohya": by_layout(flat("lora_unet_"), partial(low_rank, scale=3.0, alpha=6.0), ss_network_alpha="1"),
     "kohya, alpha in the header": by_layout(flat("lora_unet_"), partial(low_rank, scale=3.0), ss_network_alpha="6.0"),
     # ostris/ai-toolkit and musubi-tuner's convert_lora.py: the factors hold the scale
+    "ComfyUI, convolutions": by_layout(dotted("diffusion_model."), partial(low_rank, scale=1.0, pixels=True)),
     "ComfyUI": by_layout(dotted("diffusion_model."), partial(low_rank, scale=1.0, names=A_B)),
     "alpha in the header": by_layout(dotted("transformer."), partial(low_rank, scale=3.0, names=A_B), alpha="6"),
     "lora_alpha in the header": by_layout(
@@ -452,7 +344,6 @@ WRITERS: dict[str, Writer] = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> None:
-    """Of diffusers and PEFT by their own code, of others by their layout."""
     from helpers import tiny_transformers
 
     theirs, ours, items = tiny_transformers.flux(), tiny_transformers.flux(), tiny_transformers.data()
@@ -464,31 +355,3 @@ def test_a_file_is_the_function_that_was_written(tmp_path: Path, name: str) -> N
     expected = tiny_transformers.flux_velocity(theirs, items)
     assert not torch.allclose(base, expected, atol=1e-2)
     torch.testing.assert_close(tiny_transformers.flux_velocity(ours, items), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_original_names_of_wan_are_converted_by_its_pipeline(tmp_path: Path) -> None:
-    """ComfyUI's layout of Wan, where layers have other names than in diffusers."""
-    from helpers import tiny_pipelines
-
-    from fluvial.engines.run.jobs.weights import converter
-
-    module = tiny_pipelines.wan().transformer
-    names = {
-        f"{kind}.{letter}": f"{ours}.{theirs}"
-        for kind, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-        for letter, theirs in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-    } | {"ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"}
-    named, expected = {}, {}
-    for block in range(2):
-        for theirs, ours in names.items():
-            layer = module.get_submodule(f"blocks.{block}.{ours}")
-            a, b = torch.randn(2, layer.in_features), torch.randn(layer.out_features, 2)
-            named[f"diffusion_model.blocks.{block}.{theirs}.lora_A.weight"] = a
-            named[f"diffusion_model.blocks.{block}.{theirs}.lora_B.weight"] = b
-            expected[f"blocks.{block}.{ours}"] = a
-    save_file(named, tmp_path / "wan.safetensors")
-    found = read_lora(tmp_path, module, convert=converter("WanPipeline"))
-    assert set(found.layers) == set(expected)
-    assert all(torch.equal(found.tensors[f"{layer}.lora_A.weight"], a) for layer, a in expected.items())
-    with pytest.raises(ValueError, match="match no linear layer of the WanTransformer3DModel"):
-        read_lora(tmp_path, module)

@@ -5,6 +5,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from helpers.marks import Patch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,7 +15,6 @@ from fluvial.models.lora import LowRank
 
 
 def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Product = "factors") -> tuple[Any, Any]:
-    """Return PEFT's adapted layer and the light one, with the same values."""
     pair = []
     for lightened in (False, True):
         torch.manual_seed(0)
@@ -29,7 +29,6 @@ def layers(scale: float, *, bias: bool = True, rank: int = 2, product: light.Pro
 
 
 def passes(layer: Any, x: Tensor) -> list[Tensor]:
-    """Return the output, and the gradients of the input, of A and of B for a gradient that is not constant."""
     x = x.clone().requires_grad_()
     out = layer(x)
     out.backward(torch.arange(out.numel(), dtype=torch.float32).reshape(out.shape).cos())
@@ -37,7 +36,6 @@ def passes(layer: Any, x: Tensor) -> list[Tensor]:
 
 
 def given(gradient: Tensor | None) -> Tensor:
-    """Return a gradient that is there."""
     assert gradient is not None
     return gradient
 
@@ -51,7 +49,6 @@ def given(gradient: Tensor | None) -> Tensor:
 def test_the_light_pass_is_that_of_peft(
     shape: tuple[int, ...], product: light.Product, scale: float, rank: int, bias: bool
 ) -> None:
-    """Output and gradients agree to rounding; without gradient the output has the same bits as with it."""
     theirs, ours = layers(scale, bias=bias, rank=rank, product=product)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for left, right in zip(passes(theirs, x), passes(ours, x), strict=True):
@@ -62,7 +59,6 @@ def test_the_light_pass_is_that_of_peft(
 
 
 def counted(product: light.Product, shape: tuple[int, ...], out: int, *, backward: bool) -> int:
-    """Return the FLOPs of the passes of an adapted layer."""
     module = nn.ModuleDict({"to_q": nn.Linear(shape[-1], out)})
     add_lora(module, LoraConfig(rank=2, form=LowRank(product=product)), ["to_q"])
     with FlopCounterMode(display=False) as counter:
@@ -76,7 +72,6 @@ def counted(product: light.Product, shape: tuple[int, ...], out: int, *, backwar
 @pytest.mark.parametrize("out", [12, 24, 48])
 @pytest.mark.parametrize("shape", [(4, 12), (4, 1, 12), (4, 4, 12), (4, 16, 12), (4, 3, 20, 12)])
 def test_auto_takes_as_few_operations_as_it_can(shape: tuple[int, ...], out: int, backward: bool) -> None:
-    """Of a forward and backward pass it takes the shorter product, which is no longer forward alone either."""
     products: tuple[light.Product, ...] = ("auto", "factors", "merged")
     auto, factors, merged = (counted(product, shape, out, backward=backward) for product in products)
     assert shape[0] == light.SAMPLES
@@ -125,7 +120,7 @@ def test_a_compiler_sees_the_merged_product_of_narrow_layers(product: light.Prod
     torch._dynamo.reset()
 
 
-def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: Patch) -> None:
     """Through the gradient of the whole weight, out x in numbers per row, or through the factors, 2 R (out + in)."""
     taken, matmul = [], Tensor.mm
 
@@ -141,7 +136,7 @@ def test_gradients_of_the_merged_product_take_the_shorter_way(monkeypatch: pytes
         assert ((5, 6) in taken) is dense
 
 
-def test_the_merged_product_is_for_float32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_merged_product_is_for_float32_alone(monkeypatch: Patch) -> None:
     """In bfloat16 the sum W + scale B A would lose small adapters."""
     seen: list[torch.dtype] = []
     merged = light.merged_linear
@@ -160,7 +155,6 @@ def test_the_merged_product_is_for_float32_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_part_of_a_batch_that_is_not_contiguous_has_the_same_gradients() -> None:
-    """As the image tokens after joint attention, which are a slice of all tokens."""
     theirs, ours = layers(2.0)
     joint = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(2))
     found = []
@@ -172,8 +166,7 @@ def test_a_part_of_a_batch_that_is_not_contiguous_has_the_same_gradients() -> No
     assert not found[1][:, 4:].any()
 
 
-def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets an entry for each light pass."""
+def spied(monkeypatch: Patch) -> list[Any]:
     seen: list[Any] = []
     pass_ = light.adapted_linear
 
@@ -185,7 +178,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: Patch) -> None:
     """A trained base layer, dropout, autocast, another dtype, no adapter and torch.func."""
     seen, x = spied(monkeypatch), torch.randn(3, 6)
     theirs, ours = layers(2.0)
@@ -208,7 +201,6 @@ def test_what_the_light_pass_does_not_support_is_left_to_peft(monkeypatch: pytes
 
 @pytest.mark.parametrize("product", ["factors", "merged"])
 def test_what_needs_no_gradient_gets_none(product: light.Product) -> None:
-    """The first layer's input, and a frozen factor."""
     _, ours = layers(2.0, product=product)
     ours.lora_A["default"].weight.requires_grad_(False)
     ours(torch.randn(3, 6)).sum().backward()

@@ -8,6 +8,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.loaders import single_file_utils as theirs
 from helpers import tiny_conditioned, tiny_pipelines
+from helpers.refusals import refuses
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -41,7 +42,6 @@ each = pytest.mark.parametrize("name", PIPELINES)
 
 @pytest.fixture(scope="module")
 def networks() -> dict[str, Any]:
-    """A tiny network of each architecture; FLUX with one block of each kind and the number of rows of the published one."""
     found = {}
     for name in PIPELINES:
         if name == "flux":  # its converter knows no other number of rows
@@ -65,7 +65,6 @@ def drawn(network: nn.Module) -> dict[str, Tensor]:
 
 
 def factors(network: nn.Module, layers: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return random factors of layers."""
     found = {}
     source = torch.Generator().manual_seed(1)
     for layer in layers:
@@ -76,7 +75,6 @@ def factors(network: nn.Module, layers: list[str]) -> dict[str, tuple[Tensor, Te
 
 
 def adapted(name: str, network: nn.Module) -> list[str]:
-    """Return the layers that an architecture's adapter has."""
     further = ("add_k_proj", "add_v_proj") if name == "wan-image" else ()
     targets = (*built_in()[PIPELINES[name]].lora_targets, *further)
     return [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear) and key.endswith(targets)]
@@ -84,7 +82,6 @@ def adapted(name: str, network: nn.Module) -> list[str]:
 
 @each
 def test_diffusers_converts_the_weights_back_to_the_bit(name: str, networks: dict[str, Any]) -> None:
-    """Every tensor, by its own name."""
     network = networks[name]
     tensors, config = drawn(network), network.config
     original = to_original(Original(PIPELINES[name], config), tensors)
@@ -123,7 +120,6 @@ def test_the_adapter_changes_the_original_weights_as_it_changes_ours(name: str, 
 
 
 def comfy_key(stem: str, original: dict[str, Tensor], names: Original) -> str:
-    """Return the weight that ComfyUI takes the keys of an adapter for."""
     prefix = names.layout.prefix
     if stem.startswith("lora_unet_"):
         flat = {f"lora_unet_{key.removeprefix(prefix).removesuffix('.weight').replace('.', '_')}": key for key in original}
@@ -152,7 +148,6 @@ def test_diffusers_converts_the_adapter_back_to_the_bit(name: str, networks: dic
 
 
 def loaded(pipeline: str, file: dict[str, Tensor], network: Any) -> dict[str, Tensor]:
-    """Return the factors that diffusers' pipeline reads of a file, by layer, A multiplied by the scale."""
     import diffusers
     from diffusers.utils import convert_unet_state_dict_to_peft
 
@@ -171,7 +166,7 @@ def loaded(pipeline: str, file: dict[str, Tensor], network: Any) -> dict[str, Te
     return {key.removeprefix("unet.").replace(".processor.", "."): tensor for key, tensor in plain}
 
 
-def test_a_part_of_joined_layers(networks: dict[str, Any]) -> None:
+def test_joined_and_exchanged_layers(networks: dict[str, Any]) -> None:
     """An adapter of queries alone has zeros for keys and values; factors that joined layers share are split by rows."""
     network, layer = networks["sd3"], "transformer_blocks.0.attn.to_q"
     original = Original(PIPELINES["sd3"], network.config)
@@ -189,9 +184,6 @@ def test_a_part_of_joined_layers(networks: dict[str, Any]) -> None:
         start = f"transformer_blocks.0.attn.to_{letter}"
         assert torch.equal(split[f"{start}.lora_A.weight"], shared[f"{stem}.lora_down.weight"])
         assert torch.equal(split[f"{start}.lora_B.weight"], shared[f"{stem}.lora_up.weight"][16 * part : 16 * (part + 1)])
-
-
-def test_layers_whose_scale_and_shift_are_exchanged(networks: dict[str, Any]) -> None:
     network = networks["sd3"]
     found = factors(network, ["norm_out.linear"])
     file = adapter_to_original(Original(PIPELINES["sd3"], network.config), found, network, alpha=ALPHA)
@@ -204,21 +196,14 @@ def test_layers_whose_scale_and_shift_are_exchanged(networks: dict[str, Any]) ->
 
 def test_what_has_no_original_name_is_named(networks: dict[str, Any]) -> None:
     names = Original(PIPELINES["wan"], networks["wan"].config)
-    with pytest.raises(ValueError, match=r"blocks\.0\.extra\.weight has no original name"):
-        to_original(names, {"blocks.0.extra.weight": torch.zeros(1)})
+    refuses(r"blocks\.0\.extra\.weight has no original name", to_original, names, {"blocks.0.extra.weight": torch.zeros(1)})
     for keys, says in (
         (("lora_unet_elsewhere.lora_down.weight",), "is of no layer of WanPipeline"),
         (("diffusion_model.blocks.0.self_attn.q.lora_A.weight",), "has no factor B"),
     ):
-        with pytest.raises(ValueError, match=says):
-            adapter_from_original(PIPELINES["wan"], {key: torch.zeros(2, 2) for key in keys}, networks["wan"])
+        refuses(says, adapter_from_original, PIPELINES["wan"], {key: torch.zeros(2, 2) for key in keys}, networks["wan"])
     joined = {"lora_unet_joint_blocks_0_x_block_attn_qkv.lokr_w1": torch.zeros(2, 2)}
-    with pytest.raises(ValueError, match="attn_qkv is a LoKr of several layers, which is none of each"):
-        adapter_from_original(PIPELINES["sd3"], joined, networks["sd3"])
-    with pytest.raises(ValueError, match="StableDiffusionPipeline has no original layout"):
-        adapter_from_original("StableDiffusionPipeline", {}, nn.Linear(1, 1))
-
-
-def test_the_message_names_the_architectures() -> None:
+    refuses("attn_qkv is a LoKr of several layers", adapter_from_original, PIPELINES["sd3"], joined, networks["sd3"])
+    refuses("StableDiffusionPipeline has no original", adapter_from_original, "StableDiffusionPipeline", {}, nn.Linear(1, 1))
     from_text = {name for name in LAYOUTS if not name.endswith(("ImageToVideoPipeline", "EditPipeline", "EditPlusPipeline"))}
     assert len(from_text) == len(ARCHITECTURES.replace(" and ", ", ").split(", "))

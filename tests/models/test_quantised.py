@@ -11,16 +11,7 @@ from torch.func import jvp
 
 from fluvial.engines.run.passes.storages import LiveStorages
 from fluvial.models.lora import LoraConfig, LowRank, add_lora, merge_lora
-from fluvial.models.quantised import (
-    FORMATS,
-    NF4,
-    Base,
-    QuantisedLinear,
-    dequantise,
-    find_quantised,
-    quantise,
-    quantise_linear,
-)
+from fluvial.models.quantised import FORMATS, Base, QuantisedLinear, dequantise, find_quantised, quantise, quantise_linear
 
 BASES: tuple[Base, ...] = get_args(Base)
 # Largest error of a value as a fraction of the largest magnitude that shares its scale: half a step of the codes.
@@ -43,68 +34,34 @@ def test_each_value_becomes_the_nearest_level(base: Base, shape: tuple[int, int]
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_bytes_are_those_of_the_format(base: Base) -> None:
+def test_bytes_are_those_of_the_format_and_zeros_stay_zeros(base: Base) -> None:
     shape = (96, 256)
     assert sum(tensor.nbytes for tensor in quantise(torch.randn(shape), base)) == FORMATS[base].nbytes(shape)
     bits = {"bfloat16": 16, "int8": 8, "int4": 4.5, "nf4": 4.5, "fp8": 8}[base]
     assert FORMATS[base].nbytes((3072, 12288)) * 8 / (3072 * 12288) == pytest.approx(bits, rel=0.005)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_rows_of_zeros_stay_zeros(base: Base) -> None:
     weight = torch.randn(4, 64)
     weight[1] = 0
     assert not dequantise(quantise(weight, base), base, weight.shape, torch.float32)[1].any()
 
 
-def test_int4_spaces_its_levels_evenly() -> None:
-    """Against plain arithmetic: w / d rounded to -8 ... 7, where d is the largest value over -8."""
+def test_int4_and_nf4_have_their_levels() -> None:
+    """w / d rounded to -8 ... 7, d the largest value over -8; `quantize_4bit` of bitsandbytes 0.50.2 for two blocks."""
     weight = torch.randn(8, 64)
     largest = weight.gather(1, weight.abs().argmax(1, keepdim=True))
     scale = largest / -8
     expected = (weight / scale).round().clamp(-8, 7) * scale
     found = dequantise(quantise(weight, "int4"), "int4", weight.shape, torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_nf4_has_the_codes_that_bitsandbytes_gave() -> None:
-    """`quantize_4bit` of bitsandbytes 0.50.2 on a CPU, for two blocks of 64 values."""
     held = quantise(torch.linspace(-3, 2, 128).reshape(2, 64), "nf4")
-    expected = (
+    codes = (
         "0000000000001111111111111111112222222222223333333334444444455555"
         "45555566667777788889999aaaaabbbbccccccdddddddeeeeeeeeeeeffffffff"
     )
-    assert bytes(held.codes.tolist()).hex() == expected
+    assert bytes(held.codes.tolist()).hex() == codes
     assert held.scale.flatten().tolist() == [3.0, 2.0]
 
 
-def test_nf4_has_the_bits_of_bitsandbytes() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
-        weight = torch.randn(96, 128)
-        codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
-    held = quantise(weight, "nf4")
-    assert torch.equal(state.code, torch.tensor(NF4))
-    assert torch.equal(held.scale.flatten(), state.absmax)
-    assert torch.equal(held.codes, codes.flatten())
-    assert torch.equal(dequantise(held, "nf4", weight.shape, torch.float32), functional.dequantize_4bit(codes, state))
-
-
-def test_int8_has_the_codes_of_bitsandbytes() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
-        weight = torch.randn(32, 100).half().float()
-        codes, largest, _ = functional.int8_vectorwise_quant(weight.half())
-    held = quantise(weight, "int8")
-    assert (held.codes.int() - codes.int()).abs().max() <= 1  # it multiplies by 127 / max, and ties may round apart
-    assert (held.codes != codes).float().mean() < 0.01
-    torch.testing.assert_close(held.scale.flatten() * 127, largest.float())
-
-
 def test_int8_agrees_with_torchao() -> None:
-    """Its rows are scaled by the largest value over 127.5, so values agree to a step of the codes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library: Any = real_torchao.load("torchao.quantization")
@@ -136,17 +93,8 @@ def test_output_and_gradient_are_those_of_the_dequantised_layer(base: Base, dtyp
     torch.testing.assert_close(pairs[0][1], pairs[1][1])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
-def test_a_directional_derivative_passes_through() -> None:
-    layer = QuantisedLinear(nn.Linear(8, 8).requires_grad_(False), "nf4", torch.float32)
-    x, direction = torch.randn(2, 8), torch.randn(2, 8)
-    found = jvp(layer, (x,), (direction,))[1]
-    torch.testing.assert_close(found, direction @ layer.weight.T)
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
-    """What autograd saves of a layer is its buffers, whose storages it shares."""
     layer = QuantisedLinear(nn.Linear(64, 64).requires_grad_(False), base, torch.float32)
     kept = list[torch.Tensor]()
 
@@ -162,8 +110,6 @@ def test_the_backward_pass_keeps_no_dequantised_weight(base: Base) -> None:
 
 
 def test_adapted_layers_are_quantised_and_adapters_are_not() -> None:
-    """And adapters' gradients are those over a module that holds the dequantised weights."""
-
     def net() -> Any:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
@@ -218,8 +164,8 @@ def test_a_merged_product_dequantises(disabled: bool) -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_merging_dequantises() -> None:
-    """The merged layer is a plain one over the dequantised weight, and computes what the adapted one did."""
     module: Any = nn.Sequential(nn.Linear(64, 64))
     add_lora(module, LoraConfig(rank=4), ("0",), seed=1)
     torch.nn.init.normal_(module[0].lora_B["default"].weight)
@@ -229,3 +175,7 @@ def test_merging_dequantises() -> None:
     merge_lora(module)
     assert type(module[0]) is nn.Linear
     torch.testing.assert_close(module(x), expected)
+    layer = QuantisedLinear(nn.Linear(8, 8).requires_grad_(False), "nf4", torch.float32)
+    x, direction = torch.randn(2, 8), torch.randn(2, 8)
+    found = jvp(layer, (x,), (direction,))[1]
+    torch.testing.assert_close(found, direction @ layer.weight.T)

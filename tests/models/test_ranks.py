@@ -20,14 +20,11 @@ RUNS = [run if run in SHORT else long(*run) for run in pipeline_ranks.RUNS]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for pipelines."""
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Callable[[bool], Path]:
-    """Return a function that updates pipelines on two ranks, the short runs or the others, and returns their folder."""
-
     @cache
     def updated(short: bool) -> Path:
         runs = [run for run in pipeline_ranks.RUNS if (run in SHORT) == short]

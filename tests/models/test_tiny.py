@@ -10,7 +10,6 @@ from fluvial.models.tiny import pipelines as tiny
 
 @pytest.fixture
 def _uninitialised_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, as torch does in its deterministic mode."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -19,7 +18,6 @@ def _uninitialised_is_nan() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # of shapes that a tiny one lacks
 @pytest.mark.usefixtures("_uninitialised_is_nan")
 def test_no_weight_is_what_the_memory_held() -> None:
-    """The experts of NucleusMoE are made by `torch.empty`."""
     network = tiny.random_weights(lambda: tiny.build("NucleusMoEImagePipeline"), 0.2).transformer
     experts = [weight for name, weight in network.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
     assert experts

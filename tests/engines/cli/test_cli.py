@@ -1,18 +1,22 @@
 """Wrong input ends in one line that says what and where, with exit code 2, and nothing is written."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import launch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from fluvial.engines.cli import main as cli
+from fluvial.engines import run as training
+from fluvial.engines.extensions.plan import memory
+from fluvial.engines.run import recipes
 from fluvial.engines.run.config import with_values
+from fluvial.engines.run.record import as_record
+from fluvial.models.handwriting import BASE, codes
 
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 PROMPTS = {"empty.txt": "\n  \n", "letters.txt": "0427\n12a4\n", "short.txt": "427\n", "unicode.txt": "１２３４\n"}
 
 # (arguments, what the line must say); {tmp} is the test's folder.
@@ -122,117 +126,76 @@ WRONG: list[tuple[str, str]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompt files, a folder that holds a run, weights of another model and weights cut short."""
-    from fluvial.engines.run import recipes
-    from fluvial.engines.run.record import as_record
-    from fluvial.models.handwriting import BASE, codes
-
     tmp = tmp_path_factory.mktemp("wrong")
     for name, text in PROMPTS.items():
         (tmp / name).write_text(text)
     (tmp / "held").mkdir()
     (tmp / "held" / "config.json").write_text("{}")
-    config = (BASE / "config.json").read_text()
-    for name in ("foreign", "cut", "list", "incomplete"):
+    config, data = (BASE / "config.json").read_text(), (BASE / WEIGHTS).read_bytes()
+    other = config.replace('"num_layers": 4', '"num_layers": 5')
+    for name, text in {"foreign": other, "cut": config, "list": "[]", "incomplete": config}.items():
         (tmp / name).mkdir()
-        data = (BASE / "diffusion_pytorch_model.safetensors").read_bytes()
-        (tmp / name / "diffusion_pytorch_model.safetensors").write_bytes(data[: len(data) // 2])
-    (tmp / "foreign" / "config.json").write_text(config.replace('"num_layers": 4', '"num_layers": 5'))
-    (tmp / "cut" / "config.json").write_text(config)
-    (tmp / "list" / "config.json").write_text("[]")
-    (tmp / "incomplete" / "config.json").write_text(config)
-    tensors = load_file(BASE / "diffusion_pytorch_model.safetensors")
+        (tmp / name / WEIGHTS).write_bytes(data[: len(data) // 2])
+        (tmp / name / "config.json").write_text(text)
+    tensors = load_file(BASE / WEIGHTS)
     del tensors["proj_out.weight"]
-    save_file(tensors, tmp / "incomplete" / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, tmp / "incomplete" / WEIGHTS, metadata={"format": "pt"})
     (tmp / "heldout.txt").write_text(f"{codes('train')[0]}\n{codes('heldout')[7]}\n")
     (tmp / "run").mkdir()
-    record = as_record(replace(recipes.grpo(), out=tmp / "run"))
-    (tmp / "run" / "config.json").write_text(json.dumps(record))
+    (tmp / "run" / "config.json").write_text(json.dumps(as_record(replace(recipes.grpo(), out=tmp / "run"))))
     return tmp
 
 
 @pytest.mark.parametrize(("typed", "says"), WRONG, ids=[typed for typed, _ in WRONG])
-def test_wrong_input_is_one_line(
-    folder: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, fluvial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 2; the line starts with the program's name."""
-    from fluvial.models.handwriting import codes
-
     monkeypatch.chdir(folder)  # another process may hold runs/grpo of the current folder
     words = {"tmp": folder, "zeros": "0" * 400, "heldout": codes("heldout")[7]}
-    code = cli.run([word.format(**words) for word in typed.split()])
-    captured = capfd.readouterr()
-    assert code == 2, captured
-    line = launch.one_line(captured.err)
+    line = fluvial(*(word.format(**words) for word in typed.split()), code=2)
     assert line.startswith("fluvial: ")
     assert says.format(**words) in line
     assert not (folder / "new" / "config.json").exists()
 
 
-@pytest.mark.parametrize("typed", ["", "--help"])
-def test_help_says_what_there_is(typed: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_there_is(fluvial: Any) -> None:
     """Every command, in a few lines."""
-    assert cli.run(typed.split()) == 0
-    text = capfd.readouterr().out
-    assert all(command in text for command in ("train", "pretrain", "eval", "sample", "preferences", "plan", "torchrun"))
+    for typed in ((), ("--help",)):
+        text = fluvial(*typed)
+        assert all(command in text for command in ("train", "pretrain", "eval", "sample", "preferences", "plan", "torchrun"))
 
 
-@pytest.mark.parametrize("command", ["train", "pretrain", "eval", "sample", "plan"])
-def test_help_of_a_command_explains_every_field(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Every flag has a text; nothing is listed bare."""
-    assert cli.run([command, "handwriting", "--help-all"]) == 0
-    text = capfd.readouterr().out
-    assert "(default:" in text
-    for flag in re.split(r"\n│ (?=--)", text)[1:]:
-        words = [word for word in flag.split() if word[0] not in "-│{(" and not word.isupper()]
-        assert len(words) > 2, flag
-
-
-def test_training_help_names_the_papers(capfd: pytest.CaptureFixture[str]) -> None:
-    """What the recipe is and where it comes from."""
-    cli.run(["train", "handwriting", "--help"])
-    text = capfd.readouterr().out
-    assert "Flow-GRPO" in text
-    assert "2505.05470" in text
-
-
-def test_a_sample_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_is_drawn(tmp_path: Path, fluvial: Any) -> None:
     """The image holds a cell for every prompt and repetition."""
-    from PIL import Image
-
     out = tmp_path / "deep" / "sample.png"
-    assert cli.run(f"sample handwriting --prompts 0427 1999 --each 2 --steps 3 --out {out}".split()) == 0
-    assert str(out) in capfd.readouterr().out.replace("\n", "")
+    shown = fluvial(*f"sample handwriting --prompts 0427 1999 --each 2 --steps 3 --out {out}".split())
+    assert str(out) in shown.replace("\n", "")
     with Image.open(out) as image:
         assert image.width > 2 * 256
         assert image.height > 2 * 64
 
 
-def test_weights_are_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_are_evaluated(fluvial: Any) -> None:
     """Both evaluators, in a table."""
-    assert cli.run(["eval", "handwriting", "--samples", "6", "--steps", "2", "--micro-batch", "3"]) == 0
-    text = capfd.readouterr().out
-    assert "heldout" in text
-    assert "reward" in text
-    assert "6 samples of handwriting" in " ".join(text.split())
+    text = " ".join(fluvial("eval", "handwriting", "--samples", 6, "--steps", 2, "--micro-batch", 3).split())
+    assert all(said in text for said in ("heldout", "reward", "6 samples of handwriting"))
 
 
-def test_a_plan_is_printed_and_checked(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_and_checked(fluvial: Any) -> None:
     """What each kind takes, whether it fits, what to turn; and that it is what an update here takes."""
-    typed = "plan handwriting --train full --gpus 8 --memory-gib 0.03 --reserve-gib 0"
-    assert cli.run(typed.split()) == 0
-    text = " ".join(capfd.readouterr().out.split())
-    assert "parameters, full, on 8 GPUs" in text
-    assert "With --engine.checkpointing block it does" in text
-    assert cli.run(["plan", "handwriting", "--table"]) == 0
-    assert "full, 64 GPUs │ as it is" in " ".join(capfd.readouterr().out.split())
-    assert cli.run(["plan", "handwriting", "--check", "--micro-batch", "16"]) == 0
-    assert "allocated at the peak" in capfd.readouterr().out
+    for typed, said in (
+        (
+            "--train full --gpus 8 --memory-gib 0.03 --reserve-gib 0",
+            ("full, on 8 GPUs", "--engine.checkpointing block it does"),
+        ),
+        ("--table", ("full, 64 GPUs │ as it is",)),
+        ("--check --micro-batch 16", ("allocated at the peak",)),
+    ):
+        text = " ".join(fluvial("plan", "handwriting", *typed.split()).split())
+        assert all(words in text for words in said)
 
 
-def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, fluvial: Any) -> None:
     """Exit code 1, and one line that names the kinds."""
-    from fluvial.engines.extensions.plan import memory
-
     right = memory.account
 
     def wrong(*args: Any, **options: Any) -> Any:
@@ -240,28 +203,21 @@ def test_a_plan_that_is_wrong_fails_its_check(monkeypatch: pytest.MonkeyPatch, c
         return found._replace(moments=found.moments + 4, activations=found.activations // 2)
 
     monkeypatch.setattr(memory, "account", wrong)
-    assert cli.run(["plan", "handwriting", "--check", "--micro-batch", "16"]) == 1
-    line = launch.one_line(capfd.readouterr().err)
+    line = fluvial("plan", "handwriting", "--check", "--micro-batch", 16, code=1)
     assert line.endswith("the plan does not agree with what was measured: moments, allocated at the peak")
 
 
 @pytest.mark.parametrize("resumes", ["--resume", "--resume-from=000002", "--resume_from 000002"])
 def test_what_is_typed_to_resume_goes_on_top_of_the_run(
-    resumes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    resumes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:
     """Not on top of the recipe: with its two updates a rollout, the three that are asked for would be refused."""
-    from fluvial.engines import run as training
-    from fluvial.engines.run import recipes
-    from fluvial.engines.run.record import as_record
-
-    out = tmp_path / "run"
-    begun = with_values(recipes.grpo(), {"out": out, "updates": 1, "passes.minibatches": 1, "seed": 5})
-    out.mkdir()
-    (out / "config.json").write_text(json.dumps(as_record(begun)))
+    begun = with_values(recipes.grpo(), {"out": tmp_path, "updates": 1, "passes.minibatches": 1, "seed": 5})
+    (tmp_path / "config.json").write_text(json.dumps(as_record(begun)))
     seen: list[Any] = []
     monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
-    assert cli.run(["train", "grpo", *resumes.split(), "--out", str(out), "--updates", "3"]) == 0, capfd.readouterr().err
+    fluvial("train", "grpo", *resumes.split(), "--out", tmp_path, "--updates", 3)
     (config,) = seen
     assert with_values(config, {"resume": False, "checkpoint.resume_from": None}) == replace(begun, updates=3)
     assert config.resume != (config.checkpoint.resume_from is not None)
-    assert cli.run(["train", "grpo", "--resume", "--help"]) == 0  # where there is no run, too
+    fluvial("train", "grpo", "--resume", "--help")  # where there is no run, too

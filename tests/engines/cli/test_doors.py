@@ -5,100 +5,25 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import launch
 from safetensors.torch import load_file
 
-from fluvial.engines.cli import main as cli
 from fluvial.models.handwriting import BASE
 
 TINY = [*launch.SMALL, "--updates", "2", "--passes.minibatches", "1"]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def finish(args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """Run a command line and expect it to succeed."""
-    code = cli.run(args)
-    assert code == 0, capfd.readouterr().err
-
-
-def moved(run: Path) -> bool:
-    """Return whether a run's weights are other ones than the shipped base, and finite."""
+def updates(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's updates, whose weights are other ones than the shipped base, and finite."""
     before, after = load_file(BASE / WEIGHTS), load_file(run / "weights" / WEIGHTS)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
-    return any(not torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    """Return the records of a run's updates."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
-
-
-def test_a_recipe_with_its_own_objective_sampler_and_reward_trains_and_resumes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The objective's fields are flags; what is resumed is found again by its name in the record."""
-    out = tmp_path / "run"
-    finish(["train", "helpers.doors:recipe", "--out", str(out), "--scale", "0.5"], capfd)
-    record = json.loads((out / "config.json").read_text())
-    assert {name: record["method"][name] for name in ("name", "scale")} == {"name": "helpers.doors:Pull", "scale": 0.5}
-    assert record["method"]["sampling"]["sampler"] == {"kind": "helpers.doors:walk", "eta": 0.5}
-    assert moved(out)
-    assert len(metrics(out)) == 2
-    finish(["train", "helpers.doors:recipe", "--out", str(out), "--resume", "--updates", "3"], capfd)
-    recorded = json.loads((out / "config.json").read_text())["method"]
-    assert (recorded["name"], recorded["scale"]) == ("helpers.doors:Pull", 0.5)
-    assert len(metrics(out)) == 3
-
-
-def test_a_method_of_ones_own_needs_no_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Named by its class it has the defaults of the model and flags of its own, resumes, and shows its own help."""
-    out = tmp_path / "run"
-    finish(["train", "helpers.doors:Pull", "--out", str(out), *TINY, "--scale", "0.5"], capfd)
-    recorded = json.loads((out / "config.json").read_text())["method"]
-    assert (recorded["name"], recorded["scale"]) == ("helpers.doors:Pull", 0.5)
-    assert moved(out)
-    finish(["train", "helpers.doors:Pull", "--out", str(out), "--resume", "--updates", "2"], capfd)
-    assert cli.run(["train", "helpers.doors:Pull", "--help-all"]) == 0
-    shown = capfd.readouterr().out
-    assert "--scale" in shown
-    assert "--kl.coef" not in shown
-
-
-def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They are named by flags; the other recipe gives other weights."""
-    out = tmp_path / "run"
-    own = [
-        "--sampling.sampler",
-        "helpers.doors:walk",
-        "--sampling.sampler.eta",
-        "0.5",
-        "--rewards",
-        "helpers.doors:bold",
-        "characters=0.5",
-    ]
-    finish(["train", "handwriting", "--out", str(out), *TINY, *own], capfd)
-    assert moved(out)
-    assert {"reward/doors:bold", "reward/characters"} <= set(metrics(out)[0]) or "reward" in metrics(out)[0]
-
-
-def test_an_own_model_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It comes with a file of prompts and a reward, since there is no job for it."""
-    (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
-    out = tmp_path / "run"
-    own = [
-        "--model",
-        "helpers.doors:adapter",
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--rewards",
-        "helpers.doors:bold",
-    ]
-    finish(["train", "helpers.doors:recipe", "--out", str(out), *own], capfd)
-    assert moved(out)
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
+    return [record for record in launch.records(run) if "loss" in record]
 
 
 INSTALLED = """
@@ -153,31 +78,17 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.usefixtures("installed")
-def test_an_installed_package_is_found_by_its_entry_points(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A recipe, an objective, a sampler and a reward by their short names."""
-    out = tmp_path / "run"
-    finish(["train", "pull", "--out", str(out)], capfd)
-    assert moved(out)
-
-
-@pytest.mark.usefixtures("installed")
-def test_an_installed_adapter_trains_the_pipelines_of_its_class(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The folder names the class, which the entry point is named after."""
+def test_an_installed_package_is_found_by_its_entry_points(tmp_path: Path, fluvial: Any) -> None:
+    """A recipe, an objective, a sampler and a reward by their short names; an adapter by the class of the pipeline."""
+    fluvial("train", "pull", "--out", tmp_path / "run")
+    assert updates(tmp_path / "run")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text('{"_class_name": "CodesPipeline"}')
-    (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
-    out = tmp_path / "run"
-    own = [
-        "--model",
-        str(tmp_path / "model"),
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--rewards",
-        "helpers.doors:bold",
-    ]
+    (tmp_path / "prompts.txt").write_text(CODES)
+    own = ["--model", tmp_path / "model", "--prompts", tmp_path / "prompts.txt", "--rewards", "helpers.doors:bold"]
     size = ["--pipeline.height", "8", "--pipeline.width", "32", "--updates", "1"]
-    finish(["train", "helpers.doors:recipe", "--out", str(out), *own, *size], capfd)
-    assert moved(out)
+    fluvial("train", "helpers.doors:recipe", "--out", tmp_path / "own", *own, *size)
+    assert updates(tmp_path / "own")
 
 
 BROKEN = """
@@ -227,21 +138,10 @@ class Faulty(doors.Pull):
     def loss(self, v, rows):
         return v.no_such_attribute, None
 
-def crooked():
-    return replace(doors.recipe(), method=Crooked())
+def of(method):
+    return lambda: replace(doors.recipe(), method=method())
 
-def narrow():
-    return replace(doors.recipe(), method=Narrow())
-
-def plain():
-    return replace(doors.recipe(), method=Plain())
-
-def faulty():
-    return replace(doors.recipe(), method=Faulty())
-
-def kind():
-    return replace(doors.recipe(), method=doors.Pull)
-
+crooked, narrow, plain, faulty, kind = of(Crooked), of(Narrow), of(Plain), of(Faulty), of(lambda: doors.Pull)
 def one_argument(level):
     return level
 
@@ -271,7 +171,7 @@ def no_model():
 """
 FAILS = "import torch\nraise RuntimeError('this module\\nfails')\n"
 
-# (what is typed, exit code, what the line must say)
+# (what is typed, where "own" stands for a recipe that can be trained, exit code, what the line must say)
 WRONG = [
     ("train broken:returns_list", 2, "recipe 'broken:returns_list' returned a list, expected a TrainConfig"),
     ("train broken:needs", 2, "recipe 'broken:needs' has the signature (data)"),
@@ -287,47 +187,19 @@ WRONG = [
     ("train broken:plain", 2, "is not a frozen dataclass"),
     ("train broken:faulty", 1, "method broken:Faulty raised AttributeError in loss: 'Tensor'"),
     ("train broken:kind", 2, "method is the class Pull, expected an instance: Pull()"),
-    (
-        "train helpers.doors:recipe --sampling.sampler broken:one_argument",
-        2,
-        "has the signature (level), expected a function of",
-    ),
-    (
-        "train helpers.doors:recipe --sampling.sampler broken:no_transition",
-        2,
-        "no_transition returns a Tensor, expected a Trans",
-    ),
-    (
-        "train helpers.doors:recipe --sampling.sampler broken:wide",
-        2,
-        "sampler wide: a has shape [2, 3], expected [] or [4]",
-    ),
-    ("train helpers.doors:recipe --sampling.sampler broken:stumbles", 2, "a key of mine"),
-    ("train helpers.doors:recipe --sampling.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
-    ("train helpers.doors:recipe --rewards broken:lonely", 2, "has the signature (images)"),
-    ("train helpers.doors:recipe --rewards broken:short", 1, "expected"),
-    ("train helpers.doors:recipe --rewards broken:says_nothing", 1, "None"),
-    ("train helpers.doors:recipe --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
-    (
-        "train helpers.doors:recipe --rewards failing:reward",
-        2,
-        "importing failing raised RuntimeError: this module fails",
-    ),
-    (
-        "train helpers.doors:recipe --model broken:no_model --prompts {prompts} --rewards helpers.doors:bold",
-        2,
-        "broken:no_model",
-    ),
-    (
-        "train helpers.doors:recipe --model broken:none --prompts {prompts} --rewards helpers.doors:bold",
-        2,
-        "'broken' has no attribute 'none'",
-    ),
-    (
-        "train helpers.doors:recipe --model helpers.doors:adapter --rewards helpers.doors:bold",
-        2,
-        "needs prompts to train on",
-    ),
+    ("own --sampling.sampler broken:one_argument", 2, "has the signature (level), expected a function of"),
+    ("own --sampling.sampler broken:no_transition", 2, "no_transition returns a Tensor, expected a Trans"),
+    ("own --sampling.sampler broken:wide", 2, "sampler wide: a has shape [2, 3], expected [] or [4]"),
+    ("own --sampling.sampler broken:stumbles", 2, "a key of mine"),
+    ("own --sampling.sampler flow_sd", 2, "did you mean 'flow_sde'?"),
+    ("own --rewards broken:lonely", 2, "has the signature (images)"),
+    ("own --rewards broken:short", 1, "expected"),
+    ("own --rewards broken:says_nothing", 1, "None"),
+    ("own --rewards broken:fails", 1, "RuntimeError (no GPU here)"),
+    ("own --rewards failing:reward", 2, "importing failing raised RuntimeError: this module fails"),
+    ("own --model broken:no_model --prompts {prompts} --rewards helpers.doors:bold", 2, "broken:no_model"),
+    ("own --model broken:none --prompts {prompts} --rewards helpers.doors:bold", 2, "'broken' has no attribute 'none'"),
+    ("own --model helpers.doors:adapter --rewards helpers.doors:bold", 2, "needs prompts to train on"),
 ]
 
 
@@ -335,28 +207,58 @@ WRONG = [
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder on the path with a module of broken things, one that fails, and a file of prompts."""
     folder = tmp_path_factory.mktemp("broken")
-    (folder / "broken.py").write_text(BROKEN)
-    (folder / "failing.py").write_text(FAILS)
-    (folder / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
+    for name, text in {"broken.py": BROKEN, "failing.py": FAILS, "prompts.txt": CODES}.items():
+        (folder / name).write_text(text)
     return folder
 
 
 @pytest.mark.parametrize(("words", "code", "says"), WRONG, ids=[words for words, _, _ in WRONG])
 def test_a_broken_one_ends_in_one_line(
-    words: str,
-    code: int,
-    says: str,
-    broken: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    words: str, code: int, says: str, broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any
 ) -> None:
     """Exit code 2, or 1 if it fails in the run; never a traceback."""
     monkeypatch.syspath_prepend(broken)
     importlib.invalidate_caches()
-    args = words.format(prompts=broken / "prompts.txt").split()
-    found = cli.run([*args, "--out", str(tmp_path / "run")])
-    line = launch.one_line(capfd.readouterr().err)
-    assert found == code, line
+    typed = words.replace("own ", "train helpers.doors:recipe ").format(prompts=broken / "prompts.txt")
+    line = fluvial(*typed.split(), "--out", tmp_path / "run", code=code)
     assert says in line
     assert line.startswith("fluvial: ")
+
+
+@pytest.mark.parametrize(("door", "more"), [("helpers.doors:recipe", []), ("helpers.doors:Pull", TINY)])
+def test_a_recipe_or_a_method_of_ones_own_trains_and_resumes(
+    tmp_path: Path, fluvial: Any, door: str, more: list[str]
+) -> None:
+    """With its sampler and reward; a method alone has the defaults of the model.
+
+    Its fields are flags, and what is resumed is found again by its name in the record.
+    """
+    out = tmp_path / "run"
+    for typed, count in (([*more, "--scale", "0.5"], 2), (["--resume", "--updates", "3"], 3)):
+        fluvial("train", door, "--out", out, *typed)
+        recorded = json.loads((out / "config.json").read_text())["method"]
+        assert (recorded["name"], recorded["scale"]) == ("helpers.doors:Pull", 0.5)
+        assert more or recorded["sampling"]["sampler"] == {"kind": "helpers.doors:walk", "eta": 0.5}
+        assert len(updates(out)) == count
+    shown = fluvial("train", door, "--help-all")
+    assert "--scale" in shown
+    assert "--kl.coef" not in shown
+
+
+def test_a_built_in_recipe_takes_an_own_sampler_and_reward(tmp_path: Path, fluvial: Any) -> None:
+    """They are named by flags; the other recipe gives other weights."""
+    own = ["--sampling.sampler", "helpers.doors:walk", "--sampling.sampler.eta", "0.5"]
+    rewards = ["--rewards", "helpers.doors:bold", "characters=0.5"]
+    fluvial("train", "handwriting", "--out", tmp_path / "run", *TINY, *own, *rewards)
+    assert set(updates(tmp_path / "run")[0]["rewards"]) == {"helpers.doors:bold", "characters"}
+
+
+CODES = "0427\n1999\n3141\n8650\n"
+
+
+def test_an_own_model_trains(tmp_path: Path, fluvial: Any) -> None:
+    """It comes with a file of prompts and a reward, since there is no job for it."""
+    (tmp_path / "prompts.txt").write_text(CODES)
+    own = ["--model", "helpers.doors:adapter", "--prompts", tmp_path / "prompts.txt", "--rewards", "helpers.doors:bold"]
+    fluvial("train", "helpers.doors:recipe", "--out", tmp_path / "run", *own)
+    assert updates(tmp_path / "run")

@@ -7,10 +7,9 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
 from helpers import launch, tiny_pipelines
 from PIL import Image
 from torch import Tensor
@@ -97,45 +96,55 @@ def test_a_run_is_evaluated_as_its_settings_say(folder: Path) -> None:
     assert (folder / "run" / "samples" / "update-0001.csv").exists()
 
 
-def test_a_checkpoint_has_the_numbers_of_its_run(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+BRIGHT = ("evaluators:brightness", "all", "")
+
+
+def test_a_checkpoint_has_the_numbers_of_its_run(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """To the bit, and so has the model that the run started from."""
-    checkpoint = str(folder / "run" / "checkpoints" / "000002")
-    assert cli.run(["eval", checkpoint, "--base", "start", "--out", str(tmp_path)]) == 0, capfd.readouterr().err
+    shown = fluvial("eval", folder / "run" / "checkpoints" / "000002", "--base", "start", "--out", tmp_path)
     assert table(tmp_path) == table(folder / "run")
-    assert "against the base on the same noise" in capfd.readouterr().out
+    assert "against the base on the same noise" in shown
     assert len(list((tmp_path / "images").glob("*.png"))) == len(list((tmp_path / "base").glob("*.png"))) == 6
 
 
-def test_guidance_that_is_typed_replaces_the_runs(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_guidance_that_is_typed_replaces_the_runs(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """Without guidance the same weights draw other images; prompts and evaluators stay those of the run."""
-    for name, scale in (("guided", "4.5"), ("plain", "1")):
-        typed = ["eval", str(folder / "run"), "--guidance", scale, "--out", str(tmp_path / name)]
-        assert cli.run(typed) == 0, capfd.readouterr().err
-    key, run = ("evaluators:brightness", "all", ""), table(folder / "run")
-    guided, plain = table(tmp_path / "guided"), table(tmp_path / "plain")
-    assert guided[key]["mean"] == pytest.approx(run[key]["mean"], abs=1e-4)  # of the merged weights, to rounding
-    assert abs(plain[key]["mean"] - guided[key]["mean"]) > 1e-3
+    for name, scale in (("guided", 4.5), ("plain", 1)):
+        fluvial("eval", folder / "run", "--guidance", scale, "--out", tmp_path / name)
+    guided, plain, run = table(tmp_path / "guided"), table(tmp_path / "plain"), table(folder / "run")
+    assert guided[BRIGHT]["mean"] == pytest.approx(run[BRIGHT]["mean"], abs=1e-4)  # of the merged weights, to rounding
+    assert abs(plain[BRIGHT]["mean"] - guided[BRIGHT]["mean"]) > 1e-3
     assert set(plain) == set(guided) == set(run)
 
 
-def test_a_pipeline_with_an_adapter_against_itself_without(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_with_an_adapter_against_itself_without(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """The run's adapter on the pipeline is what the run evaluated; a base may be a run or a folder of weights, too."""
-    asked = ["--prompts", str(folder / "tagged.jsonl"), "--rewards", "evaluators:brightness", "evaluators:passes", "jpeg"]
-    size = ["--pipeline.height", "32", "--pipeline.width", "16", "--steps", "4", "--guidance", "4.5", "--seeds", "2"]
-    typed = ["eval", f"{folder}/run/../sd3", *asked, *size, "--micro-batch", "2"]  # another name of the same folder
-    adapter = [*typed, "--lora", str(folder / "run" / "lora")]
-    assert cli.run([*adapter, "--base", "start", "--out", str(tmp_path / "start")]) == 0, capfd.readouterr().err
+    asked = ["--prompts", folder / "tagged.jsonl", "--rewards", "evaluators:brightness", "evaluators:passes", "jpeg"]
+    size = [
+        "--pipeline.height",
+        "32",
+        "--pipeline.width",
+        "16",
+        "--steps",
+        "4",
+        "--guidance",
+        "4.5",
+        "--seeds",
+        "2",
+        "--micro-batch",
+        "2",
+    ]
+    another = f"{folder}/run/../sd3"  # another name of the same folder
+    adapter = ["eval", another, *asked, *size, "--micro-batch", 2, "--lora", folder / "run" / "lora"]
+    fluvial(*adapter, "--base", "start", "--out", tmp_path / "start")
     found, run = table(tmp_path / "start"), table(folder / "run")
     assert {key[0] for key in found} == {"evaluators:brightness", "evaluators:passes", "jpeg"}
+    key = ("evaluators:brightness", "tag", "colors")
     for name in ("mean", "base_mean", "difference", "std"):
-        key = ("evaluators:brightness", "tag", "colors")
         assert found[key][name] == pytest.approx(run[key][name], abs=1e-4)
     for number, base in enumerate((folder / "run", folder / "run" / "weights")):
-        out = tmp_path / f"base{number}"
-        assert cli.run([*adapter, "--base", str(base), "--out", str(out)]) == 0, capfd.readouterr().err
-        assert table(out)["evaluators:brightness", "all", ""]["difference"] == pytest.approx(0, abs=1e-4)
+        fluvial(*adapter, "--base", base, "--out", tmp_path / f"base{number}")
+        assert table(tmp_path / f"base{number}")[BRIGHT]["difference"] == pytest.approx(0, abs=1e-4)
     with (tmp_path / "start" / "scores.csv").open(newline="") as stream:
         first, *_ = csv.DictReader(stream)
     assert (first["sample"], first["prompt"], first["tag"]) == ("00000-0", "a red fox", "colors")
@@ -143,37 +152,35 @@ def test_a_pipeline_with_an_adapter_against_itself_without(
 
 
 @pytest.mark.long
-def test_a_base_may_be_a_checkpoint(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_base_may_be_a_checkpoint(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """Of the run itself or of another; one process evaluates what two ranks per sample trained."""
-    run, copy, both = folder / "run", tmp_path / "run", {}
-    shutil.copytree(run, copy)
+    copy, both = tmp_path / "run", {}
+    shutil.copytree(folder / "run", copy)
     record = json.loads((copy / "config.json").read_text())
     record["engine"]["context_parallel"] = record["engine"]["replicas"] = 2
     (copy / "config.json").write_text(json.dumps(record))
     for number in (1, 2):
-        out = tmp_path / str(number)
-        base = ["--base", str(run / "checkpoints" / f"00000{number}")]
-        assert cli.run(["eval", str(copy / "checkpoints" / "000002"), *base, "--out", str(out)]) == 0, capfd.readouterr().err
-        both[number] = table(out)["evaluators:brightness", "all", ""]
+        base = folder / "run" / "checkpoints" / f"00000{number}"
+        fluvial("eval", copy / "checkpoints" / "000002", "--base", base, "--out", tmp_path / f"{number}")
+        both[number] = table(tmp_path / f"{number}")[BRIGHT]
     assert both[2]["difference"] == pytest.approx(0, abs=1e-6)
     assert both[2]["base_mean"] == pytest.approx(both[1]["mean"], abs=1e-6)
     assert abs(both[1]["difference"]) > 1e-5
-    codes = ["eval", str(folder / "codes"), "--samples", "4", "--out", str(tmp_path / "codes")]
-    assert cli.run([*codes, "--base", str(folder / "codes" / "checkpoints" / "000002")]) == 0, capfd.readouterr().err
+    codes = ["eval", folder / "codes", "--samples", 4, "--out", tmp_path / "codes"]
+    fluvial(*codes, "--base", folder / "codes" / "checkpoints" / "000002")
     assert table(tmp_path / "codes")["reward", "all", ""]["difference"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_built_in_run_scores_as_at_its_end(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_built_in_run_scores_as_at_its_end(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """Its held-out codes, its evaluators and its number of samples come from its record."""
     summary = json.loads((folder / "codes" / "summary.json").read_text())
-    assert cli.run(["eval", str(folder / "codes"), "--base", "start", "--out", str(tmp_path)]) == 0, capfd.readouterr().err
-    rows = table(tmp_path)
+    shown = fluvial("eval", folder / "codes", "--base", "start", "--out", tmp_path)
     for evaluator in ("reward", "heldout"):
-        row = rows[evaluator, "all", ""]
+        row = table(tmp_path)[evaluator, "all", ""]
         assert row["samples"] == summary["eval_samples"] == 8
         assert row["mean"] == pytest.approx(summary[f"{evaluator}_score_after"], abs=1e-6)
         assert row["base_mean"] == pytest.approx(summary[f"{evaluator}_score_before"], abs=1e-6)
-    assert "held-out prompts, 8 samples of" in " ".join(capfd.readouterr().out.split())
+    assert "held-out prompts, 8 samples of" in " ".join(shown.split())
 
 
 SUITE = """
@@ -191,18 +198,16 @@ tag = "counting"
 """
 
 
-def test_a_suite_of_ones_own_is_one_command(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_of_ones_own_is_one_command(folder: Path, tmp_path: Path, fluvial: Any) -> None:
     """Prompts, evaluators and sampling of one file, beside what the run started from, with intervals, as JSON."""
     (tmp_path / "mine.toml").write_text(SUITE)
-    capfd.readouterr()
-    suite = ["eval", str(folder / "run"), "--suite", str(tmp_path / "mine.toml")]
-    assert cli.run([*suite, "--json"]) == 0
-    shown = json.loads(capfd.readouterr().out)
+    suite = ["eval", folder / "run", "--suite", tmp_path / "mine.toml"]
+    shown = json.loads(fluvial(*suite, "--json"))
     assert shown["model"] == str(folder / "run")
     settings = shown["settings"]
     assert (settings["seeds"], settings["steps"], settings["base"], settings["guidance"]) == (3, 3, "start", 4.5)
     found = {(row["evaluator"], row["part"], row["name"]): row for row in shown["rows"]}
-    everything = found["evaluators:brightness", "all", ""]
+    everything = found[BRIGHT]
     assert everything["samples"] == 2 * 3
     assert everything["mean_low"] <= everything["mean"] <= everything["mean_high"]
     assert everything["low"] <= everything["difference"] <= everything["high"]
@@ -210,140 +215,110 @@ def test_a_suite_of_ones_own_is_one_command(folder: Path, tmp_path: Path, capfd:
     assert found["evaluators:passes", "tag", "colors"]["mean"] == 1  # at the run's evaluation size
     assert found["evaluators:passes", "tags", "mean over tags"]["mean"] == 0.5
 
-    typed = ["--seeds", "1", "--rewards", "evaluators:brightness", "--steps", "2", "--out", str(tmp_path / "out")]
-    assert cli.run([*suite, *typed]) == 0
-    printed = "".join(capfd.readouterr().out.split())  # a long path is broken over lines
+    typed = ["--seeds", 1, "--rewards", "evaluators:brightness", "--steps", 2, "--out", tmp_path / "out"]
+    printed = "".join(fluvial(*suite, *typed).split())  # a long path is broken over lines
     assert "mine.toml,2samplesof" in printed
     assert "2steps,guidance4.5" in printed
     assert {key[0] for key in table(tmp_path / "out")} == {"evaluators:brightness"}
-    assert table(tmp_path / "out")["evaluators:brightness", "all", ""]["samples"] == 2
+    assert table(tmp_path / "out")[BRIGHT]["samples"] == 2
 
 
-def test_a_built_in_suite_takes_its_prompt_set(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_built_in_suite_takes_its_prompt_set(folder: Path, fluvial: Any) -> None:
     """On a pipeline without a run there is nothing to compare with; fewer samples where a number is typed."""
-    typed = ["eval", str(folder / "sd3"), *SIZE, "--suite", "compression", "--steps", "1", "--samples", "4", "--seeds", "1"]
-    capfd.readouterr()
-    assert cli.run([*typed, "--json"]) == 0
-    shown = json.loads(capfd.readouterr().out)
+    typed = ["--suite", "compression", "--steps", 1, "--samples", 4, "--seeds", 1, "--json"]
+    shown = json.loads(fluvial("eval", folder / "sd3", *SIZE, *typed))
     assert shown["settings"]["base"] is None
     rows = {(row["part"], row["name"]): row for row in shown["rows"]}
     assert rows["all", ""]["samples"] == 4
     assert {name for part, name in rows if part == "tag"} <= {"alone", "activity"}
 
 
+PROMPTED = "{tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg"
 WRONG = [
-    ("eval {tmp}/sd3 --rewards jpeg", "needs prompts to evaluate on: set --prompts to a file"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt", "--rewards is empty, expected at least one evaluator"),
-    ("eval {tmp}/sd3 --prompts {tmp}/nothing.txt --rewards jpeg", "nothing.txt cannot be read: No such file"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "did you mean 'jpeg'?"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg=2", "evaluators have no weights"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --seeds 0", "--seeds is 0, expected an integer >= 1"),
+    ("{tmp}/sd3 --rewards jpeg", "needs prompts to evaluate on: set --prompts to a file"),
+    ("{tmp}/sd3 --prompts {tmp}/train.txt", "--rewards is empty, expected at least one evaluator"),
+    ("{tmp}/sd3 --prompts {tmp}/nothing.txt --rewards jpeg", "nothing.txt cannot be read: No such file"),
+    ("{tmp}/sd3 --prompts {tmp}/train.txt --rewards jpg", "did you mean 'jpeg'?"),
+    ("{tmp}/sd3 --prompts {tmp}/train.txt=2 --rewards jpeg", "a weight, and all prompts are evaluated alike"),
+    (f"{PROMPTED}=2", "evaluators have no weights"),
+    (f"{PROMPTED} --seeds 0", "--seeds is 0, expected an integer >= 1"),
+    (f"{PROMPTED} --base start", "--weights is None and --lora is None"),
+    (f"{PROMPTED} --lora {{tmp}}/no", "no is neither a file nor a folder"),
+    (f"{PROMPTED} --weights {{tmp}}/no", "no: there is no such folder"),
+    (f"{PROMPTED} --guidance -1", "--guidance is -1.0,"),
+    ("handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
+    ("handwriting --base start", "there is nothing to compare with it"),
+    ("handwriting --base {tmp}/nowhere", "nowhere', expected start, the folder of a run, a checkpoint or a"),
+    ("handwriting --base {tmp}/run", "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same"),
+    ("{tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
+    ("{tmp}/run --weights {tmp}/run/weights", "--weights and --lora have no effect with {tmp}/run, a run with its own;"),
+    ("{tmp}/run --pipeline.height 17", "17"),
+    ("{tmp}/run --suite gen-eval", "did you mean 'geneval'?"),
+    ("{tmp}/run --suite {tmp}/none.toml", "none.toml cannot be read: No such file"),
+    ("handwriting --suite ocr", "prompt set @ocr, heldout record 1"),
     (
-        "eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --base start",
-        "--weights is None and --lora is None",
+        "{tmp}/run --pipeline.sizes 16x16 16x32",
+        "--pipeline.width have no effect with --pipeline.sizes",
     ),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --lora {tmp}/no", "no is neither a file nor a folder"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --weights {tmp}/no", "no: there is no such folder"),
-    ("eval {tmp}/sd3 --prompts {tmp}/train.txt --rewards jpeg --guidance -1", "--guidance is -1.0,"),
-    ("eval handwriting --rewards nice", "--rewards is 'nice', expected one of characters"),
-    ("eval handwriting --base start", "there is nothing to compare with it"),
-    ("eval handwriting --base {tmp}/nowhere", "nowhere', expected start, the folder of a run, a checkpoint or a"),
-    (
-        "eval handwriting --base {tmp}/run",
-        "a run of {tmp}/sd3, and handwriting is evaluated: expected a run of the same",
-    ),
-    ("eval {tmp}/run --base {tmp}/codes", "a run of handwriting, and {tmp}/sd3 is evaluated"),
-    (
-        "eval {tmp}/run --weights {tmp}/run/weights",
-        "--weights and --lora have no effect with {tmp}/run, a run with its own; remove them",
-    ),
-    ("eval {tmp}/run --pipeline.height 17", "17"),
-    ("eval {tmp}/run --suite gen-eval", "did you mean 'geneval'?"),
-    ("eval {tmp}/run --suite {tmp}/none.toml", "none.toml cannot be read: No such file"),
-    ("eval handwriting --suite ocr", "prompt set @ocr, heldout record 1"),
-    (
-        "eval {tmp}/run --pipeline.sizes 16x16 16x32",
-        "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes; remove them",
-    ),
-    ("eval {tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
-    (
-        "eval {tmp}/codes/checkpoints/000002 --negative 1234",
-        "--negative is '1234', expected '': that is the negative prompt",
-    ),
+    ("{tmp}/alone/000001", "is a checkpoint, and {tmp} holds no run"),
+    ("{tmp}/codes/checkpoints/000002 --negative 1234", "--negative is '1234', expected '': that is the negative prompt"),
 ]
 
 
 @pytest.mark.parametrize(("typed", "says"), WRONG, ids=[typed for typed, _ in WRONG])
-def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_line(folder: Path, typed: str, says: str, fluvial: Any) -> None:
     """Exit code 2."""
     (folder / "alone" / "000001").mkdir(parents=True, exist_ok=True)
     (folder / "alone" / "000001" / "manifest.json").write_text("{}")
     size = SIZE if "/sd3 " in typed else []
-    assert cli.run([*(word.format(tmp=folder) for word in typed.split()), *size]) == 2
-    line = launch.one_line(capfd.readouterr().err)
+    line = fluvial("eval", *typed.format(tmp=folder).split(), *size, code=2)
     assert line.startswith("fluvial: ")
     assert says.format(tmp=folder) in line
 
 
-def test_two_ranks_find_the_same(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_find_the_same(tmp_path: Path, fluvial: Any) -> None:
     """The whole command, to the bit: scores, table and sheet, and each image once."""
-    typed = ["eval", "handwriting", "--seeds", "1", "--samples", "5", "--steps", "2", "--micro-batch", "2"]
-    assert cli.run([*typed, "--out", str(tmp_path / "one")]) == 0, capfd.readouterr().err
-    done = launch.fluvial(*typed, "--out", str(tmp_path / "two"), ranks=2)
+    typed = ["eval", "handwriting", "--seeds", "1", "--samples", "5", "--steps", "2", "--micro-batch", "2", "--out"]
+    fluvial(*typed, tmp_path / "one")
+    done = launch.fluvial(*typed, str(tmp_path / "two"), ranks=2)
     assert done.returncode == 0, done.stderr
     assert table(tmp_path / "one") == table(tmp_path / "two")
     for name in ("scores.csv", "table.csv", "sheet.png"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
     images = [sorted(path.name for path in (tmp_path / name / "images").iterdir()) for name in ("one", "two")]
     assert images[0] == images[1]
     assert len(images[0]) == 5
-    assert torch.get_num_threads() == 1
 
 
-def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_and_preferences_are_drawn_with_a_run_and_its_checkpoints(tmp_path: Path, fluvial: Any) -> None:
     """A checkpoint draws what the export of its weights draws; so does a run that has exported nothing yet."""
-    run, prompts = tmp_path / "run", ["--prompts", "0427", "--each", "2"]
-    flags = [*launch.SMALL, "--passes.minibatches", "1", "--updates", "2", "--optimizer.lr", "0.05"]
-    assert cli.run(["train", "grpo", "--out", str(run), *flags]) == 0
+    run, prompts = tmp_path / "run", ["--prompts", "0427", "--each", 2]
+    flags = [*launch.SMALL, "--passes.minibatches", 1, "--updates", 2, "--optimizer.lr", 0.05]
+    fluvial("train", "grpo", "--out", run, *flags)
     drawn = {}
     for name, typed in {
-        "run": [str(run)],
-        "checkpoint": [str(run / "checkpoints" / "000002")],
-        "weights": ["handwriting", "--weights", str(run / "weights"), "--steps", "4"],
-        "base": ["handwriting", "--steps", "4"],
+        "run": [run],
+        "checkpoint": [run / "checkpoints" / "000002"],
+        "weights": ["handwriting", "--weights", run / "weights", "--steps", 4],
+        "base": ["handwriting", "--steps", 4],
     }.items():
-        assert cli.run(["sample", *typed, *prompts, "--out", str(tmp_path / f"{name}.png")]) == 0, capfd.readouterr().err
+        fluvial("sample", *cast(list[Any], typed), *prompts, "--out", tmp_path / f"{name}.png")
         with Image.open(tmp_path / f"{name}.png") as image:
             drawn[name] = image.convert("L").crop((0, 40, image.width, image.height)).tobytes()
     assert drawn["run"] == drawn["checkpoint"] == drawn["weights"]
     assert drawn["run"] != drawn["base"]
     shutil.rmtree(run / "weights")
-    assert cli.run(["preferences", str(run), "--count", "2", "--group", "4", "--out", str(tmp_path / "pairs")]) == 0
+    fluvial("preferences", run, "--count", 2, "--group", 4, "--out", tmp_path / "pairs")
     assert (tmp_path / "pairs" / "preferences.jsonl").is_file()
-    capfd.readouterr()
-    assert cli.run(["sample", str(run), "--lora", "x", *prompts]) == 2
-    assert "--lora has no effect with" in launch.one_line(capfd.readouterr().err)
+    assert "--lora has no effect with" in fluvial("sample", run, "--lora", "x", *prompts, code=2)
 
 
-def test_a_run_of_a_user_defined_model_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_user_defined_model_is_evaluated(tmp_path: Path, fluvial: Any) -> None:
     """With its exported weights, beside the model that it started from."""
     (tmp_path / "prompts.txt").write_text("0427\n1999\n3141\n8650\n")
-    run = tmp_path / "run"
-    own = [
-        "--model",
-        "helpers.doors:adapter",
-        "--prompts",
-        str(tmp_path / "prompts.txt"),
-        "--rewards",
-        "helpers.doors:bold",
-    ]
-    assert cli.run(["train", "helpers.doors:recipe", "--out", str(run), *own]) == 0
-    capfd.readouterr()
-    assert cli.run(["eval", str(run), "--base", "start", "--out", str(tmp_path / "scores")]) == 0, capfd.readouterr().err
-    table = json.loads((tmp_path / "scores" / "table.json").read_text())
-    assert "helpers.doors:bold" in json.dumps(table)
-    images = [*(tmp_path / "scores" / "base").glob("*.png"), *(tmp_path / "scores" / "images").glob("*.png")]
+    own = ["--model", "helpers.doors:adapter", "--prompts", tmp_path / "prompts.txt", "--rewards", "helpers.doors:bold"]
+    fluvial("train", "helpers.doors:recipe", "--out", tmp_path / "run", *own)
+    fluvial("eval", tmp_path / "run", "--base", "start", "--out", tmp_path / "scores")
+    assert "helpers.doors:bold" in (tmp_path / "scores" / "table.json").read_text()
+    images = [path for part in ("base", "images") for path in (tmp_path / "scores" / part).glob("*.png")]
     assert len({image.read_bytes() for image in images}) > len(images) // 2

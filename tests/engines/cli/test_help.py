@@ -1,12 +1,8 @@
 """Every flag's help is a sentence that stands alone, and a recipe's help says where the recipe comes from."""
 
 import dataclasses
-import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from fluvial.bench.pretrain import (
     words_pretraining,
 )
 from fluvial.engines.choices import describe_fields, is_bare
-from fluvial.engines.cli import main as cli
+from fluvial.engines.cli import brief
 from fluvial.engines.cli.eval import EvalConfig
 from fluvial.engines.cli.parse import field_names
 from fluvial.engines.cli.preferences import PreferencesConfig
@@ -63,67 +59,21 @@ def test_the_help_of_every_flag_is_a_sentence(command: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("command", [command for command in CONFIGS if "/" not in command])
-def test_the_help_of_a_command_shows_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([*command.split(), "--help-all"]) == 0
-    shown = capsys.readouterr().out
-    missing = [name for name in field_names(CONFIGS[command]) if not re.search(rf"--(no-)?{re.escape(flag(name))}\b", shown)]
-    assert not missing
+@pytest.mark.parametrize("command", CONFIGS)
+def test_the_help_of_a_command_shows_every_flag(command: str, fluvial: Any) -> None:
+    shown = fluvial(*command.split(), "--help-all")
+    flags = [re.escape(name.replace("_", "-")) for name in field_names(CONFIGS[command])]
+    assert [flag for flag in flags if not re.search(rf"--(no-)?{flag}\b", shown)] == []
     assert "Args:" not in shown, "the docstring's list of arguments repeats the flags"
-
-
-def flag(name: str) -> str:
-    """Return a field's flag without its dashes."""
-    return name.replace("_", "-")
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_help_of_a_recipe_begins_with_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It names the paper."""
-    cli.run(["train", name, "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    about = " ".join((inspect.getdoc(RECIPES[name]) or "").split())
-    assert about[:200] in shown
-    assert re.search(r"\b\d{4}\.\d{5}\b", about)
-
-
-def test_the_help_of_a_recipe_does_not_wait_for_model_libraries() -> None:
-    """Nor for FSDP2, which takes as long as torch itself; a fresh process, as a person starts one."""
-    heavy = (
-        "diffusers",
-        "transformers",
-        "peft",
-        "sklearn",
-        "matplotlib",
-        "tensorboard",
-        "triton",
-        "sympy",
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-        "rich.console",
-    )
-    code = (
-        "import sys, fluvial.engines.cli.main as cli\nassert cli.run(['train', 'grpo', '--help']) == 0\n"
-        f"print([name for name in {heavy!r} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
     "command", [*(f"train {name}" for name in RECIPES), "eval", "sample", "preferences", "export", "plan"]
 )
-def test_a_help_is_short_and_fits_the_terminal(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_help_is_short_and_fits_the_terminal(command: str, monkeypatch: pytest.MonkeyPatch, fluvial: Any) -> None:
     """Under 60 lines of 80 columns, with three examples whose flags exist; plan has no short one."""
-    from fluvial.engines.cli import brief
-
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.run([*command.split(), "--help"]) == 0
-    shown = capsys.readouterr().out.splitlines()
+    shown = fluvial(*command.split(), "--help").splitlines()
     assert shown[0].startswith(f"usage: fluvial {command}")
     if command == "plan":
         return
@@ -139,23 +89,14 @@ def test_a_help_is_short_and_fits_the_terminal(
 
 
 @pytest.mark.parametrize("command", ["runs", "runs flow_grpo/sd3.5-medium/ocr", "rewards", "models"])
-def test_a_table_fits_the_terminal_and_programs_read_it(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No row is lost on the way: a narrow table holds the words of a wide one."""
-    assert cli.run(command.split()) == 0
-    wide = capsys.readouterr().out
+def test_a_table_fits_the_terminal_and_programs_read_it(command: str, monkeypatch: pytest.MonkeyPatch, fluvial: Any) -> None:
+    """No row is lost on the way: a narrow table holds the words of a wide one. The command has a help of its own."""
+    wide = fluvial(*command.split())
     monkeypatch.setenv("COLUMNS", "72")
-    assert cli.run(command.split()) == 0
-    narrow = capsys.readouterr().out
+    narrow = fluvial(*command.split())
     assert max(map(len, narrow.splitlines())) <= 72
     names = {line.split()[0] for line in wide.splitlines()[1:] if line[:1].isalnum() and not line.startswith("setting ")}
     assert names <= set(narrow.split())
-    assert cli.run([*command.split(), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("command", ["report", "rewards", "models", "config", "runs"])
-def test_a_command_without_flags_has_a_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([command, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: fluvial {command}")
+    assert json.loads(fluvial(*command.split(), "--json"))
+    name = command.split()[0]
+    assert fluvial(name, "--help").startswith(f"usage: fluvial {name}")

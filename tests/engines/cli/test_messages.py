@@ -1,6 +1,7 @@
 """Input that would be ignored or misread is refused or explained, in one line."""
 
 import json
+import shlex
 import shutil
 import socket
 from dataclasses import replace
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 from helpers import launch
 
+from fluvial.engines import run as training
 from fluvial.engines.cli import main as cli
 from fluvial.engines.run import recipes
 from fluvial.engines.run.config import TrainConfig
+from fluvial.engines.run.jobs.weights import from_run
 from fluvial.engines.run.record import as_record, read_record
 from fluvial.models import hub
 
@@ -20,8 +23,6 @@ from fluvial.models import hub
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """Configurations that the command would train; nothing is trained."""
-    from fluvial.engines import run as training
-
     seen: list[TrainConfig] = []
     monkeypatch.setattr(training, "train", lambda config, console: seen.append(config))
     return seen
@@ -30,40 +31,35 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        (["train", "grpo", "--out", ""], "--out is '', expected a path; the current folder is ."),
-        (["train", "grpo", "--out="], "--out is '', expected a path"),
-        (["sample", "handwriting", "--lora", ""], "--lora is '', expected a path"),
-        (["sample", "handwriting", "--prompts", "0427", "typo.jsonl"], "fluvial: no such file: typo.jsonl"),
-        (["sample", "handwriting", "--prompts", "nowhere/TYPO.TXT"], "fluvial: no such file: nowhere/TYPO.TXT"),
-        (["sample", "handwriting", "--prompts", "a" * 300 + ".csv"], "fluvial: no such file: aaa"),
-        (["eval", "handwriting", "--prompts", "typo.jsonl"], "typo.jsonl cannot be read: No such file or directory"),
-        (["train", "grpo", "--prompts", "typo.txt"], "typo.txt cannot be read: No such file or directory"),
-        (["report", ""], "report takes the folder of one run, got ''"),
-        (["config", "nosuch"], "fluvial: config needs the name of a recipe, got 'nosuch'"),
-        (["train", "grpo", "--config", "x"], "the recipe 'grpo' has no effect with --config x, which holds a whole run"),
-        (["train", "--config", "x", "--config=y"], "--config x has no effect with --config y"),
-        (["train", "grpo", "--updates", "99999999999"], "expected an integer in [1, 2147483648]"),
-        (["train", "grpo", "--seed", "-1"], "expected an integer in [0, 9223372036854775807]"),
-        (["export", "x", "--as", "foo"], "--as is 'foo', expected lora or merged or full or comfyui ("),
-        (["train", "distill"], "--teacher is missing: name a folder of weights"),
+        ("train grpo --out ''", "--out is '', expected a path; the current folder is ."),
+        ("train grpo --out=", "--out is '', expected a path"),
+        ("sample handwriting --lora ''", "--lora is '', expected a path"),
+        ("sample handwriting --prompts 0427 typo.jsonl", "fluvial: no such file: typo.jsonl"),
+        ("sample handwriting --prompts nowhere/TYPO.TXT", "fluvial: no such file: nowhere/TYPO.TXT"),
+        (f"sample handwriting --prompts {'a' * 300}.csv", "fluvial: no such file: aaa"),
+        ("eval handwriting --prompts typo.jsonl", "typo.jsonl cannot be read: No such file or directory"),
+        ("train grpo --prompts typo.txt", "typo.txt cannot be read: No such file or directory"),
+        ("report ''", "report takes the folder of one run, got ''"),
+        ("config nosuch", "fluvial: config needs the name of a recipe, got 'nosuch'"),
+        ("train grpo --config x", "the recipe 'grpo' has no effect with --config x, which holds a whole run"),
+        ("train --config x --config=y", "--config x has no effect with --config y"),
+        ("train grpo --updates 99999999999", "expected an integer in [1, 2147483648]"),
+        ("train grpo --seed -1", "expected an integer in [0, 9223372036854775807]"),
+        ("export x --as foo", "--as is 'foo', expected lora or merged or full or comfyui ("),
+        ("train distill", "--teacher is missing: name a folder of weights"),
     ],
 )
-def test_input_that_would_be_misread_is_refused(typed: list[str], line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(typed) == 2
-    assert line in launch.one_line(capfd.readouterr().err)
+def test_input_that_would_be_misread_is_refused(typed: str, line: str, fluvial: Any) -> None:
+    assert line in fluvial(*shlex.split(typed), code=2)
 
 
-def test_an_empty_path_in_a_file_is_refused() -> None:
-    record = {**as_record(recipes.grpo()), "out": ""}
-    with pytest.raises(ValueError, match="is '', expected a path"):
-        read_record(record)
-
-
-def test_a_file_may_come_after_other_flags(tmp_path: Path, trained: list[TrainConfig]) -> None:
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps(as_record(recipes.grpo())))
-    assert cli.run(["train", "--updates", "4", f"--config={file}"]) == 0
+def test_a_file_may_come_after_other_flags(tmp_path: Path, trained: list[TrainConfig], fluvial: Any) -> None:
+    record = as_record(recipes.grpo())
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    fluvial("train", "--updates", 4, f"--config={tmp_path / 'run.json'}")
     assert trained == [replace(recipes.grpo(), updates=4)]
+    with pytest.raises(ValueError, match="is '', expected a path"):
+        read_record({**record, "out": ""})
 
 
 def begun(out: Path, config: TrainConfig) -> None:
@@ -72,56 +68,12 @@ def begun(out: Path, config: TrainConfig) -> None:
     (out / "config.json").write_text(json.dumps(as_record(replace(config, out=out))))
 
 
-def test_a_recipe_of_another_objective_does_not_resume_a_run(
-    tmp_path: Path, trained: list[TrainConfig], capfd: pytest.CaptureFixture[str]
-) -> None:
-    begun(tmp_path / "run", recipes.grpo())
-    assert cli.run(["train", "nft", "--resume", "--out", str(tmp_path / "run")]) == 2
-    assert "holds a run with the method grpo, and nft has nft" in launch.one_line(capfd.readouterr().err)
-    assert not trained
-
-
-def test_a_recipe_of_another_sampler_is_said_not_to_count(
-    tmp_path: Path, trained: list[TrainConfig], capfd: pytest.CaptureFixture[str]
-) -> None:
-    begun(tmp_path / "run", recipes.grpo())
-    assert cli.run(["train", "cps", "--resume", "--out", str(tmp_path / "run")]) == 0
-    assert "sampling.sampler flow_sde there, cps in cps" in launch.one_line(capfd.readouterr().err)
-    assert trained[0].method.sampling.sampler.kind == "flow_sde"
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--lora.rank 4", "lora.alpha stays 32: at rank 4 the adapter's scale, alpha / rank, is 8"),
-        ("--lora.rank 4 --lora.alpha 8", ""),
-        (
-            "--model mine:Net",
-            "optimizer.lr 0.0003 and kl.coef 0.04 of the recipe grpo were chosen for large published models",
-        ),
-        ("--model mine:Net --optimizer.lr 1e-3 --kl.coef 0", ""),
-    ],
-)
-def test_settings_that_follow_from_others_are_said(
-    flags: str, line: str, trained: list[TrainConfig], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["train", "grpo", *flags.split()]) == 0
-    said = capfd.readouterr().err
-    assert line in launch.one_line(said) if line else not said
-    assert len(trained) == 1
-
-
-def test_weights_that_an_interrupted_run_lacks_are_exported_by_a_command(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from fluvial.engines.run.jobs.weights import from_run
-
+def test_weights_that_an_interrupted_run_lacks_are_exported_by_a_command(tmp_path: Path, fluvial: Any) -> None:
     run = tmp_path / "run"
     begun(run, recipes.grpo())
     (run / "metrics.jsonl").write_text("")
-    assert cli.run(["eval", "handwriting", "--weights", str(run / "weights")]) == 2
     advice = f"fluvial export {run} --as merged --out {run / 'weights'}"
-    assert advice in launch.one_line(capfd.readouterr().err)
+    assert advice in fluvial("eval", "handwriting", "--weights", run / "weights", code=2)
     with pytest.raises(ValueError, match=r"has exported no weights: .*fluvial export .* --as merged"):
         from_run(replace(recipes.grpo(), model=str(run)))
 
@@ -137,19 +89,6 @@ def test_a_damaged_run_is_reported_with_a_warning(tmp_path: Path, capfd: pytest.
         f"fluvial: {run / 'metrics.jsonl'}, line 2",
         f"fluvial: {run / 'summary.json'}",
     ]
-
-
-def test_a_client_of_a_reward_server_is_described(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["rewards", "flow_factory"]) == 0
-    shown = capfd.readouterr().out
-    assert "Flow-Factory reward server" in shown
-    assert "url=VALUE, timeout=120.0" in shown
-
-
-def test_preferences_do_not_go_into_a_folder_of_something_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "thesis.tex").write_text("")
-    assert cli.run(["preferences", "handwriting", "--count", "1", "--out", str(tmp_path)]) == 2
-    assert "holds other files: choose a new or an empty folder" in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.fixture
@@ -173,40 +112,70 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Any:
     hub._is_reachable.cache_clear()
 
 
-def test_without_a_network_the_hub_is_tried_once(offline: list[Any], capfd: pytest.CaptureFixture[str]) -> None:
-    """One line says so, one the error, which names the reward once."""
-    assert cli.run(["train", "grpo", "--rewards", "pickscore"]) == 2
-    shown = capfd.readouterr().err.splitlines()
-    assert "cannot be reached (Network is unreachable): only its cache is read" in shown[0]
-    assert shown[1].startswith("fluvial: --rewards 'pickscore': the weights yuvalkirstain/PickScore_v1 cannot be loaded")
-    assert len(shown) == 2
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--rewards pickscore", "fluvial: --rewards 'pickscore': the weights yuvalkirstain/PickScore_v1 cannot be loaded"),
+        ("--model nosuch/model", "model nosuch/model: it is not a folder, and the Hub gives no pipeline of that id"),
+    ],
+)
+def test_without_a_network_the_hub_is_tried_once(
+    typed: str, says: str, offline: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so, one the error, which names the reward or the model, before its prompts."""
+    assert cli.run(["train", "grpo", *typed.split()]) == 2
+    unreachable, error = capfd.readouterr().err.splitlines()
+    assert "cannot be reached (Network is unreachable): only its cache is read" in unreachable
+    assert says in error
     assert len(offline) == 1
 
 
-def test_a_model_that_does_not_exist_is_refused_before_its_prompts(
-    offline: list[Any], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["train", "grpo", "--model", "nosuch/model"]) == 2
-    shown = capfd.readouterr().err.splitlines()
-    assert "model nosuch/model: it is not a folder, and the Hub gives no pipeline of that id" in shown[-1]
-    assert len(shown) == 2
-
-
 @pytest.mark.long
-def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_resumes_may_end_earlier_and_says_so(tmp_path: Path, fluvial: Any) -> None:
     """Without a checkpoint it says that it begins again; files of weights are readable like all others."""
-    flags = [*launch.SMALL, "--passes.minibatches", "1", "--optimizer.schedule", "cosine", "--final-samples", "4"]
+    flags = [*launch.SMALL, "--passes.minibatches", 1, "--optimizer.schedule", "cosine", "--final-samples", 4]
     out = tmp_path / "run"
-    assert cli.run(["train", "grpo", "--out", str(out), *flags, "--updates", "2"]) == 0
-    modes = {file.stat().st_mode & 0o777 for file in (out / "weights").iterdir()}
-    assert len(modes) == 1
-    capfd.readouterr()
-    resumed = ["train", "grpo", "--resume", "--out", str(out), "--updates"]
-    assert cli.run([*resumed, "1"]) == 0
-    assert "is after update 2, and updates is 1: evaluate and export" in capfd.readouterr().out.replace("\n", " ")
-    assert cli.run([*resumed, "3"]) == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert "--updates is 3, expected at most 2: the learning rate was planned for 2 updates, and would go from 0 to" in said
+    fluvial("train", "grpo", "--out", out, *flags, "--updates", 2)
+    assert len({file.stat().st_mode & 0o777 for file in (out / "weights").iterdir()}) == 1
+    resumed = ["train", "grpo", "--resume", "--out", out, "--updates"]
+    said = fluvial(*resumed, 1).replace("\n", " ")
+    assert "is after update 2, and updates is 1: evaluate and export" in said
+    line = fluvial(*resumed, 3, code=2)
+    assert "--updates is 3, expected at most 2: the learning rate was planned for 2 updates, and would go from 0 to" in line
     shutil.rmtree(out / "checkpoints")
-    assert cli.run([*resumed, "1"]) == 0
-    assert "holds no checkpoint yet: the run starts from the beginning" in capfd.readouterr().out.replace("\n", " ")
+    assert "holds no checkpoint yet: the run starts from the beginning" in fluvial(*resumed, 1).replace("\n", " ")
+
+
+def test_a_recipe_of_another_objective_or_sampler_and_a_run(
+    tmp_path: Path, trained: list[TrainConfig], fluvial: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The former does not resume it; the latter is said not to count."""
+    begun(tmp_path / "run", recipes.grpo())
+    resumes = ("--resume", "--out", str(tmp_path / "run"))
+    assert "holds a run with the method grpo, and nft has nft" in fluvial("train", "nft", *resumes, code=2)
+    assert not trained
+    assert cli.run(["train", "cps", *resumes]) == 0
+    assert "sampling.sampler flow_sde there, cps in cps" in launch.one_line(capfd.readouterr().err)
+    assert trained[0].method.sampling.sampler.kind == "flow_sde"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--lora.rank 4", "lora.alpha stays 32: at rank 4 the adapter's scale, alpha / rank, is 8"),
+        ("--lora.rank 4 --lora.alpha 8", ""),
+        ("--model mine:Net", "optimizer.lr 0.0003 and kl.coef 0.04 of the recipe grpo were chosen for large published"),
+        ("--model mine:Net --optimizer.lr 1e-3 --kl.coef 0", ""),
+    ],
+)
+@pytest.mark.usefixtures("trained")
+def test_settings_that_follow_from_others_are_said(flags: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "grpo", *flags.split()]) == 0
+    said = capfd.readouterr().err
+    assert line in launch.one_line(said) if line else not said
+
+
+def test_preferences_do_not_go_into_a_folder_of_something_else(tmp_path: Path, fluvial: Any) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    line = fluvial("preferences", "handwriting", "--count", 1, "--out", tmp_path, code=2)
+    assert "holds other files: choose a new or an empty folder" in line

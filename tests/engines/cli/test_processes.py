@@ -130,11 +130,7 @@ SWALLOWED = """try:
 
 @pytest.mark.parametrize(
     ("body", "code"),
-    [
-        ("os.kill(os.getpid(), signal.SIGINT)", 130),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143),
-        (SWALLOWED, 130),
-    ],
+    [("os.kill(os.getpid(), signal.SIGINT)", 130), ("os.kill(os.getpid(), signal.SIGTERM)", 143), (SWALLOWED, 130)],
     ids=["interrupted", "terminated", "swallowed"],
 )
 def test_a_signal_in_the_first_seconds_ends_with_a_line(body: str, code: int) -> None:

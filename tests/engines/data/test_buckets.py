@@ -59,26 +59,20 @@ def test_an_image_gets_the_nearest_ratio_or_none(height: int, width: int) -> Non
     assert kept(found) >= 2 / 3 - 1e-9
 
 
-def test_of_equal_ratios_the_nearest_area_counts() -> None:
+def test_sizes_of_a_model() -> None:
+    """Each has a shape of its own; of equal ratios the nearest area counts."""
     both = (Size(512, 512), Size(1024, 1024))
     assert [nearest_size(Size(side, side), both).height for side in (100, 600, 800, 4000)] == [512, 512, 1024, 1024]
-
-
-def test_sizes_of_a_model() -> None:
-    """Each has a shape of its own."""
-    assert parse_shapes(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2)) == {
-        SQUARE: (3, 4, 4),
-        TALL: (3, 6, 4),
-    }
+    shapes = parse_shapes(("8x8", "8x12"), lambda height, width: (3, height // 2, width // 2))
+    assert shapes == {SQUARE: (3, 4, 4), TALL: (3, 6, 4)}
     with pytest.raises(ValueError, match=r"pipeline\.sizes has 8x8 and 9x8, whose samples have one shape"):
         parse_shapes(("8x8", "9x8"), lambda height, width: (height // 2, width // 2))
 
 
 def prompts_of(*counts: int) -> list[Prompt]:
     """Return so many prompts of each size."""
-    return [
-        Prompt(f"{size} {number}", size=size) for size, count in zip(SIZES, counts, strict=False) for number in range(count)
-    ]
+    each = zip(SIZES, counts, strict=False)
+    return [Prompt(f"{size} {number}", size=size) for size, count in each for number in range(count)]
 
 
 def test_batches_have_one_size_and_epochs_are_whole() -> None:
@@ -182,51 +176,39 @@ def test_each_image_is_cut_to_its_bucket(tmp_path: Path, one: World) -> None:
 
 
 def test_an_image_that_no_bucket_takes(tmp_path: Path, one: World) -> None:
-    """It is named, or left out where that is asked for; the others are kept."""
-    found = painted(tmp_path / "all", a=(20, 20), strip=(200, 20))
-    groups = [(path,) for path in found.values()]
+    """It is named, or left out where that is asked for; the others are kept.
+
+    The preferred image of a preference that is left out may be that of another one, whose size it does not change.
+    """
+    found = painted(tmp_path / "all", a=(20, 20), strip=(200, 20), wide=(36, 24), other=(72, 48), tall=(20, 28))
+    groups = [(found["a"],), (found["strip"],), (found["wide"], found["other"]), (found["wide"], found["tall"])]
     with pytest.raises(UsageError, match=r"strip\.png of 200x20 pixels fit none of the sizes 8x8 8x12 12x8: ") as error:
         cache(tmp_path).fill(groups, one)
     assert "\n" not in str(error.value)
     made = cache(tmp_path, skip=True)
     made.fill(groups, one)
-    assert made.left_out == {(found["strip"],)}
+    assert made.left_out == {groups[1], groups[3]}
+    assert made.sizes == {found["a"]: SQUARE, found["wide"]: WIDE}
     assert made.sample(found["a"], SQUARE).shape == SHAPES[SQUARE]
-
-
-def test_a_preference_that_is_left_out_changes_no_size(tmp_path: Path, one: World) -> None:
-    """Its preferred image may be that of another preference, which is kept."""
-    found = painted(tmp_path / "all", wide=(36, 24), other=(72, 48), tall=(20, 28))
-    kept, left_out = (found["wide"], found["other"]), (found["wide"], found["tall"])
-    made = cache(tmp_path, skip=True)
-    made.fill([kept, left_out], one)
-    assert made.left_out == {left_out}
-    assert made.sizes == {found["wide"]: WIDE}
 
 
 def test_both_images_of_a_preference_have_the_size_of_the_preferred(tmp_path: Path, one: World) -> None:
     """So an image may be there at two sizes; one that would be cut too much is named, or its preference left out."""
     found = painted(tmp_path / "all", square=(20, 20), tall=(20, 28), wide=(36, 24))
-    pairs = [("square", "tall"), ("tall", "square")]
-    records = [
-        PreferenceRecord(f"line {i}", Prompt(f"p{i}"), found[win], found[lose]) for i, (win, lose) in enumerate(pairs)
-    ]
-    made = cache(tmp_path, skip=True)
-    made.fill([(record.win, record.lose) for record in records] + [(found["wide"], found["tall"])], one)
-    assert made.left_out == {(found["wide"], found["tall"])}
-    preferences = EncodedPreferences(
-        [*records, PreferenceRecord("", Prompt("left out"), found["wide"], found["tall"])], made
-    )
+    named = [("square", "tall"), ("tall", "square"), ("wide", "tall")]
+    records = [PreferenceRecord(f"line {win}", Prompt(win), found[win], found[lose]) for win, lose in named]
+    made, pairs = cache(tmp_path, skip=True), [(found[win], found[lose]) for win, lose in named]
+    made.fill(pairs, one)
+    assert made.left_out == {pairs[2]}
+    preferences = EncodedPreferences(records, made)
     assert [prompt.size for prompt in preferences.prompts] == [SQUARE, TALL]
     assert len(preferences) == 2
     for preference, size in ((preferences[0], SQUARE), (preferences[1], TALL)):
         assert preference.win.shape == preference.lose.shape == SHAPES[size]
-    with pytest.raises(
-        UsageError, match=r"tall\.png of 20x28 pixels cannot be cut to 12x8, the size of .*wide\.png beside it"
-    ):
-        cache(tmp_path).fill([(found["wide"], found["tall"])], one)
+    with pytest.raises(UsageError, match=r"tall\.png of 20x28 pixels cannot be cut to 12x8, the size of .*wide\.png beside"):
+        cache(tmp_path).fill(pairs[2:], one)
     with pytest.raises(UsageError, match="no preference can be used"):
-        EncodedPreferences([PreferenceRecord("", Prompt("left out"), found["wide"], found["tall"])], made)
+        EncodedPreferences(records[2:], made)
 
 
 class Ranks:

@@ -189,19 +189,15 @@ def test_a_folder_is_read_as_people_see_it(tmp_path: Path) -> None:
     assert kinds.count_frames(tmp_path) == 3
 
 
-def lone_image(folder: Path) -> Path:
-    (painted(folder) / "b.txt").unlink()
-    return folder
+def written(name: str, text: str | None) -> Callable[[Path], Path]:
+    """Return what makes a folder of images in which a file has another text, or is missing."""
 
-
-def lone_caption(folder: Path) -> Path:
-    (painted(folder) / "b.png").unlink()
-    return folder
-
-
-def written(name: str, text: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        (painted(folder) / name).write_text(text)
+        painted(folder)
+        if text is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_text(text)
         return folder
 
     return make
@@ -211,30 +207,19 @@ def table(*rows: dict[str, Any]) -> Callable[[Path], Path]:
     return written("metadata.jsonl", "\n".join(map(json.dumps, rows)))
 
 
-def only_text(folder: Path) -> Path:
-    (folder / "prompts.txt").parent.mkdir()
-    (folder / "prompts.txt").write_text("a fox")
-    return folder / "prompts.txt"
-
-
-def nothing(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lone_image, "b.png has no caption: write b.txt beside it, or metadata.jsonl"),
-        (lone_caption, "the caption b.txt has no image of the same name"),
+        (written("b.txt", None), "b.png has no caption: write b.txt beside it, or metadata.jsonl"),
+        (written("b.png", None), "the caption b.txt has no image of the same name"),
         (written("b.txt", " \n"), "b.png has an empty caption in b.txt"),
         (written("b.txt", "one two three four"), "b.png: prompt 'one two three four' is long"),
         (written("b.txt", "a cow"), "b.png: 'a cow' is held out for evaluation, never trained on"),
         (table({"file_name": "z.png", "text": "x"}), "line 1, column image names z.png, and there is no such file"),
         (table({"file_name": "a.png"}), "line 1 has no column prompt or text or caption, it has image"),
         (table({"text": "x"}), "line 1 has no column image or file_name, it has text"),
-        (only_text, "prompts.txt is text, expected a folder of images, or records"),
-        (nothing, "holds no images, expected some with captions"),
+        (lambda folder: written("b.txt", "a fox")(folder) / "b.txt", "b.txt is text, expected a folder of images"),
+        (lambda folder: folder.parent, "holds no images, expected some with captions"),
     ],
 )
 def test_what_is_wrong_with_images(tmp_path: Path, make: Callable[[Path], Path], says: str) -> None:
@@ -320,19 +305,18 @@ def test_an_image_that_cannot_be_read(tmp_path: Path, one: World) -> None:
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path, one: World) -> None:
+    with pytest.raises(UsageError, match=r"a\.png gives a sample of \[3, 2, 3\], expected \[3, 4, 4\]"):
+        cache(tmp_path / "other", shapes={None: (3, 4, 4)}).fill(images_of(tmp_path), one)
     cache(tmp_path).fill(images_of(tmp_path), one)
-    with pytest.raises(UsageError, match=r"other settings \(encoder halves there and thirds here\)"):
-        cache(tmp_path, settings={"encoder": "thirds"}).fill([], one)
-    with pytest.raises(UsageError, match=r"size None there and 8x4 here"):
-        cache(tmp_path, shapes={Size(4, 8): (3, 2, 3)}).fill([], one)
+    for changes, says in (
+        ({"settings": {"encoder": "thirds"}}, r"other settings \(encoder halves there and thirds here\)"),
+        ({"shapes": {Size(4, 8): (3, 2, 3)}}, "size None there and 8x4 here"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            cache(tmp_path, **changes).fill([], one)
     (tmp_path / "cache" / MANIFEST).write_text("{")
     with pytest.raises(UsageError, match="cannot be read: delete the folder"):
         cache(tmp_path).fill([], one)
-
-
-def test_images_of_another_size_are_named(tmp_path: Path, one: World) -> None:
-    with pytest.raises(UsageError, match=r"a\.png gives a sample of \[3, 2, 3\], expected \[3, 4, 4\]"):
-        cache(tmp_path, shapes={None: (3, 4, 4)}).fill(images_of(tmp_path), one)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:

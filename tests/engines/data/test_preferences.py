@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor
 
 from fluvial.core.random import Key
-from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import PREFERENCES, Preference, preference_records, write_preferences
 from fluvial.engines.data.preferences import read_preferences as read
 from fluvial.engines.data.records import texts
@@ -44,7 +43,7 @@ def chosen(count: int = 4) -> list[tuple[str, Tensor, Tensor]]:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Prompts and order to the letter, images to the 8 bits of their files, as clean samples of the model."""
+    """Prompts and order to the letter, images to the 8 bits of their files, as clean samples of the model, once."""
     folder = tmp_path / "new" / "folder"
     write_preferences(folder, chosen())
     found = read_preferences(folder, tiny.job())
@@ -52,25 +51,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for preference, (_, win, lose) in zip(found, chosen(), strict=True):
         torch.testing.assert_close(preference.win, win * 2 - 1, rtol=0, atol=1.01 / 255)
         torch.testing.assert_close(preference.lose, lose * 2 - 1, rtol=0, atol=1.01 / 255)
-    lines = [json.loads(line) for line in (folder / PREFERENCES).read_text().splitlines()]
-    assert all(set(line) == {"prompt", "win", "lose"} for line in lines)
-
-
-def test_images_in_colour(tmp_path: Path) -> None:
-    """Three channels stay three, in their order, and height is not width."""
-    image = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))
-    write_preferences(tmp_path / "new", [("1", image, 1 - image)])
-    (found,) = read_preferences(tmp_path / "new", replace(tiny.job(), shape=(3, 4, 6)))
-    torch.testing.assert_close(found.win, image * 2 - 1, rtol=0, atol=1.01 / 255)
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """Preferences that are there stay as they are."""
-    write_preferences(tmp_path, chosen())
-    before = (tmp_path / PREFERENCES).read_bytes()
+    before = (folder / PREFERENCES).read_text()
+    assert all(set(json.loads(line)) == {"prompt", "win", "lose"} for line in before.splitlines())
     with pytest.raises(UsageError, match="already holds preferences: choose another folder"):
-        write_preferences(tmp_path, chosen(1))
-    assert (tmp_path / PREFERENCES).read_bytes() == before
+        write_preferences(folder, chosen(1))
+    assert (folder / PREFERENCES).read_text() == before
+    image = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0))  # in colour, and higher than wide
+    write_preferences(tmp_path / "colour", [("1", image, 1 - image)])
+    (colour,) = read_preferences(tmp_path / "colour", replace(tiny.job(), shape=(3, 4, 6)))
+    torch.testing.assert_close(colour.win, image * 2 - 1, rtol=0, atol=1.01 / 255)
 
 
 def line(**changes: Any) -> str:
@@ -118,20 +107,13 @@ def test_published_files_of_hpd(tmp_path: Path) -> None:
     """Arrays of JSON: HPDv2's ranks and preferences, and HPDv3's pairs, of which the first image is preferred."""
     write_preferences(tmp_path, chosen(1))
     win, lose = "000000-win.png", "000000-lose.png"
-    records = [
-        {"prompt": "1", "image_path": [lose, win], "rank": [2, 1], "raw_annotations": [[1, 2]]},
-        {"prompt": "1", "image_path": [win, lose], "human_preference": [1, 0]},
-        {
-            "prompt": "1",
-            "path1": win,
-            "path2": lose,
-            "choice_dist": [9, 1],
-            "confidence": 0.99,
-            "model1": "a",
-            "model2": "b",
-        },
+    third = {"path1": win, "path2": lose, "choice_dist": [9, 1], "confidence": 0.99, "model1": "a", "model2": "b"}
+    records: list[dict[str, Any]] = [
+        {"image_path": [lose, win], "rank": [2, 1], "raw_annotations": [[1, 2]]},
+        {"image_path": [win, lose], "human_preference": [1, 0]},
+        third,
     ]
-    (tmp_path / "train.json").write_text(json.dumps(records))
+    (tmp_path / "train.json").write_text(json.dumps([{"prompt": "1", **record} for record in records]))
     found = preference_records(tmp_path / "train.json", check=tiny.Tiny().check_prompt)
     assert [(record.win, record.lose) for record in found] == [(tmp_path / win, tmp_path / lose)] * 3
     assert found[2].where == f"preferences {tmp_path / 'train.json'}, record 3"
@@ -150,22 +132,16 @@ def test_images_within_a_table(tmp_path: Path) -> None:
     assert torch.equal(found.lose, expected.lose)
 
 
-def large(folder: Path) -> str:
-    """Return an image of another size."""
-    Image.new("L", (9, 9)).save(folder / "large.png")
-    return line(win="large.png", lose="large.png")
+def other(size: int, *sides: str) -> Callable[[Path], str]:
+    """Return what writes an image of another size, or a file that is no image, and a line that names it on some sides."""
 
+    def make(folder: Path) -> str:
+        (folder / "other.png").write_text("no image")
+        if size:
+            Image.new("L", (size, size)).save(folder / "other.png")
+        return line(**dict.fromkeys(sides, "other.png"))
 
-def unequal(folder: Path) -> str:
-    """Return two images of different sizes."""
-    Image.new("L", (9, 9)).save(folder / "large.png")
-    return line(win="large.png")
-
-
-def text(folder: Path) -> str:
-    """Return a file that is no image."""
-    (folder / "text.png").write_text("no image")
-    return line(win="text.png")
+    return make
 
 
 @pytest.mark.parametrize(
@@ -188,9 +164,9 @@ def text(folder: Path) -> str:
         (lambda folder: ranked(rank=[1]), "line 1: expected as many numbers in column rank as images"),
         (lambda folder: ranked(rank=["a", "b", "c"]), "line 1, column rank holds .*, expected numbers"),
         (lambda folder: ranked(rank=[0, float("nan"), 1]), "line 1, column rank holds .*, expected numbers"),
-        (text, "line 1: its images cannot be used"),
-        (large, r"line 1: its images give samples of \[1, 9, 9\], expected \[1, 4, 4\]"),
-        (unequal, "line 1: its images cannot be used"),
+        (other(0, "win"), "line 1: its images cannot be used"),
+        (other(9, "win", "lose"), r"line 1: its images give samples of \[1, 9, 9\], expected \[1, 4, 4\]"),
+        (other(9, "win"), "line 1: its images cannot be used"),
     ],
 )
 def test_what_is_damaged(tmp_path: Path, make: Callable[[Path], str], words: str) -> None:
@@ -206,18 +182,9 @@ def test_what_is_damaged(tmp_path: Path, make: Callable[[Path], str], words: str
 def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
     """Without a rollout or a reward: pairs drawn from the file, another draw each time, fitted better and better."""
     write_preferences(tmp_path / "given", chosen(8))
-    run = tiny.Run(
-        tiny.config(
-            tmp_path,
-            sampling=replace(ODE, prompts=16),
-            method=Dpo(beta=10.0, preferences=tmp_path / "given"),
-            updates=12,
-            train="lora",
-            optimizer=OptimizerConfig(lr=0.005),
-            **{"engine.micro_batch": 32},
-        ),
-        one,
-    )
+    method, optimizer = Dpo(beta=10.0, preferences=tmp_path / "given"), OptimizerConfig(lr=0.005)
+    changes = {"sampling": replace(ODE, prompts=16), "method": method, "optimizer": optimizer, "engine.micro_batch": 32}
+    run = tiny.Run(tiny.config(tmp_path, updates=12, train="lora", **changes), one)
     draw, seen = run.trainer.run.read_pairs, list[Tensor]()
 
     def noted(key: Key) -> Batch:
@@ -238,12 +205,11 @@ def test_a_file_of_preferences_trains(one: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_writes_trains(one: World, tmp_path: Path, fluvial: Any) -> None:
     """`fluvial preferences` draws codes, keeps the best and the worst of each, and names the command that trains on them."""
     folder = tmp_path / "pairs"
-    args = ["--count", "6", "--group", "3", "--steps", "3", "--micro-batch", "9", "--out", str(folder)]
-    assert cli.run(["preferences", "handwriting", *args]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    args = ["--count", 6, "--group", 3, "--steps", 3, "--micro-batch", 9, "--out", folder]
+    told = " ".join(fluvial("preferences", "handwriting", *args).split())
     job = jobs.handwriting()
     found = read_preferences(folder, job)
     assert 1 <= len(found) <= 6
@@ -255,17 +221,8 @@ def test_what_the_command_writes_trains(one: World, tmp_path: Path, capsys: pyte
         images = torch.stack([preference.win, preference.lose]) / 2 + 0.5
         better, worse = torch.as_tensor(reward(images, [preference.prompt.text] * 2)).tolist()
         assert better > worse
-    config = with_values(
-        dpo(),
-        {
-            "out": tmp_path / "run",
-            "updates": 1,
-            "engine.micro_batch": 8,
-            "sampling": replace(ODE, steps=8),
-            "method": Dpo(beta=100.0, preferences=folder),
-        },
-    )
-    run = tiny.Run(config, one, job)
+    changes = {"engine.micro_batch": 8, "sampling": replace(ODE, steps=8), "method": Dpo(beta=100.0, preferences=folder)}
+    run = tiny.Run(with_values(dpo(), {"out": tmp_path / "run", "updates": 1, **changes}), one, job)
     run.rollout()
     assert run.infos[0].loss == pytest.approx(math.log(2), abs=1e-5)
     assert run.infos[0].grad_norm > 0

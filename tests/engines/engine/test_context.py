@@ -31,14 +31,7 @@ def test_loss_and_gradients_are_those_of_one_process(
     with torch.no_grad():
         whole = velocity(net, items)
     engine = Engine(net, tiny_transformers.blocks(net), OptimizerConfig(lr=0.01), one, updates=1)
-    info = engine.update(
-        items,
-        tiny_transformers.loss_of(velocity, net),
-        torch.ones(tiny_transformers.ITEMS),
-        count=tiny_transformers.ITEMS,
-        micro_batch=2,
-        pad_to=tiny_transformers.ITEMS,
-    )
+    info = engine.update(items, tiny_transformers.loss_of(velocity, net), micro_batch=2)
     assert found["info"]["items"] == tiny_transformers.ITEMS
     assert found["info"]["loss"] == pytest.approx(info.loss, rel=1e-5)
     assert found["info"]["grad_norm"] == pytest.approx(info.grad_norm, rel=1e-5)

@@ -160,9 +160,8 @@ def test_what_is_written_to_parameters_is_computed_with(one: World) -> None:
 TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False)}
 
 
-@pytest.mark.parametrize(
-    ("trained", "options", "ranks", "expected"),
-    [
+def test_auto_copies_what_would_be_gathered_anyway() -> None:
+    for trained, options, ranks, expected in (
         ("adapters", {}, 8, 8),
         ("adapters", {}, 1, 1),
         ("adapters", {"replicas": 1}, 8, 1),
@@ -173,11 +172,9 @@ TRAINED = {"adapters": ADAPTED, "all": Net(), "none": Net().requires_grad_(False
         ("adapters", {"offload": "always"}, 8, 1),
         ("all", {}, 8, 1),  # moments would be copied, too
         ("none", {}, 8, 1),  # a reference gathers for a moment
-    ],
-    ids=str,
-)
-def test_auto_copies_what_would_be_gathered_anyway(trained: str, options: dict[str, Any], ranks: int, expected: int) -> None:
-    assert parallelize.replicas(TRAINED[trained], EngineConfig(**options), ranks=ranks) == expected
+    ):
+        config = EngineConfig(**options)
+        assert parallelize.replicas(TRAINED[trained], config, ranks=ranks) == expected, (trained, options)
 
 
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,25 +205,20 @@ def test_copies_reduce_once_and_stay_alike(trained_on_two: tuple[Path, list[dict
 
 
 @pytest.mark.parametrize("kind", copies.KINDS)
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(
-    trained_on_two: tuple[Path, list[dict[str, Any]]], kind: str
-) -> None:
-    for found in trained_on_two[1]:
-        assert found[kind]["skipped"] == [False, True, False]
-        assert found[kind]["counters"] == {"updates": 4, "skipped": 1, "skipped_in_a_row": 0}
-
-
-@pytest.mark.parametrize("kind", copies.KINDS)
 def test_checkpoints_of_copies_are_restored_as_shards_and_back(
     one: World, trained_on_two: tuple[Path, list[dict[str, Any]]], kind: str
 ) -> None:
-    """To the bit, on as many ranks and on one; what follows is the same up to rounding."""
+    """To the bit, on as many ranks and on one; what follows is the same up to rounding.
+
+    A gradient that is not finite on one rank is skipped on all.
+    """
     folder, results = trained_on_two
     for found in results:
+        assert found[kind]["skipped"] == [False, True, False]
+        assert found[kind]["counters"] == {"updates": 4, "skipped": 1, "skipped_in_a_row": 0}
         assert found[kind]["restored as the other"]
         assert found[kind]["goes on as the other"] < 1e-5
-    engine = copies.restored(folder / kind / "000003", one)
-    alone = copies.start(one)
+    engine, alone = copies.restored(folder / kind / "000003", one), copies.start(one)
     copies.train(alone)
     assert copies.apart(gather_state(engine), gather_state(alone)) < 1e-5
     exported = load_file(next((folder / kind / "export").glob("*.safetensors")))

@@ -68,28 +68,15 @@ def test_a_gradient_that_is_not_finite_skips_the_step(one: World, bad: float) ->
     """Weights, moments and average stay; the skip is counted and reported; the next update goes on."""
     items, weight = data(4)
     trained = engine(one, ema_decay=0.5)
-    trained.update(items, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
+    trained.update(items, squared(trained.module), weight, micro_batch=2)
     before = gather_state(trained)
     poisoned = {**items, "y": torch.tensor([0.0, bad, 0.0, 0.0])}
-    info = trained.update(poisoned, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
-    assert info.skipped
+    assert trained.update(poisoned, squared(trained.module), weight, micro_batch=2).skipped
     assert trained.counters() == {"updates": 2, "skipped": 1, "skipped_in_a_row": 1}
     for name, tensor in gather_state(trained).items():
         assert torch.equal(tensor, before[name]), name
-    info = trained.update(items, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
-    assert not info.skipped
+    assert not trained.update(items, squared(trained.module), weight, micro_batch=2).skipped
     assert trained.skipped_in_a_row == 0
-
-
-def test_too_many_skips_in_a_row_end_the_run(one: World) -> None:
-    """The message says after which update and what to do."""
-    items, weight = data(2)
-    items["y"][0] = torch.nan
-    trained = engine(one, max_skipped=3)
-    for _ in range(2):
-        trained.update(items, squared(trained.module), weight, count=2, micro_batch=2, pad_to=2)
-    with pytest.raises(RunError, match=r"3 updates in a row \(up to update 3\)"):
-        trained.update(items, squared(trained.module), weight, count=2, micro_batch=2, pad_to=2)
 
 
 # Before each update of eight: a warm-up of three updates, and the half cosine from the third on.
@@ -177,15 +164,16 @@ def test_a_skipped_update_is_no_step_of_the_restored_optimizer(one: World) -> No
 
 
 def test_skips_in_a_row_go_on_counting_after_a_restoration(one: World) -> None:
-    """Two before it and one after are three."""
+    """Three end the run, two before it and one after, too; the message says after which update."""
     items, weight = data(2)
     items["y"][0] = torch.nan
     first, second = engine(one, max_skipped=3), engine(one, max_skipped=3)
     for _ in range(2):
         first.update(items, squared(first.module), weight)
     second.restore(first.state(), first.counters())
-    with pytest.raises(RunError, match=r"3 updates in a row \(up to update 3\)"):
-        second.update(items, squared(second.module), weight)
+    for trained in (first, second):
+        with pytest.raises(RunError, match=r"3 updates in a row \(up to update 3\)"):
+            trained.update(items, squared(trained.module), weight)
 
 
 def test_an_update_needs_no_more_than_items_and_a_loss(one: World) -> None:
@@ -203,10 +191,7 @@ def test_an_update_needs_no_more_than_items_and_a_loss(one: World) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"items": {"x": torch.zeros(4, 3), "y": torch.zeros(3)}},
-            r"items have shapes \[\[4, 3\], \[3\]\], expected",
-        ),
+        ({"items": {"x": torch.zeros(4, 3), "y": torch.zeros(3)}}, r"items have shapes \[\[4, 3\], \[3\]\], expected"),
         ({"items": {"x": torch.zeros(0, 3), "y": torch.zeros(0)}}, r"P >= 1"),
         ({"items": {}}, r"P >= 1"),
         ({"weight": torch.ones(3)}, r"weight has shape \[3\], expected \[4\]"),
@@ -268,18 +253,14 @@ def test_the_average_is_swapped_in_and_out(one: World) -> None:
     items, weight = data(5)
     trained = engine(one, ema_decay=0.9)
     start = {name: tensor.clone() for name, tensor in full(trained).items()}
-    trained.update(items, squared(trained.module), weight, count=5, micro_batch=5, pad_to=5)
-    stepped = full(trained)
-    with trained.inference() as module:
-        plain = module(items["x"])
-    with trained.inference(average=True) as module:
-        averaged = module(items["x"])
-    net = Net()
-    net.load_state_dict(stepped)
-    torch.testing.assert_close(plain, net(items["x"]).detach())
+    trained.update(items, squared(trained.module), weight)
+    stepped, net = full(trained), Net()
     # After the first update the warmed decay is 1/10.
-    net.load_state_dict({name: 0.1 * start[name] + 0.9 * stepped[name] for name in start})
-    torch.testing.assert_close(averaged, net(items["x"]).detach())
+    for average, weights in ((False, stepped), (True, {name: 0.1 * start[name] + 0.9 * stepped[name] for name in start})):
+        with trained.inference(average=average) as module:
+            found = module(items["x"])
+        net.load_state_dict(weights)
+        torch.testing.assert_close(found, net(items["x"]).detach())
     for name, tensor in full(trained).items():
         assert torch.equal(tensor, stepped[name])
 
@@ -299,12 +280,12 @@ def test_what_inference_gathers_stays_for_the_update_that_follows(one: World, of
         with plain.inference() as module:
             expected = module(items["x"])
         assert gathered_units(plain) == 0
-        plain.update(items, squared(plain.module), weight, count=4, micro_batch=2, pad_to=4)
+        plain.update(items, squared(plain.module), weight, micro_batch=2)
         with trained.gathered_once():
             with trained.inference() as module:
                 assert torch.equal(module(items["x"]), expected), number
             assert gathered_units(trained) > 0
-            trained.update(items, squared(trained.module), weight, count=4, micro_batch=2, pad_to=4)
+            trained.update(items, squared(trained.module), weight, micro_batch=2)
             assert gathered_units(trained) == 0
     for name, tensor in full(trained).items():
         assert torch.equal(tensor, full(plain)[name]), name
@@ -326,6 +307,15 @@ def test_what_inference_gathers_stays_for_the_update_that_follows(one: World, of
     assert gathered_units(trained) == 0
 
 
+def test_nothing_stays_gathered_with_reshard(one: World) -> None:
+    """Its promise is that parameters of two blocks are gathered at most."""
+    trained = engine(one, comm="reshard", sharding={"offload": "always", "compute": "bfloat16"})
+    with trained.gathered_once():
+        with trained.inference() as module:
+            module(data(4)[0]["x"])
+        assert gathered_units(trained) == 0
+
+
 def test_switching_modes_walks_over_no_modules(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rollout and update does so, and a walk takes as long as a step of a small network."""
     trained = engine(one)
@@ -335,15 +325,6 @@ def test_switching_modes_walks_over_no_modules(one: World, monkeypatch: pytest.M
         assert not any(part.training for part in trained.sharded.parts)
     with trained.sharded.train():
         assert all(part.training for part in trained.sharded.parts)
-
-
-def test_nothing_stays_gathered_with_reshard(one: World) -> None:
-    """Its promise is that parameters of two blocks are gathered at most."""
-    trained = engine(one, comm="reshard", sharding={"offload": "always", "compute": "bfloat16"})
-    with trained.gathered_once():
-        with trained.inference() as module:
-            module(data(4)[0]["x"])
-        assert gathered_units(trained) == 0
 
 
 def test_diagnostics_by_part_change_no_bit(one: World) -> None:

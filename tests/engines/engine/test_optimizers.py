@@ -144,15 +144,11 @@ def test_the_plan_knows_each_optimizers_state(one: World, name: str) -> None:
     assert (held < 4 * sum(map(math.prod, shapes))) == (name in ("adafactor", "adamw8bit", "adamw4bit"))
 
 
-def test_a_buffer_in_8_bits_takes_a_quarter() -> None:
-    """Codes of one byte, a scale per block, and the table; rows that are no whole blocks stay in float32."""
+def test_a_buffer_in_8_bits_takes_a_quarter_and_one_in_4_an_eighth() -> None:
+    """Codes of a byte or half of one, a scale per block, and the table; rows that are no whole blocks stay in float32."""
     assert Buffer((64, 512), bits="signed8").nbytes(2) == 32 * 512 + 4 * 32 * 2 + 1024
     assert Buffer((64, 500), bits="signed8").nbytes(2) == 4 * 32 * 500
     assert Buffer((2, 512), bits="signed8").nbytes(1) == 4 * 1024  # too small
-
-
-def test_a_buffer_in_4_bits_takes_an_eighth() -> None:
-    """Two codes per byte, a scale per 128 values, and the table."""
     assert Buffer((64, 512), bits="unsigned4").nbytes(2) == 32 * 256 + 4 * 32 * 4 + 64
     assert Buffer((64, 384), bits="unsigned4").quantised
     assert not Buffer((64, 384), bits="unsigned8").quantised
@@ -174,10 +170,7 @@ def test_gradients_below_eps_are_warned_of_once(one: World) -> None:
     def update(trained: Engine, scale: float) -> None:
         trained.update(items, squared(trained.module), weight * scale)
 
-    frozen, says = (
-        engine(one, "adamw"),
-        r"RMS of \d\.\de-1\d at update 1, below optimizer.eps \(1e-08\).*\de-1\d or less",
-    )
+    frozen, says = (engine(one, "adamw"), r"RMS of \d\.\de-1\d at update 1, below optimizer.eps \(1e-08\).*\de-1\d or less")
     with pytest.warns(UserWarning, match=says):
         update(frozen, 1e-9)
     update(frozen, 1e-9)  # from here on a warning is an error

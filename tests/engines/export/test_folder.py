@@ -11,7 +11,6 @@ from fluvial.engines.export import folder
 
 
 def test_an_export_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power cut leaves the whole export or none."""
     events: list[str] = []
     sync, rename = folder.sync, os.rename
 

@@ -14,7 +14,6 @@ from fluvial.engines.export.formats import COMFY_WEIGHTS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pipeline."""
     folder = tmp_path_factory.mktemp("base") / "sd3"
     tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], folder)
     return folder

@@ -24,7 +24,6 @@ from fluvial.engines.files import save_tensors
 
 
 def test_a_file_of_weights_is_as_readable_as_any_other(tmp_path: Path) -> None:
-    """Safetensors' own function makes it the user's alone."""
     (tmp_path / "other").touch()
     save_tensors({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
     assert (tmp_path / "weights.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
@@ -91,7 +90,6 @@ def test_an_export_replaces_the_one_before(tmp_path: Path, one: World) -> None:
 def test_a_write_that_fails_leaves_the_older_export(
     tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """One line says why; nothing half-written is left beside it."""
     export(MODEL.build(), tmp_path, max_shard_size="1MB", world=one)
     write_lora(adapted(), tmp_path, world=one)
     before = contents(tmp_path)
@@ -139,7 +137,6 @@ def test_what_stops_between_two_files_leaves_no_mixture(tmp_path: Path, one: Wor
 
 
 def test_a_file_in_the_way_is_an_error(tmp_path: Path, one: World) -> None:
-    """Of one line."""
     (tmp_path / "out").write_text("a file")
     with pytest.raises(RunError, match=r"weights cannot be written to .*out"):
         export(MODEL.build(), tmp_path / "out", world=one)

@@ -41,11 +41,7 @@ CPS = Stochastic("cps", eta=0.5)
 @pytest.mark.parametrize(
     ("method", "changes", "words"),
     [
-        (
-            Grpo(),
-            ODE,
-            "sampling.sampler is 'ode', expected a stochastic one, e.g. flow_sde: grpo needs the log-prob",
-        ),
+        (Grpo(), ODE, "sampling.sampler is 'ode', expected a stochastic one, e.g. flow_sde: grpo needs the log-prob"),
         (Guard(), ODE, "guard needs the log-probability"),
         (Guard(), {"sampling.sampler": CPS}, "sampler is 'cps', expected flow_sde or dance_sde, .* with guard"),
         (
@@ -87,11 +83,7 @@ CPS = Stochastic("cps", eta=0.5)
         ),
         (Dpo(preferences=GIVEN), ODE | {"rewards": ("brightness",)}, "rewards has no effect with dpo"),
         (Dpo(preferences=GIVEN), ODE | {"prompts": ("prompts",)}, "prompts has no effect with data or preferences"),
-        (
-            Raft(compare="data"),
-            {},
-            "sampling.sampler is 'flow_sde', expected ode with solver euler: raft learns from data",
-        ),
+        (Raft(compare="data"), {}, "sampling.sampler is 'flow_sde', expected ode with solver euler: raft learns from data"),
         (
             Raft(compare="data"),
             {"sampling.sampler": Ode("dpmpp_2m")},
@@ -107,11 +99,7 @@ CPS = Stochastic("cps", eta=0.5)
             {"sampling.sampler": CPS, "sampling.window": RandomWindow(1)},
             "sampling.window.high is None, expected at most 3: the last step of cps has no",
         ),
-        (
-            Grpo(),
-            {"sampling.sampler": CPS, "form": "unscaled", "kl.coef": 0.1},
-            "the last step of cps has no KL",
-        ),
+        (Grpo(), {"sampling.sampler": CPS, "form": "unscaled", "kl.coef": 0.1}, "the last step of cps has no KL"),
         (Grpo(), {"passes.minibatches": 3, "updates": 3}, "passes.minibatches is 3, expected a divisor of the 4 samples"),
         (Grpo(), {"passes.minibatches": 2, "updates": 3}, "updates is 3, expected a multiple of epochs x minibatches = 2"),
         (Dgpo(), ODE | {"noising.draw": "sample"}, "noising.draw is 'sample', expected rollout: dgpo compares"),
@@ -156,11 +144,7 @@ def test_a_method_has_its_own_settings_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("prediction", "changes", "words"),
     [
-        (
-            "epsilon",
-            {},
-            "sampling.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon",
-        ),
+        ("epsilon", {}, "sampling.sampler is 'flow_sde', expected ddim or ode: .* predicts epsilon"),
         (
             "velocity",
             {"sampling.sampler": Stochastic("ddim", eta=0.5)},

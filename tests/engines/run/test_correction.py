@@ -22,16 +22,8 @@ from fluvial.engines.sampling.items import RecordedSteps
 
 def corrected(tmp_path: Path, one: World, mode: Any, threshold: float, level: Any = "step") -> tuple[Spied, dict[str, Any]]:
     """Return a run whose rollout computed in bfloat16, and its record."""
-    run = Spied(
-        tiny.config(
-            tmp_path,
-            sampling=STEPS,
-            correction=CorrectionConfig(mode, level, threshold),
-            optimizer=OptimizerConfig(max_grad_norm=1e9),
-            **{"rollout.autocast": True},
-        ),
-        one,
-    )
+    settings = {"correction": CorrectionConfig(mode, level, threshold), "optimizer": OptimizerConfig(max_grad_norm=1e9)}
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, **settings, **{"rollout.autocast": True}), one)
     return run, run.rollout()
 
 

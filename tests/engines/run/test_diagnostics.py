@@ -35,39 +35,27 @@ def schedule(job: Any) -> Schedule:
 @pytest.mark.parametrize(("groups", "group"), [(1, 2), (3, 4), (5, 7)])
 def test_diversity_is_a_mean_over_pairs(groups: int, group: int) -> None:
     """Against a loop over all pairs of a group, each counted once."""
-    flat = images(groups * group, 6)
-    distances = [
-        ((flat[g * group + i] - flat[g * group + j]) ** 2).mean().sqrt()
-        for g in range(groups)
-        for i in range(group)
-        for j in range(i)
-    ]
-    assert diversity(flat, group) == pytest.approx(float(torch.stack(distances).mean()), rel=1e-6)
+    flat = images(groups * group, 6).unflatten(0, (groups, group))
+    distances = [((each[i] - each[j]) ** 2).mean().sqrt() for each in flat for i in range(group) for j in range(i)]
+    assert diversity(flat.flatten(0, 1), group) == pytest.approx(float(torch.stack(distances).mean()), rel=1e-6)
 
 
 def test_diversity_of_a_collapsed_group() -> None:
-    """0 where all samples are the same, however far the groups lie apart; and half where one of two groups is."""
+    """0 where samples are the same, however far groups lie apart; half where one of two is. Black and white are 1 apart."""
     same = torch.arange(3.0).repeat_interleave(4)[:, None].expand(12, 5)
     assert diversity(same, 4) == 0.0
     apart = images(4, 5)
     assert diversity(torch.cat([apart, apart[:1].expand(4, 5)]), 4) == pytest.approx(diversity(apart, 4) / 2)
-
-
-def test_diversity_does_not_depend_on_the_size() -> None:
-    """Black and white are 1 apart, whatever the number of pixels."""
     for size in (1, 100):
         assert diversity(torch.stack([torch.zeros(size), torch.ones(size)]), 2) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("shape", "side"), [((3, 64, 96), (32, 32)), ((1, 8, 32), (8, 32)), ((3, 40, 16), (32, 16))])
-def test_thumbnails(shape: tuple[int, ...], side: tuple[int, int]) -> None:
+def test_thumbnails() -> None:
     """At most 32 pixels a side, and what is smaller stays as it is; the mean is kept where pixels divide."""
-    made = thumbnails(images(2, *shape))
-    assert made.shape == (2, shape[0] * side[0] * side[1])
-    if shape == (1, 8, 32):
-        assert torch.equal(made, images(2, *shape).flatten(1))
-    if shape == (3, 64, 96):
-        torch.testing.assert_close(made.mean(1), images(2, *shape).flatten(1).mean(1))
+    for shape, height, width in (((3, 64, 96), 32, 32), ((1, 8, 32), 8, 32), ((3, 40, 16), 32, 16)):
+        assert thumbnails(images(2, *shape)).shape == (2, shape[0] * height * width)
+    assert torch.equal(thumbnails(images(2, 1, 8, 32)), images(2, 1, 8, 32).flatten(1))
+    torch.testing.assert_close(thumbnails(images(2, 3, 64, 96)).mean(1), images(2, 3, 64, 96).flatten(1).mean(1))
 
 
 def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
@@ -87,18 +75,25 @@ def test_diversity_is_in_the_record(one: World, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prediction", ["velocity", "epsilon"])
 def test_drift(tmp_path: Path, prediction: Any) -> None:
-    """0 for the model itself, the squared distance over the squared size for another; kept in a file to the bit."""
+    """0 for the model itself, the squared distance over the squared size for another.
+
+    The probe is kept in a file to the bit, and depends on the model and on nothing else, so that runs compare.
+    """
     job = tiny.job(prediction)
     module = job.model.build()
     with torch.no_grad():
-        probe = Probe.take(job, module, schedule(job), micro_batch=4)
+        probe, same, other = (
+            Probe.take(job, net, schedule(job), micro_batch=4) for net in (module, job.model.build(), tiny.Net(1))
+        )
         assert len(probe.x) == len(probe.level) == diagnostics.SAMPLES
         assert len(torch.unique(probe.level)) == tiny.STEPS
         assert probe.velocity_drift(job, module, micro_batch=4) == 0.0
         assert probe.velocity_drift(job, module, micro_batch=16) < 1e-10
         probe.save(tmp_path / "probe.safetensors")
         again = Probe.load(tmp_path / "probe.safetensors", CPU)
-        assert all(torch.equal(a, b) for a, b in zip(probe, again, strict=True))
+        for each in (again, same):
+            assert all(torch.equal(a, b) for a, b in zip(probe, each, strict=True))
+        assert not torch.equal(probe.x, other.x)
 
         drifts = []
         for scale in (0.01, 0.1):
@@ -114,26 +109,11 @@ def test_drift(tmp_path: Path, prediction: Any) -> None:
         assert probe.velocity_drift(job, twice, micro_batch=4) == pytest.approx(1.0, rel=1e-5)  # |2v - v|^2 / |v|^2
 
 
-def test_a_probe_is_the_same_again() -> None:
-    """Its samples depend on the model and on nothing else, so that runs compare."""
-    job = tiny.job()
-    with torch.no_grad():
-        first, second = (Probe.take(job, job.model.build(), schedule(job), micro_batch=4) for _ in range(2))
-        other = Probe.take(job, tiny.Net(1), schedule(job), micro_batch=4)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert not torch.equal(first.x, other.x)
-
-
-@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
-def test_a_probe_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
-    """One line that names the file."""
+def test_a_probe_that_cannot_be_read(tmp_path: Path) -> None:
+    """Missing, cut or of another content: one line that names the file."""
     path = tmp_path / "probe.safetensors"
-    if damage == "cut":
-        path.write_bytes(b"nothing")
-    elif damage == "other":
-        save_file({"y": torch.zeros(1)}, path)
-    with pytest.raises(
-        RunError, match=r"probe\.safetensors, the probe that drift is measured with, cannot be read"
-    ) as error:
-        Probe.load(path, CPU)
-    assert "\n" not in str(error.value)
+    for damage in (lambda: None, lambda: path.write_bytes(b"nothing"), lambda: save_file({"y": torch.zeros(1)}, path)):
+        damage()
+        with pytest.raises(RunError, match=r"probe\.safetensors, the probe that drift is measured with, cannot be") as error:
+            Probe.load(path, CPU)
+        assert "\n" not in str(error.value)

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import launch, tiny_pipelines, tiny_replayed
@@ -13,7 +14,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.models.pipelines.base import Pipeline
 
@@ -42,111 +42,92 @@ def size(name: str) -> list[str]:
     if name != "aura-flow":
         return ["--pipeline.height", "16", "--pipeline.width", "16", "--sampling.steps", "3"]
     call = dict(tiny_replayed.ROWS[name].options)
-    height, width, scale = (str(call.pop(option)) for option in ("height", "width", "guidance_scale"))
-    more = [f"{option}={json.dumps(value)}" for option, value in call.items()]
-    sized = [
-        "--pipeline.height",
-        height,
-        "--pipeline.width",
-        width,
-        "--sampling.guidance.scale",
-        scale,
-        "--sampling.steps",
-        "3",
-    ]
-    return [*sized, "--noising.levels", "schedule", "--noising.each", "2", "--pipeline.call", *more]
+    height, width, scale = (call.pop(option) for option in ("height", "width", "guidance_scale"))
+    sized = f"--pipeline.height {height} --pipeline.width {width} --sampling.guidance.scale {scale} --sampling.steps 3"
+    return [*sized.split(), *LEVELS, "--pipeline.call", *(f"{option}={json.dumps(value)}" for option, value in call.items())]
 
 
-def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
-    """Train a pipeline, two updates of a recipe, and return the exit code."""
-    levels = ["--noising.levels", "schedule", "--noising.each", "2"] if name == "sdxl" else []
-    return cli.run(
-        ["train", recipe, "--model", str(folder / name), "--out", str(out), *ROLLOUT.split(), *size(name), *levels, *more]
-    )
+LEVELS = ["--noising.levels", "schedule", "--noising.each", "2"]
+
+
+@pytest.fixture
+def run(folder: Path, fluvial: Any) -> Any:
+    """Train a pipeline of the folder, two updates of a recipe; return what is printed, or the line of an error."""
+
+    def train(name: str, recipe: str, out: Path, *more: object, code: int = 0) -> str:
+        words = ["--model", folder / name, "--out", out, *ROLLOUT.split(), *size(name), *(LEVELS if name == "sdxl" else [])]
+        said: str = fluvial("train", recipe, *words, *more, code=code)
+        return said
+
+    return train
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3", long("sdxl"), "aura-flow"])
-def test_supervised_on_captions(
-    folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_supervised_on_captions(folder: Path, tmp_path: Path, name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images and captions are encoded once, for the next run too; the weights move, and no text encoder is needed again."""
-    encoded: list[int] = []
-    encode = Pipeline.encode_with_vae
+    encoded, encode = list[int](), Pipeline.encode_with_vae
 
     def counted(self: Pipeline, images: Tensor, key: Any = None) -> Tensor:
         encoded.append(len(images))
         return encode(self, images, key)
 
     monkeypatch.setattr(Pipeline, "encode_with_vae", counted)
-    given = ["--data", str(folder / "foxes"), "--data.cache", str(tmp_path / "cache")]
-    assert run(folder, name, "sft", tmp_path / "one", *given) == 0, capfd.readouterr().err
-    assert sum(encoded) == 5  # every tenth caption is held out
-    updates = [record for record in launch.records(tmp_path / "one") if "grad_norm" in record]
-    assert len(updates) == 2
-    assert updates[0]["grad_norm"] > 0
+    losses = []
+    for out, count in ((tmp_path / "one", 5), (tmp_path / "two", 0)):  # every tenth caption is held out
+        run(name, "sft", out, "--data", folder / "foxes", "--data.cache", tmp_path / "cache")
+        assert sum(encoded) == count
+        encoded.clear()
+        updates = [record for record in launch.records(out) if "grad_norm" in record]
+        losses.append([record["loss"] for record in updates])
+        assert updates[0]["grad_norm"] > 0
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
     adapter = load_file(next((tmp_path / "one" / "lora").rglob("*.safetensors")))
     assert any(tensor.any() for key, tensor in adapter.items() if "lora_B" in key or ".up." in key)
     assert [*(tmp_path / "cache" / "texts").glob("*.safetensors")]
-    encoded.clear()
-    assert run(folder, name, "sft", tmp_path / "two", *given) == 0, capfd.readouterr().err
-    assert not encoded
-    again = [record for record in launch.records(tmp_path / "two") if "grad_norm" in record]
-    assert [record["loss"] for record in again] == [record["loss"] for record in updates]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3", "aura-flow"])
-def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_preferences_of_a_folder(folder: Path, tmp_path: Path, name: str, run: Any) -> None:
     """The loss starts at log 2, with a weight of the rejected sample too."""
-    given = ["--preferences", str(folder / "prefs"), "--lose-weight", "0.5", "--noising.each", "2"]
-    assert run(folder, name, "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
-    assert updates[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
-    assert updates[0]["grad_norm"] > 0
+    given = ["--preferences", folder / "prefs", "--lose-weight", 0.5, "--noising.each", 2]
+    run(name, "dpo", tmp_path / "run", *given)
+    first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert first["grad_norm"] > 0
     assert len([*(tmp_path / "run" / "encoded").glob("*.safetensors")]) == 10
 
 
-def test_an_image_that_cannot_be_read_is_skipped_where_asked(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_image_that_cannot_be_read_is_skipped_where_asked(folder: Path, tmp_path: Path, run: Any) -> None:
     """Else the run ends in one line that names it."""
     rows = [{"file_name": str(folder / "foxes" / f"{i}.png"), "text": FOXES[i]} for i in range(4)]
     (tmp_path / "broken.png").write_text("no image")
     rows[2]["file_name"] = str(tmp_path / "broken.png")
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = ["--data", str(tmp_path / "some.jsonl")]
-    assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 2
-    assert "broken.png cannot be read as an image" in launch.one_line(capfd.readouterr().err)
-    assert run(folder, "sd3", "sft", tmp_path / "other", *given, "--data.errors", "skip") == 0, capfd.readouterr().err
+    given = ["--data", tmp_path / "some.jsonl"]
+    assert "broken.png cannot be read as an image" in run("sd3", "sft", tmp_path / "run", *given, code=2)
+    run("sd3", "sft", tmp_path / "other", *given, "--data.errors", "skip")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "more", "says"),
-    [
-        ("grpo", ["--data", "foxes"], "--data.images has no effect with grpo, which learns from rollouts"),
-        (
-            "sft",
-            ["--data", "foxes", "--prompts", "x.txt"],
-            "--prompts has no effect with data or preferences, which have their own",
-        ),
-        ("sft", ["--data.errors", "skip"], "--data.errors has no effect with sft here, which learns from no images"),
-        ("sft", [], "for sft, set --data.images to a folder of images with captions"),
-        ("sft", ["--data", "nowhere"], "data nowhere cannot be read: No such file or directory"),
-        ("sft", ["--data", "foxes", "--data.cache", "foxes/0.png"], "--data.cache foxes/0.png cannot be used: "),
-    ],
-)
-def test_what_has_no_meaning_is_one_line(
-    folder: Path, recipe: str, more: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_meaning_is_one_line(folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    assert run(folder, "sd3", recipe, folder / "wrong", *more) == 2
-    assert says in launch.one_line(capfd.readouterr().err)
+    for typed, says in (
+        ("grpo --data foxes", "--data.images has no effect with grpo, which learns from rollouts"),
+        ("sft --data foxes --prompts x.txt", "--prompts has no effect with data or preferences, which have their own"),
+        ("sft --data.errors skip", "--data.errors has no effect with sft here, which learns from no images"),
+        ("sft", "for sft, set --data.images to a folder of images with captions"),
+        ("sft --data nowhere", "data nowhere cannot be read: No such file or directory"),
+        ("sft --data foxes --data.cache foxes/0.png", "--data.cache foxes/0.png cannot be used: "),
+    ):
+        recipe, *more = typed.split()
+        assert says in run("sd3", recipe, folder / "wrong", *more, code=2)
 
 
 @pytest.mark.slow
 def test_preferences_drawn_with_a_pipeline_train_it(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, run: Any, fluvial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`fluvial preferences` draws each prompt once, writes the best and the worst image, and names the command to go on."""
     (tmp_path / "drawing.py").write_text(
@@ -160,22 +141,16 @@ def test_preferences_drawn_with_a_pipeline_train_it(
     (tmp_path / "foxes.jsonl").write_text("\n".join(map(json.dumps, records)))
     monkeypatch.syspath_prepend(str(tmp_path))
     pairs = tmp_path / "pairs"
-    asked = ["--prompts", str(tmp_path / "foxes.jsonl"), "--group", "3", "--steps", "2", "--rewards", "drawing:bright"]
-    made = ["--pipeline.height", "16", "--pipeline.width", "16", "--out", str(pairs)]
-    assert cli.run(["preferences", str(folder / "sd3"), *asked, *made]) == 0, capfd.readouterr().err
-    told = " ".join(capfd.readouterr().out.split())
+    asked = ["--prompts", tmp_path / "foxes.jsonl", "--group", 3, "--steps", 2, "--rewards", "drawing:bright"]
+    made = ["preferences", folder / "sd3", "--pipeline.height", 16, "--pipeline.width", 16, "--out", pairs]
+    told = " ".join(fluvial(*made, *asked).split())
     assert "raised ValueError (no score) for prompt '4 red foxes'; 1 of the 5 prompts have no valid reward" in told
     assert "4 preferences of 5 prompts" in told
     lines = [json.loads(line) for line in (pairs / "preferences.jsonl").read_text().splitlines()]
     assert sorted(line["prompt"] for line in lines) == [*FOXES[1:4], FOXES[5]]
     for line in lines:
-        win, lose = (
-            torch.tensor(list(Image.open(pairs / line[side]).convert("L").tobytes())).float().mean()
-            for side in ("win", "lose")
-        )
+        win, lose = (np.asarray(Image.open(pairs / line[side]).convert("L")).mean() for side in ("win", "lose"))
         sign = -1 if FOXES.index(line["prompt"]) % 2 else 1
         assert sign * win >= sign * lose
-    given = ["--preferences", str(pairs), "--noising.each", "2"]
-    assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
-    assert cli.run(["preferences", str(folder / "sd3"), *made]) == 2
-    assert "needs prompts to train on: set --prompts" in launch.one_line(capfd.readouterr().err)
+    run("sd3", "dpo", tmp_path / "run", "--preferences", pairs, "--noising.each", 2)
+    assert "needs prompts to train on: set --prompts" in fluvial(*made, code=2)

@@ -130,9 +130,8 @@ def test_the_old_velocity_of_awm(one: World, tmp_path: Path, passes: dict[str, i
 @pytest.mark.bits
 def test_the_old_velocity_of_guard(one: World, tmp_path: Path) -> None:
     """It is what the rollout recorded, so that a rollout of several updates needs no pass of its own."""
-    run = Spied(
-        tiny.config(tmp_path, sampling=STEPS, method=Guard(), updates=2, optimizer=FAST, **{"passes.epochs": 2}), one
-    )
+    changes = {"method": Guard(), "updates": 2, "optimizer": FAST, "passes.epochs": 2}
+    run = Spied(tiny.config(tmp_path, sampling=STEPS, **changes), one)
     run.rollout()
     recorded = run.trajectories[0].velocity
     assert recorded is not None
@@ -171,22 +170,24 @@ def test_the_first_steps(one: World, tmp_path: Path) -> None:
     assert not torch.equal(last.x_next[:, -1], last.x[:, -1])
 
 
-@pytest.mark.parametrize(("coef", "drop"), [(0.0, True), (0.1, True), (0.1, False)])
-def test_samples_without_advantage_are_dropped_if_asked(one: World, tmp_path: Path, coef: float, drop: bool) -> None:
-    """They get neither loss nor KL, and do not count; otherwise they get the KL, and count."""
+@pytest.mark.parametrize(
+    ("changes", "items", "over"),
+    [
+        ({}, 4, 8),  # they are not computed, and the loss is still a mean over all
+        ({"advantage": AdvantageConfig(drop_zero=True)}, 4, 4),
+        ({"advantage": AdvantageConfig(drop_zero=True), "kl.coef": 0.1}, 4, 4),
+        ({"kl.coef": 0.1}, 8, 8),
+        ({"method": Raft(best=0.25), "sampling": ODE}, 1, 1),  # which fits what it keeps
+    ],
+)
+def test_samples_without_advantage(one: World, tmp_path: Path, changes: dict[str, Any], items: int, over: int) -> None:
+    """They get neither loss nor KL and do not count where they are dropped; otherwise they get the KL, and count."""
     rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
-    config = tiny.config(
-        tmp_path,
-        sampling=STEPS,
-        seed=1,
-        advantage=AdvantageConfig(drop_zero=drop),
-        **{"engine.micro_batch": 8, "kl.coef": coef},
-    )
+    config = tiny.config(tmp_path, **{"sampling": STEPS, "seed": 1, "engine.micro_batch": 8, **changes})
     run = Spied(config, one, tiny.job(rewards=rewards, prompts=("0", "1")))
     run.rollout()
     assert set(run.prompts) == {"0", "1"}
-    kept = 4 if drop else 8
-    assert (run.infos[0].items, run.updates[0].over) == (kept * tiny.STEPS, kept * tiny.STEPS)
+    assert (run.infos[0].items, run.updates[0].over) == (items * tiny.STEPS, over * tiny.STEPS)
 
 
 @pytest.mark.parametrize(
@@ -197,35 +198,12 @@ def test_the_kl_has_the_published_weight_of_the_sampler(one: World, tmp_path: Pa
     rollout = replace(STEPS, sampler=Stochastic(sampler, eta=0.5), window=RandomWindow(2, high=tiny.STEPS - 1))
     losses = []
     for weight in ("auto", factor):
-        run = Spied(
-            tiny.config(
-                tmp_path,
-                sampling=rollout,
-                updates=2,
-                optimizer=FAST,
-                **{"kl.coef": 9.0, "kl.weight": weight, "passes.epochs": 2},
-            ),
-            one,
-        )
+        changes = {"updates": 2, "optimizer": FAST, "kl.coef": 9.0, "kl.weight": weight, "passes.epochs": 2}
+        run = Spied(tiny.config(tmp_path, sampling=rollout, **changes), one)
         run.rollout()
         losses.append(run.infos[1].loss)
     assert losses[0] == losses[1]
     assert StepKLConfig(0.1).weight_of(rollout.sampler.rule) == factor
-
-
-def test_pairs_without_advantage_count(one: World, tmp_path: Path) -> None:
-    """They are not computed, and the loss is still a mean over all; but for RAFT, which fits what it keeps."""
-    rewards = {"half": lambda images, prompts: torch.arange(len(prompts)) % 2 * torch.tensor([p == "0" for p in prompts])}
-    job = tiny.job(rewards=rewards, prompts=("0", "1"))
-    found = {}
-    for objective, rollout in ((None, STEPS), (Raft(best=0.25), ODE)):
-        changes = {} if objective is None else {"method": objective}
-        run = Spied(tiny.config(tmp_path, sampling=rollout, seed=1, **changes, **{"engine.micro_batch": 8}), one, job)
-        run.rollout()
-        assert set(run.prompts) == {"0", "1"}
-        found[objective] = (run.infos[0].items, run.updates[0].over)
-    assert found[None] == (4 * tiny.STEPS, 8 * tiny.STEPS)
-    assert found[Raft(best=0.25)] == (tiny.STEPS, tiny.STEPS)
 
 
 def test_shared_noise(one: World, tmp_path: Path) -> None:
@@ -248,10 +226,7 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     images = tiny.Tiny().decode(run.trajectories[0].final)
     rewards = torch.stack([tiny.contrast(images, ()), tiny.brightness(images, ())], dim=1)
     weights, group = torch.tensor([0.5, -2.0]), torch.arange(8) // 4
-    expected = {
-        "sum": group_advantages(rewards @ weights, group),
-        "gdpo": multi_reward_advantages(rewards, weights, group),
-    }
+    expected = {"sum": group_advantages(rewards @ weights, group), "gdpo": multi_reward_advantages(rewards, weights, group)}
     torch.testing.assert_close(run.updates[0].items.signal[:8], expected[combine].clamp(-1.2, 1.2), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(expected["sum"], expected["gdpo"], atol=1e-2)
     assert record["rewards"] == pytest.approx(
@@ -260,17 +235,10 @@ def test_several_rewards(one: World, tmp_path: Path, combine: Any) -> None:
     assert record["reward"]["mean"] == pytest.approx(float((rewards @ weights).mean()))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Return the results of the rollouts by the number of ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return {size: launch.on_ranks(size, "workers.objective_ranks:rollouts", folder)[0] for size in (1, 2)}
-
-
 @pytest.mark.slow
-def test_two_ranks_make_the_update_of_one(ranks: dict[int, dict[str, Any]]) -> None:
+def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
     """Rewards to the bit; gradients, clip and weights to the order of float32 sums; for every objective."""
-    one, two = ranks[1], ranks[2]
+    one, two = (launch.on_ranks(size, "workers.objective_ranks:rollouts", tmp_path)[0] for size in (1, 2))
     assert list(one) == list(two)
     assert len(one) == 13
     for name, alone in one.items():

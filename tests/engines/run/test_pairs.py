@@ -345,11 +345,7 @@ def test_a_run_resumed_on_another_processor_finds_its_own(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("compiles", "objective", "reason"),
-    [
-        (False, Awm(), None),
-        (True, Awm(), "blocks are compiled"),
-        (False, AlignProp(), "a reward's gradient is followed"),
-    ],
+    [(False, Awm(), None), (True, Awm(), "blocks are compiled"), (False, AlignProp(), "a reward's gradient is followed")],
 )
 def test_what_cannot_be_chosen(compiles: bool, objective: Any, reason: str | None) -> None:
     config, engine = SimpleNamespace(method=objective), SimpleNamespace(compiles=compiles)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from helpers.tiny_replayed import WITHOUT_ADAPTER
 from PIL import Image
 from safetensors.torch import load_file
 
-from fluvial.engines.cli import main as cli
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.run.config import TrainConfig
@@ -28,15 +28,8 @@ from fluvial.models.catalogue import KNOWN
 
 PROMPTS = "a red fox\ntwo cats\nan owl\n9 owls in 1 barn\n"
 SHORT = ("sd3", "sd1", "sana")  # on samples, too, in every run of the tests
-LONG = (
-    "flux",
-    "wan-experts",
-    "sdxl",
-    "z-image",
-    "flux2",
-    "lumina2",
-    "aura-flow",
-)  # like one of the others: text, layout and loss have tests of their own
+# Like one of the others: text, layout and loss have tests of their own.
+LONG = ("flux", "wan-experts", "sdxl", "z-image", "flux2", "lumina2", "aura-flow")
 ROWS = {name: row for name, row in tiny_pipelines.ROWS.items() if not row.variant or name == "wan-experts"}
 REWARD = "def bright(images, prompts):\n    return images.flatten(1).mean(1)\n"
 
@@ -92,47 +85,38 @@ def flags(folder: Path, name: str, recipe: str, *more: str) -> list[str]:
         for name, kind in product([*ROWS, *WITHOUT_ADAPTER], ("on steps", "on samples"))
     ],
 )
-def test_two_updates_of_each(folder: Path, tmp_path: Path, name: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_updates_of_each(folder: Path, tmp_path: Path, name: str, kind: str, fluvial: Any) -> None:
     """GRPO (DDPO for epsilon-prediction models) and NFT (RAFT): on policy to the bit, and the weights move."""
     epsilon = name in ROWS and ROWS[name].adapter.prediction == "epsilon"  # type: ignore[attr-defined]
-    recipe = {("on steps", False): "grpo", ("on steps", True): "ddpo", ("on samples", False): "nft"}.get(
-        (kind, epsilon), "raft"
-    )
-    code = cli.run([*flags(folder, name, recipe), "--out", str(tmp_path / "run")])
-    assert code == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
-    assert len(updates) == 2
-    assert updates[0]["grad_norm"] > 0
-    if kind == "on steps":
-        assert updates[0]["first_pass_max_abs_log_ratio"] == 0.0
+    recipes = ("ddpo", "raft") if epsilon else ("grpo", "nft")
+    fluvial(*flags(folder, name, recipes[kind == "on samples"]), "--out", tmp_path / "run")
+    first, _ = (record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
+    assert first["grad_norm"] > 0
+    assert kind != "on steps" or first["first_pass_max_abs_log_ratio"] == 0.0
     adapters = list((tmp_path / "run" / "lora").rglob("*.safetensors"))
     assert len(adapters) == (2 if name == "wan-experts" else 1)
-    adapter = adapters[0]
-    assert any(tensor.any() for key, tensor in load_file(adapter).items() if "lora_B" in key or ".up." in key)
+    assert any(tensor.any() for key, tensor in load_file(adapters[0]).items() if "lora_B" in key or ".up." in key)
     assert list((tmp_path / "run" / "samples").glob("*.png"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3", long("sana"), long("flux2")])
-def test_in_low_precision(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_in_low_precision(folder: Path, tmp_path: Path, name: str, fluvial: Any) -> None:
     """Frozen parts and the network in bfloat16, as on a GPU: on policy to the bit, with an adapter and without."""
     low = ["--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16"]
-    code = cli.run([*flags(folder, name, "grpo"), *low, "--out", str(tmp_path / "run")])
-    assert code == 0, capfd.readouterr().err
+    fluvial(*flags(folder, name, "grpo"), *low, "--out", tmp_path / "run")
     first = next(record for record in launch.records(tmp_path / "run") if "grad_norm" in record)
     assert first["first_pass_max_abs_log_ratio"] == 0.0
     assert first["grad_norm"] > 0
 
 
-def test_a_reward_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_of_ones_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fluvial: Any) -> None:
     """`module:callable` with a weight, beside the built-in one; both are logged."""
     monkeypatch.syspath_prepend(str(folder))
-    typed = ["--out", str(tmp_path / "run")]
-    assert cli.run([*flags(folder, "sd3", "grpo", "--rewards", "jpeg", "own_reward:bright=2"), *typed]) == 0
+    fluvial(*flags(folder, "sd3", "grpo", "--rewards", "jpeg", "own_reward:bright=2"), "--out", tmp_path / "run")
     record = next(record for record in launch.records(tmp_path / "run") if "rewards" in record)
-    assert record["reward"]["mean"] == pytest.approx(
-        record["rewards"]["jpeg"] + 2 * record["rewards"]["own_reward:bright"], rel=1e-4
-    )
+    both = record["rewards"]["jpeg"] + 2 * record["rewards"]["own_reward:bright"]
+    assert record["reward"]["mean"] == pytest.approx(both, rel=1e-4)
 
 
 WRONG = [
@@ -145,66 +129,60 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "says"), WRONG, ids=[typed for typed, _ in WRONG])
-def test_wrong_input_is_one_line(
-    folder: Path, tmp_path: Path, typed: str, says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Before anything is computed."""
-    assert cli.run([*flags(folder, "sd3", "grpo", *typed.split()), "--out", str(tmp_path / "run")]) == 2
-    assert says in launch.one_line(capfd.readouterr().err)
+def test_wrong_input_is_one_line(folder: Path, tmp_path: Path, fluvial: Any) -> None:
+    """Before anything is computed; also what to learn from, and which file of text holds prompts, where it is not said."""
+    for typed, says in WRONG:
+        assert says in fluvial(*flags(folder, "sd3", "grpo", *typed.split()), "--out", tmp_path / "run", code=2), typed
+    (tmp_path / "notes.md").write_text("# Notes\n")
+    train, prompts = ["train", "grpo", "--model", folder / "sd3"], ["--prompts", folder / "prompts.txt"]
+    asked = "comes without a reward to learn from: set --rewards, e.g. to pickscore, or to your own module:name"
+    for words, says in (
+        (train, "set --prompts to a file"),
+        ([*train, *prompts], asked),
+        (["preferences", folder / "sd3", *prompts, "--out", tmp_path / "prefs"], asked),
+        ([*train, "--rewards", "jpeg", "--prompts", tmp_path / "notes.md"], "notes.md ends in .md, expected .txt, .jsonl"),
+        (["train", "grpo", "--model", folder, *prompts, "--rewards", "jpeg"], "model_index.json"),
+    ):
+        assert says in fluvial(*words, code=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3", long("wan-experts"), long("sana")])
-def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_teaches_another(folder: Path, tmp_path: Path, name: str, fluvial: Any) -> None:
     """What a run exports, of one network or of several, is a teacher, whose walk the base model is drawn to."""
-    typed = [*flags(folder, name, "grpo"), "--updates", "1", "--checkpoint.every", "1", "--export.dtype", "float32"]
-    assert cli.run([*typed, "--optimizer.lr", "0.05", "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    taught = ["--teacher", str(tmp_path / "run" / "weights"), "--sampling.group", "1", "--optimizer.lr", "0.01"]
-    code = cli.run([*flags(folder, name, "distill"), *taught, "--updates", "4", "--out", str(tmp_path / "student")])
-    assert code == 0, capfd.readouterr().err
+    once = ["--updates", 1, "--checkpoint.every", 1, "--export.dtype", "float32", "--optimizer.lr", 0.05]
+    fluvial(*flags(folder, name, "grpo"), *once, "--out", tmp_path / "run")
+    taught = ["--teacher", tmp_path / "run" / "weights", "--sampling.group", 1, "--optimizer.lr", 0.01, "--updates", 4]
+    fluvial(*flags(folder, name, "distill"), *taught, "--out", tmp_path / "student")
     losses = [record["loss"] for record in launch.records(tmp_path / "student") if "loss" in record]
     assert losses[0] > 1e-9  # the teacher is not the base model
-    assert cli.run([*flags(folder, name, "distill"), "--teacher", str(folder), "--sampling.group", "1"]) == 2
-    assert "config.json is missing" in launch.one_line(capfd.readouterr().err)
+    none = fluvial(*flags(folder, name, "distill"), "--teacher", folder, "--sampling.group", 1, code=2)
+    assert "config.json is missing" in none
 
 
-@pytest.mark.parametrize("name", ["sd3", *map(long, ("wan-experts", "sana"))])
 @pytest.mark.long
-def test_images_before_and_after(folder: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["sd3", "wan-experts", "sana"])
+def test_images_before_and_after(folder: Path, tmp_path: Path, name: str, fluvial: Any) -> None:
     """A run's adapter, drawn below the model without it; the two differ once the adapter is made larger."""
-    typed = flags(folder, name, "grpo")
-    assert cli.run([*typed, "--optimizer.lr", "0.5", "--out", str(tmp_path / "run")]) == 0
+    fluvial(*flags(folder, name, "grpo"), "--optimizer.lr", 0.5, "--out", tmp_path / "run")
     sheet = tmp_path / "sheet.png"
-    words = ["sample", str(folder / name), "--prompts", "a red fox", "--each", "1", "--steps", "3", "--out", str(sheet)]
-    words += size(name)
-    assert cli.run([*words, "--lora", str(tmp_path / "run" / "lora")]) == 0, capfd.readouterr().err
+    words = ["sample", folder / name, "--prompts", "a red fox", "--each", 1, "--steps", 3, "--out", sheet, *size(name)]
+    fluvial(*words, "--lora", tmp_path / "run" / "lora")
     both = np.asarray(Image.open(sheet))
-    assert cli.run(words) == 0
+    fluvial(*words)
     alone = np.asarray(Image.open(sheet))
     assert both.shape[0] == 2 * alone.shape[0]
     assert (both[: len(alone)] == alone).all()
     assert (both[len(alone) + 40 :] != alone[40:]).any()
-    assert cli.run([*words, "--lora", str(folder)]) == 2
-    assert "--lora" in launch.one_line(capfd.readouterr().err)
+    assert "--lora" in fluvial(*words, "--lora", folder, code=2)
 
 
-def test_the_models_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_models_are_listed(fluvial: Any) -> None:
     """Every pipeline that there is an adapter for."""
-    assert cli.run(["models"]) == 0
-    text = capfd.readouterr().out
+    text = fluvial("models")
     assert all(known.example in text for known in KNOWN)
     from_text = {known.pipeline for known in KNOWN if not known.makes.endswith("from images")}
     assert from_text == {row.adapter.pipeline for row in ROWS.values()}  # type: ignore[attr-defined]
-
-
-def test_prompts_are_needed_and_a_folder_must_hold_a_pipeline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Each in one line."""
-    assert cli.run(["train", "grpo", "--model", str(folder / "sd3")]) == 2
-    assert "set --prompts to a file" in launch.one_line(capfd.readouterr().err)
-    words = ["train", "grpo", "--model", str(folder), "--prompts", str(folder / "prompts.txt")]
-    assert cli.run(launch.rewarded(*words)) == 2
-    assert "model_index.json" in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["sd3", *map(long, ("wan-experts", WITHOUT_ADAPTER[0]))])
@@ -226,14 +204,8 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
     assert (found.size, found.frames) == (asked.size, asked.frames)
     if name == "sd3":
         rollout = SamplingConfig(prompts=2, group=2, steps=3)
-        config = TrainConfig(
-            tmp_path / "run",
-            model=str(folder / name),
-            updates=1,
-            rewards=("jpeg",),
-            method=Grpo(sampling=rollout),
-            engine=MachineConfig(micro_batch=2),
-        )
+        run: dict[str, Any] = {"updates": 1, "rewards": ("jpeg",), "engine": MachineConfig(micro_batch=2)}
+        config = TrainConfig(tmp_path / "run", Grpo(sampling=rollout), model=str(folder / name), **run)
         with Trainer(config, job) as trainer:
             assert as_record(trainer.config)["pipeline"]["width"] == width
         several = replace(asked, sizes=("32x16", "16x16"), height=512, width=512)
@@ -241,19 +213,3 @@ def test_a_job_in_python_says_the_size_of_the_run(folder: Path, tmp_path: Path, 
         assert with_size_of(job, PipelineConfig()).sizes == several.sizes
         with pytest.raises(UsageError, match=r"job: shape is \[16, 9, 9\], expected that of one of its sizes"):
             with_size_of(replace(job, shape=(16, 9, 9)), PipelineConfig())
-
-
-def test_what_is_not_said_and_cannot_be_guessed_is_asked_for(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """What to learn from, and which file of text holds prompts."""
-    words = ["train", "grpo", "--model", str(folder / "sd3"), "--out", str(tmp_path / "run"), "--prompts"]
-    asked = "comes without a reward to learn from: set --rewards, e.g. to pickscore, or to your own module:name"
-    assert cli.run([*words, str(folder / "prompts.txt")]) == 2
-    assert asked in launch.one_line(capfd.readouterr().err)
-    drawn = ["preferences", str(folder / "sd3"), "--prompts", str(folder / "prompts.txt"), "--out", str(tmp_path / "prefs")]
-    assert cli.run(drawn) == 2
-    assert asked in launch.one_line(capfd.readouterr().err)
-    (tmp_path / "notes.md").write_text("# Notes\n")
-    assert cli.run(launch.rewarded(*words, str(tmp_path / "notes.md"))) == 2
-    assert "notes.md ends in .md, expected .txt, .jsonl" in launch.one_line(capfd.readouterr().err)

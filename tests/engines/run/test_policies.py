@@ -14,11 +14,11 @@ from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.weights import gather
 from fluvial.engines.engine.world import World
 from fluvial.engines.methods.losses import KLConfig
-from fluvial.engines.methods.table import Awm, Distill, Dpo, Nft, Raft
+from fluvial.engines.methods.table import Awm, Distill, Dpo, Grpo, Nft, Raft
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.sampling.noising import NoisingConfig
 from fluvial.engines.sampling.window import RandomRecorded, RandomWindow
-from fluvial.models.lora import adapter_parameters, use_adapter
+from fluvial.models.lora import use_adapter
 
 OLD: dict[str, tuple[Nft, list[float]]] = {
     "none": (Nft(old=NoOld()), [0.0, 0.0, 0.0, 0.0]),
@@ -32,18 +32,8 @@ OLD: dict[str, tuple[Nft, list[float]]] = {
 def test_the_old_policy_follows(one: World, tmp_path: Path, old: str) -> None:
     """After rollout n it is d old + (1 - d) policy; without one the policy itself is compared with."""
     objective, decays = OLD[old]
-    run = Spied(
-        tiny.config(
-            tmp_path,
-            sampling=ODE,
-            method=objective,
-            train="lora",
-            updates=8,
-            optimizer=FAST,
-            **{"passes.epochs": 2, "kl.coef": 0.1},
-        ),
-        one,
-    )
+    changes = {"updates": 8, "optimizer": FAST, "passes.epochs": 2, "kl.coef": 0.1}
+    run = Spied(tiny.config(tmp_path, sampling=ODE, method=objective, train="lora", **changes), one)
     names = {name for name in run.weights() if ".old." in name}
     assert bool(names) == (old != "none")
     expected = {name: tensor for name, tensor in run.weights().items() if name in names}
@@ -86,19 +76,17 @@ def test_the_old_policy_makes_the_rollouts(one: World, tmp_path: Path) -> None:
     assert not torch.allclose(seen["none"], seen["old"], atol=1e-2)
 
 
+CLIPPED = {"sampling": replace(STEPS, window=RandomWindow(2)), "trained": RandomRecorded(0.5), "kl.coef": 0.1}
+CLIPPED |= {"passes.minibatches": 2, "updates": 6}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"method": Nft(old=LinearOld(0.3)), "sampling": ODE, "train": "lora", "kl.coef": 0.1},
         {"method": Dpo(), "sampling": ODE, "train": "full"},
         {"method": Awm(), "sampling": ODE, "passes.minibatches": 2, "passes.epochs": 2, "updates": 12},
-        {
-            "sampling": replace(STEPS, window=RandomWindow(2)),
-            "trained": RandomRecorded(0.5),
-            "passes.minibatches": 2,
-            "updates": 6,
-            "kl.coef": 0.1,
-        },
+        CLIPPED,
     ],
     ids=["nft", "dpo", "awm", "clipped"],
 )
@@ -152,11 +140,8 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     """A pair for each group that is not all equal, of its best and its worst, at as many levels as are asked for."""
     rewards = {"some": lambda images, prompts: images.mean((1, 2, 3)) * torch.tensor([p != "0" for p in prompts])}
     rollout, job = replace(ODE, prompts=4), tiny.job(rewards=rewards, prompts=("0", "1"))
-    run = Spied(
-        tiny.config(tmp_path, sampling=rollout, method=Dpo(), noising=NoisingConfig(3), seed=8, **{"data.order": "draws"}),
-        one,
-        job,
-    )
+    changes = {"method": Dpo(), "noising": NoisingConfig(3), "seed": 8, "data.order": "draws"}
+    run = Spied(tiny.config(tmp_path, sampling=rollout, **changes), one, job)
     record = run.rollout()
     asked = run.prompts[::4]
     assert set(asked) == {"0", "1"}
@@ -176,11 +161,12 @@ def test_online_preferences(one: World, tmp_path: Path) -> None:
     assert run.infos[0].grad_norm > 0
 
 
-@pytest.mark.parametrize("objective", [Dpo(), Raft(), Awm()])
-def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any) -> None:
+@pytest.mark.parametrize(("objective", "rollout"), [(Dpo(), ODE), (Raft(), ODE), (Awm(), ODE), (Grpo(), STEPS)])
+def test_groups_that_are_all_equal(one: World, tmp_path: Path, objective: Any, rollout: Any) -> None:
     """They teach nothing, and the update is made all the same."""
     job = tiny.job(rewards={"none": lambda images, prompts: torch.ones(len(prompts))})
-    run = Spied(tiny.config(tmp_path, sampling=ODE, method=objective, updates=2, **{"passes.minibatches": 2}), one, job)
+    changes = {"sampling": rollout, "method": objective, "updates": 2, "passes.minibatches": 2}
+    run = Spied(tiny.config(tmp_path, **changes), one, job)
     record = run.rollout()
     assert len(run.infos) == 2
     assert all(info.grad_norm == info.loss == 0.0 for info in run.infos)
@@ -230,14 +216,6 @@ def test_distillation_finds_its_teacher(one: World, tmp_path: Path) -> None:
     with torch.no_grad():
         said = teacher(items.x, tiny.Tiny().encode([run.prompts[int(i)] for i in items.sample]).rows, items.level)
     torch.testing.assert_close(items.predictions["teacher"], said)
-
-
-def test_adapters_apart(one: World, tmp_path: Path) -> None:
-    """An optimizer of NFT's policy holds nothing of the old one."""
-    run = tiny.Run(tiny.config(tmp_path, sampling=ODE, method=Nft(), train="lora"), one)
-    module = run.trainer.engine.module
-    assert all(p.requires_grad for p in adapter_parameters(module, "default").values())
-    assert not any(p.requires_grad for p in adapter_parameters(module, "old").values())
 
 
 def test_the_moving_average_of_a_kl_follows(one: World, tmp_path: Path) -> None:

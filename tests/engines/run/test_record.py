@@ -103,7 +103,7 @@ LITERALS = [
 def test_there_are_choices() -> None:
     """The next test is about all of them: settings of the run, of its parts and of objectives."""
     names = {".".join(path).removeprefix("method.") for path, *_ in LITERALS}
-    assert {"train", "sampling.window.draw", "engine.comm", "mode", "weighting", "form"} <= names
+    assert {"train", "sampling.window.draw", "engine.comm", "mode", "weighting", "form", "optimizer.schedule"} <= names
     assert len(names) > 20
 
 
@@ -125,16 +125,9 @@ def test_a_wrong_choice_is_refused(path: Any, choices: Any, config: Any) -> None
 
 
 # Settings of text that name no file, beside those of `record.TEXTS`.
-NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "method.sampling.guidance.negative"} | {
-    *(
-        "rollout.servers.key_env",
-        "rollout.servers.admin_env",
-        "method.advantage.floors",
-        "lora.targets",
-        "engine.attention",
-        "engine.fit",
-    )
-}
+NAMES = {"tracker", "pipeline.sizes", "pipeline.call", "pipeline.media", "method.sampling.guidance.negative"}
+NAMES |= {"rollout.servers.key_env", "rollout.servers.admin_env", "method.advantage.floors"}
+NAMES |= {"lora.targets", "engine.attention", "engine.fit"}
 
 
 def test_it_is_known_of_every_text_whether_it_is_a_path() -> None:

@@ -10,7 +10,6 @@ import torch
 from helpers import launch, tiny_pipelines, tiny_replayed
 from PIL import Image
 
-from fluvial.engines.cli import main as cli
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.run.sampler import Sampler
 
@@ -42,11 +41,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, recipe: str, out: Path, *more: str) -> int:
-    """Train a pipeline, four updates of a recipe, and return the exit code."""
-    held = ["--pipeline.heldout", str(folder / "heldout.txt")]
-    learnt = launch.rewarded(*more) if recipe in ("grpo", "raft") else more
-    return cli.run(["train", recipe, "--model", str(folder / name), "--out", str(out), *RUN.split(), *held, *learnt])
+@pytest.fixture
+def run(folder: Path, fluvial: Any) -> Any:
+    """Train a pipeline of the folder, four updates of a recipe; return what is printed, or the line of an error."""
+
+    def train(name: str, recipe: str, out: Path, *more: object, code: int = 0) -> str:
+        learnt = launch.rewarded(*map(str, more)) if recipe in ("grpo", "raft") else more
+        held = ["--pipeline.heldout", folder / "heldout.txt"]
+        said: str = fluvial("train", recipe, "--model", folder / name, "--out", out, *RUN.split(), *held, *learnt, code=code)
+        return said
+
+    return train
+
+
+def on_two(folder: Path, recipe: str, out: Path, *given: str) -> list[dict[str, Any]]:
+    """Return the records of the updates of the same on two ranks."""
+    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(out)]
+    done = launch.fluvial("train", recipe, "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return updates(out)
 
 
 def updates(out: Path) -> list[dict[str, Any]]:
@@ -56,7 +69,7 @@ def updates(out: Path) -> list[dict[str, Any]]:
 
 
 def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On policy to the bit at each size, with a schedule that depends on it; rewards see images of that size."""
     (tmp_path / "measured.py").write_text(
@@ -66,7 +79,7 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
         "        seen.append((images.shape[-2:], [record.get('size') for record in metadata]))\n"
         "    return images.flatten(1).mean(1)\n"
     )
-    given = ["--prompts", str(folder / "prompts.jsonl"), "--rewards", "measured:height"]
+    given = ["--prompts", folder / "prompts.jsonl", "--rewards", "measured:height", "--sampling.group", 2]
     sampling, levels = Sampler._sampling, dict[tuple[int, ...], list[float]]()
 
     def noted(self: Sampler, root: Any, tokens: int | None, shape: tuple[int, ...], updates: int) -> Any:
@@ -74,14 +87,10 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
         levels[shape] = made.schedule.levels.tolist()
         return made
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sampler, "_sampling", noted)
-        patch.syspath_prepend(str(tmp_path))
-        code = run(
-            folder, "flux", "grpo", tmp_path / "run", *given, *SIZES, "--sampling.group", "2", "--passes.minibatches", "1"
-        )
-        assert code == 0, capfd.readouterr().err
-        import measured  # type: ignore[import-not-found]
+    monkeypatch.setattr(Sampler, "_sampling", noted)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run("flux", "grpo", tmp_path / "run", *given, *SIZES, "--passes.minibatches", 1)
+    import measured  # type: ignore[import-not-found]
 
     found = updates(tmp_path / "run")
     assert {record["size"] for record in found} == {"16x16", "16x24"}
@@ -89,16 +98,15 @@ def test_rollouts_have_the_size_of_their_prompts_or_one_that_is_drawn(
     assert first != second
     assert [record["first_pass_max_abs_log_ratio"] for record in found] == [0.0] * 4
     assert all(record["grad_norm"] > 0 for record in found)
-    named = [tuple(shape) for shape, sizes in measured.seen if sizes[0] is not None]
-    assert set(named) == {(24, 16)}
+    assert {tuple(shape) for shape, sizes in measured.seen if sizes[0] is not None} == {(24, 16)}
     assert all(len(set(sizes)) == 1 for _, sizes in measured.seen)
 
 
 @pytest.mark.long
-def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, run: Any) -> None:
     """Each update has one size on all ranks, and the FLOPs of its own; every image is seen, and encoded at its bucket."""
     given = ["--data", str(folder / "foxes"), "--noising.each", "2", *SIZES]
-    assert run(folder, "sd3", "sft", tmp_path / "run", *given) == 0, capfd.readouterr().err
+    run("sd3", "sft", tmp_path / "run", *given)
     found = updates(tmp_path / "run")
     assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
     assert all(record["grad_norm"] > 0 for record in found)
@@ -107,83 +115,53 @@ def test_supervised_on_images_of_several_sizes(folder: Path, tmp_path: Path, cap
         work.setdefault(record["size"], set()).add(round(record["speed"]["update_flops"] * record["seconds"]["update"]))
     assert max(work["16x16"]) < min(work["16x24"])
     assert len([*(tmp_path / "run" / "encoded").glob("*.safetensors")]) == 6
-    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(tmp_path / "two")]
-    done = launch.fluvial("train", "sft", "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
-    assert done.returncode == 0, done.stderr
-    for record, other in zip(found, updates(tmp_path / "two"), strict=True):
+    for record, other in zip(found, on_two(folder, "sft", tmp_path / "two", *given), strict=True):
         assert (other["size"], other["loss"]) == (record["size"], pytest.approx(record["loss"], rel=1e-5))
 
 
 @pytest.mark.long
-@pytest.mark.long
-def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_preferences_of_several_sizes(folder: Path, tmp_path: Path, run: Any) -> None:
     """Both images of a pair are cut to one size; the loss starts at log 2, and two ranks share the pairs of an update."""
     given = ["--preferences", str(folder / "prefs"), "--noising.each", "2", *SIZES]
-    assert run(folder, "sd3", "dpo", tmp_path / "run", *given) == 0, capfd.readouterr().err
-    found = updates(tmp_path / "run")
+    run("sd3", "dpo", tmp_path / "run", *given)
+    found, others = updates(tmp_path / "run"), on_two(folder, "dpo", tmp_path / "two", *given)
     assert sorted(record["size"] for record in found) == ["16x16"] * 2 + ["16x24"] * 2
     assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
-    held = ["--pipeline.heldout", str(folder / "heldout.txt"), "--out", str(tmp_path / "two")]
-    done = launch.fluvial("train", "dpo", "--model", str(folder / "sd3"), *RUN.split(), *held, *given, ranks=2)
-    assert done.returncode == 0, done.stderr
-    others = updates(tmp_path / "two")
     assert [other["size"] for other in others] == [record["size"] for record in found]
     for record, other in zip(found[:2], others[:2], strict=True):  # Adam makes rounding larger with each update
         assert other["loss"] == pytest.approx(record["loss"], rel=1e-3)
 
 
 @pytest.mark.long
-def test_raft_on_the_best_images(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_raft_on_the_best_images(folder: Path, tmp_path: Path, run: Any) -> None:
     """Compared with images of their size, whatever their captions; the best of four is fitted, at two levels."""
-    given = ["--data", str(folder / "foxes"), "--compare", "data", "--noising.each", "2", *SIZES]
-    code = run(folder, "sd3", "raft", tmp_path / "run", *given, "--sampling.prompts", "1", "--sampling.group", "4")
-    assert code == 0, capfd.readouterr().err
+    given = ["--data", folder / "foxes", "--compare", "data", "--noising.each", 2, *SIZES]
+    run("sd3", "raft", tmp_path / "run", *given, "--sampling.prompts", 1, "--sampling.group", 4)
     found = updates(tmp_path / "run")
     assert [record["pairs"] for record in found] == [2] * 4
     assert {record["size"] for record in found} == {"16x16", "16x24"}
     assert all(record["grad_norm"] > 0 and record["reward"]["std"] > 0 for record in found)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            "train sft --pipeline.sizes 16x16 16by9",
-            "--pipeline.sizes has a wrong value: '16by9' is not a size, expected WIDTHxHEIGHT",
-        ),
-        ("train sft --pipeline.sizes 16x16 16x16", "--pipeline.sizes has a wrong value: 16x16 16x16 names a size twice"),
-        (
-            "train sft --pipeline.sizes 16x16 --pipeline.width 16",
-            "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes",
-        ),
-        ("train sft --pipeline.sizes 16x16 17x16", "expected multiples of"),
-        (
-            "train sft --pipeline.sizes 16x16 16x24 --data strips",
-            "0.png of 60x20 pixels fit none of the sizes 16x16 16x24: more than a third",
-        ),
-        ("sample --pipeline.sizes 16x16 16x24", "expected one size: only training takes several"),
-        ("preferences --pipeline.sizes 16x16 16x24 --prompts foxes/0.txt", "expected one size: only training takes several"),
-    ],
-)
 def test_what_has_no_meaning_is_one_line(
-    folder: Path, words: str, says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any, fluvial: Any
 ) -> None:
     """It names the flag or the image."""
     monkeypatch.chdir(folder)
-    command, *rest = words.split()
-    if command == "train":
-        code = run(folder, "sd3", rest[0], tmp_path / "run", "--data", "foxes", *rest[1:])
-    else:
-        code = cli.run([command, str(folder / "sd3"), *rest])
-    assert code == 2
-    assert says in launch.one_line(capfd.readouterr().err)
-
-
-def test_a_pipeline_without_an_adapter_has_one_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tiny_replayed.load("aura-flow", tmp_path / "aura-flow")
-    (tmp_path / "heldout.txt").write_text("a cow")
+    for sizes, says in (
+        ("16x16 16by9", "--pipeline.sizes has a wrong value: '16by9' is not a size, expected WIDTHxHEIGHT"),
+        ("16x16 16x16", "--pipeline.sizes has a wrong value: 16x16 16x16 names a size twice"),
+        ("16x16 --pipeline.width 16", "--pipeline.height and --pipeline.width have no effect with --pipeline.sizes"),
+        ("16x16 17x16", "expected multiples of"),
+        ("16x16 16x24 --data strips", "0.png of 60x20 pixels fit none of the sizes 16x16 16x24: more than a third"),
+    ):
+        line = run("sd3", "sft", tmp_path / "run", "--data", "foxes", "--pipeline.sizes", *sizes.split(), code=2)
+        assert says in line
+    for command in (("sample",), ("preferences", "--prompts", "foxes/0.txt")):
+        line = fluvial(command[0], folder / "sd3", *SIZES, *command[1:], code=2)
+        assert "expected one size: only training takes several" in line
+    tiny_replayed.load("aura-flow", folder / "aura-flow")  # without an adapter
     (tmp_path / "prompts.txt").write_text("a fox")
-    capfd.readouterr()
-    given = ["--prompts", str(tmp_path / "prompts.txt"), "--pipeline.sizes", "16x16"]
-    assert run(tmp_path, "aura-flow", "grpo", tmp_path / "run", *given) == 2
-    assert "--pipeline.sizes has no effect without an adapter" in launch.one_line(capfd.readouterr().err)
+    given = ["--prompts", tmp_path / "prompts.txt", "--pipeline.sizes", "16x16"]
+    line = run("aura-flow", "grpo", tmp_path / "run", *given, code=2)
+    assert "--pipeline.sizes has no effect without an adapter" in line

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import launch, short_runs
-from helpers.handwriting_jobs import alternating, config, job, trained, updates
+from helpers.handwriting_jobs import config, job, trained, updates
 from helpers.marks import long
 from PIL import Image
 from rich.console import Console
@@ -23,13 +23,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from fluvial.core.advantages import SCALES
-from fluvial.engines.data.records import Prompt, as_prompts
 from fluvial.engines.engine.engine import OptimizerConfig
 from fluvial.engines.engine.world import init_world
 from fluvial.engines.errors import RunError, UsageError
 from fluvial.engines.extensions.report import charts as drawing
-from fluvial.engines.methods.table import Guard
+from fluvial.engines.methods.table import Grpo, Guard
 from fluvial.engines.run import train
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.engines.run.config import with_values
@@ -39,9 +37,10 @@ from fluvial.engines.run.saving import run_fingerprint
 from fluvial.engines.sampling.config import SamplingConfig, ServersConfig
 from fluvial.engines.sampling.generate import Guidance, on_device
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.window import AllSteps, RandomWindow
-from fluvial.engines.scoring.advantages import AdvantageConfig
-from fluvial.engines.scoring.runner import RewardRunner
+from fluvial.engines.sampling.window import AllSteps
+from fluvial.models.handwriting import BASE
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -73,38 +72,25 @@ def test_the_run_folder(run: Path) -> None:
         assert np.unique(np.asarray(charts.convert("L"))).size > 10
 
 
-def test_the_summary(run: Path) -> None:
-    """The promised fields, with the values of the run."""
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["updates"] == 2
-    assert summary["train_samples"] == 16
-    assert summary["skipped_steps"] == 0
-    assert summary["first_pass_max_abs_log_ratio"] == 0.0
-    assert 0 <= summary["heldout_exact_before"] <= 1
-    assert 0 <= summary["heldout_exact_after"] <= 1
+def test_the_summary_and_the_records(run: Path) -> None:
+    """The promised fields; one record per update, with an on-policy ratio of exactly 1, and one per evaluation."""
+    summary, records = json.loads((run / "summary.json").read_text()), launch.records(run)
+    known = {"updates": 2, "train_samples": 16, "skipped_steps": 0, "first_pass_max_abs_log_ratio": 0.0}
+    assert known.items() <= summary.items()
+    assert all(0 <= summary[f"heldout_exact_{when}"] <= 1 for when in ("before", "after"))
     assert 0 < summary["train_seconds"] < 60
     assert summary["versions"]["torch"] == torch.__version__
-
-
-def test_the_records(run: Path) -> None:
-    """One per update, with an on-policy ratio of exactly 1, and one per evaluation."""
-    records = launch.records(run)
-    assert [(record["update"], "exact" in record) for record in records] == [
-        (0, True),
-        (1, False),
-        (1, True),
-        (2, False),
-        (2, True),
-    ]
-    for record in records:
-        if "objective" in record:
-            assert record["objective"]["ratio"] == 1.0
-            assert record["first_pass_max_abs_log_ratio"] == 0.0
-            assert set(record["seconds"]) == {"rollout", "reward", "update"}
-            assert record["reward"]["mean"] == 0.5
+    shape = [(record["update"], "exact" in record) for record in records]
+    assert shape == [(0, True), (1, False), (1, True), (2, False), (2, True)]
     first, second = (record for record in records if "objective" in record)
-    assert first["objective"]["kl_ref"] == 0.0  # the policy is still the reference
-    assert second["objective"]["kl_ref"] > 0.0
+    for record in (first, second):
+        assert record["objective"]["ratio"] == 1.0
+        assert record["first_pass_max_abs_log_ratio"] == 0.0
+        assert record["reward"]["mean"] == 0.5
+        assert set(record["seconds"]) == {"rollout", "reward", "update"}
+        assert record["speed"]["update_flops"] > 1e6
+        assert "mfu" not in record["speed"]  # of a peak that nobody knows
+    assert first["objective"]["kl_ref"] == 0.0 < second["objective"]["kl_ref"]  # the policy is still the reference
 
 
 def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> None:
@@ -112,18 +98,14 @@ def test_the_exported_weights_are_the_average_that_was_evaluated(run: Path) -> N
 
     The drift is a mean over noised samples, so it tells the average from the last weights where scores do not.
     """
-    from fluvial.models.handwriting import BASE
-
-    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
-    trained = load_file(run / "weights" / "diffusion_pytorch_model.safetensors")
+    base, trained = load_file(BASE / WEIGHTS), load_file(run / "weights" / WEIGHTS)
     assert set(base) == set(trained)
     moved = {name for name in base if not torch.equal(base[name], trained[name])}
     # The last block drops its text stream, and with it two of its parameters; the table of positions is fixed.
     unused = {f"transformer_blocks.3.attn.add_q_proj.{kind}" for kind in ("weight", "bias")} | {"pos_embed.pos_embed"}
     assert set(base) - moved <= unused
     saved = load_file(next((run / "checkpoints" / "000002").glob("*.safetensors")))
-    for name in moved:
-        assert torch.equal(trained[name], saved[f"average.{name}"])
+    assert all(torch.equal(trained[name], saved[f"average.{name}"]) for name in moved)
     assert any(not torch.equal(trained[name], saved[f"weight.{name}"]) for name in moved)
 
     exported, cpu, recorded = job(weights=run / "weights"), torch.device("cpu"), launch.records(run)[-1]
@@ -148,63 +130,32 @@ def test_the_seed_decides_every_bit(tmp_path: Path) -> None:
 
 @pytest.mark.bits
 @pytest.mark.parametrize(
-    ("sampler", "kind"),
+    ("sampler", "kind", "method"),
     [
-        ("flow_sde", "full"),
-        *((sampler, "lora") for sampler in ("flow_sde", "dance_sde", "cps")),
-        *(long(sampler, "full") for sampler in ("dance_sde", "cps")),
+        ("flow_sde", "full", Grpo()),
+        *((sampler, "lora", Grpo()) for sampler in ("flow_sde", "dance_sde", "cps")),
+        *(long(sampler, "full", Grpo()) for sampler in ("dance_sde", "cps")),
+        *((sampler, "full", Guard()) for sampler in ("flow_sde", "dance_sde")),
     ],
 )
-def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any) -> None:
-    """All steps stochastic, full and LoRA: the first pass's ratio is exactly 1, and the weights move."""
+def test_every_sampler_is_on_policy(tmp_path: Path, sampler: Any, kind: Any, method: Any) -> None:
+    """All steps stochastic: the first pass's ratio is exactly 1, also to the velocity that GRPO-Guard kept; weights move."""
     rollout = SamplingConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler, eta=0.7), window=AllSteps())
-    (record,) = updates(config(tmp_path, sampling=rollout, train=kind))
-    assert record["first_pass_max_abs_log_ratio"] == 0.0
-    assert record["skipped_steps"] == 0
-    assert record["grad_norm"] > 0
-    # The last step of CPS is deterministic, and not trained on.
-    assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)
-
-
-@pytest.mark.bits
-@pytest.mark.parametrize("sampler", ["flow_sde", "dance_sde"])
-def test_guard_is_on_policy(tmp_path: Path, sampler: Any) -> None:
-    """The velocity that the rollout kept is the update's own, to the bit: ratio and log-ratio are exactly 1 and 0."""
-    rollout = SamplingConfig(prompts=2, group=4, steps=3, sampler=Stochastic(sampler), window=RandomWindow(2))
-    (record,) = updates(config(tmp_path, sampling=rollout, method=Guard()))
+    (record,) = updates(config(tmp_path, sampling=rollout, train=kind, method=method))
     assert record["first_pass_max_abs_log_ratio"] == 0.0
     assert record["objective"]["ratio"] == 1.0
+    assert record["skipped_steps"] == 0
     assert record["grad_norm"] > 0
-
-
-def test_samples_of_a_group_may_begin_alike(tmp_path: Path) -> None:
-    """With one initial noise and hardly any noise on the way they are alike; without, they are not."""
-    spreads = []
-    for shared in (True, False):
-        seen: list[Tensor] = []
-
-        def watching(images: Tensor, prompts: Sequence[str], seen: list[Tensor] = seen) -> Tensor:
-            seen.append(images)
-            return alternating(images, prompts)
-
-        rollout = SamplingConfig(
-            prompts=1, group=4, steps=2, sampler=Stochastic(eta=1e-4), window=RandomWindow(1), shared_noise=shared
-        )
-        updates(config(tmp_path, sampling=rollout), job(watching))
-        spreads.append(float(seen[-1].std(0).mean()))  # after the blank images of the start
-    assert spreads[0] < 1e-3 < 1e-2 < spreads[1]
+    assert record["pairs"] == 8 * (2 if sampler == "cps" else 3)  # the last step of CPS is deterministic, and not trained on
 
 
 def test_lora_trains_adapters_alone_and_is_exported_merged(tmp_path: Path) -> None:
     """Only adapters and their moments are in the checkpoint; what is exported is a plain model."""
-    from fluvial.models.handwriting import BASE
-
     train(config(tmp_path / "run", train="lora", **{"kl.coef": 0.1}), job())
     saved = load_file(next((tmp_path / "run" / "checkpoints" / "000002").glob("*.safetensors")))
     assert saved
     assert all("lora_" in name for name in saved)
-    base = load_file(BASE / "diffusion_pytorch_model.safetensors")
-    merged = load_file(tmp_path / "run" / "weights" / "diffusion_pytorch_model.safetensors")
+    base, merged = load_file(BASE / WEIGHTS), load_file(tmp_path / "run" / "weights" / WEIGHTS)
     assert set(base) == set(merged)
     moved = {name for name in base if not torch.equal(base[name], merged[name])}
     assert moved
@@ -223,20 +174,17 @@ def test_in_bfloat16_the_policy_begins_as_its_reference(tmp_path: Path, kind: An
     assert second["objective"]["kl_ref"] > 0.0
 
 
-@pytest.mark.parametrize("kind", [long("full"), long("lora")])
-def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("field", "values"), [("engine.offload", ("none", "phases")), ("engine.init", ("sharded", "whole"))]
+)
+def test_where_weights_lie_and_who_reads_them_changes_no_bit(tmp_path: Path, kind: Any, field: str, values: Any) -> None:
     """With a reference, an average and evaluations between the updates."""
-    weights = []
-    for offload in ("none", "phases"):
-        run = config(
-            tmp_path / offload,
-            train=kind,
-            optimizer=OptimizerConfig(ema_decay=0.5),
-            **{"evaluation.every": 1, "engine.offload": offload, "kl.coef": 0.1},
-        )
-        train(run, job())
-        weights.append((tmp_path / offload / "weights" / "diffusion_pytorch_model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+    changes = {"train": kind, "optimizer": OptimizerConfig(ema_decay=0.5), "evaluation.every": 1, "kl.coef": 0.1}
+    for value in values:
+        train(config(tmp_path / value, **changes, **{field: value}), job())
+    assert launch.weights(tmp_path / values[0]) == launch.weights(tmp_path / values[1])
 
 
 @pytest.mark.bits
@@ -244,51 +192,19 @@ def test_a_run_whose_state_waits_on_the_host_is_the_same_to_the_bit(tmp_path: Pa
 def test_guidance_is_on_policy(tmp_path: Path, kind: Any) -> None:
     """In one forward pass or two: the ratio is exactly 1, the gradient is the same, and another one than without."""
     norms = {}
-    cases = {
+    halves: dict[str, Any] = {"gradient": "conditional"}
+    for name, guidance in {
         "none": Guidance(),
-        "one": Guidance(2.0),
-        "two": Guidance(2.0, forwards="two"),
-        "half": Guidance(2.0, gradient="conditional"),
-        "two, half": Guidance(2.0, forwards="two", gradient="conditional"),
-    }
-    for name, guidance in cases.items():
+        **{forwards: Guidance(2.0, forwards=forwards) for forwards in ("one", "two")},
+        **{f"{forwards}, half": Guidance(2.0, forwards=forwards, **halves) for forwards in ("one", "two")},
+    }.items():
         rollout = replace(config(tmp_path).method.sampling, guidance=guidance)
         (record,) = updates(config(tmp_path, train=kind, sampling=rollout))
         assert record["first_pass_max_abs_log_ratio"] == 0.0
         norms[name] = record["grad_norm"]
     assert norms["two"] == pytest.approx(norms["one"], rel=1e-5)
-    assert norms["two, half"] == pytest.approx(norms["half"], rel=1e-5)
-    assert len({round(norms[name], 9) for name in ("none", "one", "half")}) == 3
-
-
-@pytest.mark.parametrize("kind", [long("full"), long("lora")])
-def test_weights_read_shard_by_shard_are_the_same_run(tmp_path: Path, kind: Any) -> None:
-    """To the bit, with the reference's, as with every rank reading all of them."""
-    for init in ("sharded", "whole"):
-        run = config(tmp_path / init, train=kind, **{"engine.init": init, "kl.coef": 0.1})
-        train(run, job())
-    assert launch.weights(tmp_path / "sharded") == launch.weights(tmp_path / "whole")
-
-
-def test_flops_are_recorded(tmp_path: Path) -> None:
-    """A positive speed; no share of a peak that nobody knows."""
-    (record,) = updates(config(tmp_path))
-    assert record["speed"]["update_flops"] > 1e6
-    assert "mfu" not in record["speed"]
-
-
-def test_a_deterministic_run_is_deterministic_throughout(tmp_path: Path) -> None:
-    """The flag is on in rollout and update, and off afterwards."""
-    seen = []
-
-    def watching(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        seen.append(torch.are_deterministic_algorithms_enabled())
-        return alternating(images, prompts)
-
-    train(config(tmp_path / "run", **{"engine.deterministic": True}), job(watching))
-    assert seen
-    assert all(seen)
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert norms["two, half"] == pytest.approx(norms["one, half"], rel=1e-5)
+    assert len({round(norms[name], 9) for name in ("none", "one", "one, half")}) == 3
 
 
 @pytest.mark.parametrize("where", ["folder", long("URL")])
@@ -307,31 +223,24 @@ def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str
     assert launch.weights(tmp_path / "run") == launch.weights(tmp_path / "straight")
 
 
-def test_a_background_checkpoint_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the next save at the latest, if that fails as well."""
-
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
-    with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
-        train(config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1}), job())
-
-
-@pytest.mark.long
-def test_a_background_checkpoint_that_fails_once_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved then is the present state, at once, and the person is told."""
+@pytest.mark.parametrize("always", [True, long(False)])
+def test_a_background_checkpoint_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
+    """Once: the present state is saved instead, at once, and the person is told. Again at the next save: the run ends."""
     write, calls = HuggingFaceStorageWriter.write_data, []
 
-    def fails_once(*args: Any, **kwargs: Any) -> Any:
+    def fails(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        if len(calls) == 1:
-            raise OSError(errno.EIO, "Input/output error")
+        if always or len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails_once)
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", fails)
     console = Console(file=io.StringIO(), width=500)
     run = config(tmp_path / "run", updates=3, **{"checkpoint.background": True, "checkpoint.every": 1, "checkpoint.keep": 3})
+    if always:
+        with pytest.raises(RunError, match=r"checkpoint .*000002 could not be saved: the disk is full"):
+            train(run, job(), console=console)
+        return
     train(run, job(), console=console)
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["000002", "000003"]
     said = console.file.getvalue()  # type: ignore[attr-defined]
@@ -355,15 +264,6 @@ def test_resuming_elsewhere_says_so(tmp_path: Path) -> None:
     train(config(tmp_path / "run", updates=3, resume=True, **engine), job(), console=console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert "engine.comm keep then, reshard now, engine.checkpointing none then, block now: bits may differ" in said
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_equal_rewards_teach_nothing(tmp_path: Path, scale: Any) -> None:
-    """Items without advantage are not computed; one is left, of weight 0, and the weights stay."""
-    constant = job(lambda images, prompts: torch.ones(len(prompts)))
-    (record,) = updates(config(tmp_path, advantage=AdvantageConfig(scale=scale)), constant)
-    assert record["pairs"] == 1
-    assert record["grad_norm"] == 0.0
 
 
 def test_pairs_without_advantage_are_not_computed(tmp_path: Path) -> None:
@@ -395,40 +295,6 @@ def test_rollout_and_update_must_agree(tmp_path: Path, monkeypatch: pytest.Monke
         train(config(tmp_path / "run", **{"rollout.max_log_ratio": 1e-7}), broken)
 
 
-def nan(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score images, the second one with NaN."""
-    rewards = torch.ones(len(prompts))
-    rewards[1] = torch.nan
-    return rewards
-
-
-def short(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return fewer scores than there are images."""
-    return torch.ones(len(prompts) - 1)
-
-
-def raising(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Raise in place of scoring."""
-    raise KeyError("no such model")
-
-
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        (nan, r"reward 'reward' is nan for prompt '\d{4}', expected a finite number"),
-        (short, r"reward 'reward' returned shape \[3\] for 4 images, expected \[4\] \(prompt"),
-        (raising, r"reward 'reward' raised KeyError \('no such model'\) for prompt '\d{4}'"),
-    ],
-)
-def test_a_bad_reward_ends_the_run(tmp_path: Path, reward: Any, says: str) -> None:
-    """In one line that names the prompt, and what was saved before stays."""
-    trained(tmp_path / "run")
-    with pytest.raises(RunError, match=says) as error:
-        train(config(tmp_path / "run", updates=4, resume=True), job(reward))
-    assert "\n" not in str(error.value)
-    assert (tmp_path / "run" / "checkpoints" / "000002" / "manifest.json").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "says"),
@@ -445,50 +311,18 @@ def test_a_bad_reward_ends_every_process(tmp_path: Path, kind: str, says: str, r
     """In one line and exit code 1, also where one rank's reward alone is bad, and one that hangs keeps nothing alive."""
     done = launch.program("workers.faulty_runs:bad_reward", str(tmp_path / "run"), kind, ranks=ranks)
     assert done.returncode == 1, done.stderr
-    ours = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
-    assert len(ours) == 1, done.stderr
-    assert says in ours[0]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("fluvial: ")]
+    assert says in line
     if ranks == 1:
         launch.one_line(done.stderr)
-
-
-def test_a_reward_that_hangs_is_named(tmp_path: Path) -> None:
-    """After its time is over."""
-
-    def slow(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        time.sleep(5)
-        return torch.ones(len(prompts))
-
-    runner = RewardRunner(slow, timeout=0.1)
-    runner.submit(torch.zeros(1, 1, 8, 32), [Prompt("0427")])
-    with pytest.raises(RunError, match=r"the reward took over 0.1 s for prompt '0427'"):
-        runner.collect()
-    runner.close()
-
-
-def test_the_prompt_that_makes_a_reward_raise_is_found() -> None:
-    """Not just the chunk that it was in."""
-
-    def picky(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        if "1999" in prompts:
-            raise ValueError("cannot score a party")
-        return torch.ones(len(prompts))
-
-    runner = RewardRunner(picky)
-    runner.submit(torch.zeros(3, 1, 8, 32), as_prompts(["0427", "1999", "3141"]))
-    with pytest.raises(RunError, match=r"raised ValueError \(cannot score a party\) for prompt '1999'"):
-        runner.collect()
-    runner.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [long("full"), "lora"])
 def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> None:
     """kill -9 in the middle of a run, then --resume: the weights, and the records but for their times, of a run without."""
-    flags = [
-        *("--updates", "5", "--train", kind, "--optimizer.ema-decay", "0.9", "--kl.coef", "0.1"),
-        *("--optimizer.schedule", "cosine", "--optimizer.warmup", "2", "--evaluation.every", "3"),
-    ]
+    flags = f"--updates 5 --train {kind} --optimizer.ema-decay 0.9 --kl.coef 0.1 --evaluation.every 3".split()
+    flags += ["--optimizer.schedule", "cosine", "--optimizer.warmup", "2"]
     launch.train(tmp_path / "straight", *flags)
     killed = tmp_path / "killed"
     with launch.start("train", "handwriting", "--out", str(killed), *launch.SMALL, *flags) as process:
@@ -500,10 +334,7 @@ def test_kill_and_resume_is_the_same_to_the_bit(tmp_path: Path, kind: str) -> No
     assert done.returncode == 0, done.stderr
     assert launch.weights(killed) == launch.weights(tmp_path / "straight")
     timeless = [
-        [
-            {key: value for key, value in record.items() if key not in ("seconds", "speed", "memory")}
-            for record in launch.records(out)
-        ]
+        [{**record, **dict.fromkeys(("seconds", "speed", "memory"), 0)} for record in launch.records(out)]
         for out in (tmp_path / "straight", killed)
     ]
     assert timeless[0] == timeless[1]
@@ -575,19 +406,16 @@ def test_a_damaged_newest_checkpoint_does_not_block_a_resumption(tmp_path: Path)
     assert "is damaged, and there is no other whole one" in launch.one_line(done.stderr)
 
 
-def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_other_settings_is_refused(tmp_path: Path, fluvial: Any) -> None:
     """It would be another run."""
     out = launch.trained(tmp_path / "run", "--updates", "2")
-    for flags, says in (
-        (["--seed", "5"], "is of another run: --seed 0 there, 5 here"),
-        (
-            ["--sampling.sampler.eta", "0.5"],
-            "is of another run: --sampling.sampler.eta 0.8 there, 0.5 here; resume with the settings that",
-        ),
+    for flag, value, says in (
+        ("--seed", 5, "--seed 0 there, 5 here"),
+        ("--sampling.sampler.eta", 0.5, "0.8 there, 0.5 here"),
     ):
-        done = launch.fluvial("train", "handwriting", "--out", str(out), *flags, "--resume")
-        assert done.returncode in (1, 2)
-        assert says in launch.one_line(done.stderr)
+        line = fluvial("train", "handwriting", "--out", out, flag, value, "--resume", code=1)
+        assert "is of another run: " + flag in line
+        assert says in line
 
 
 def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None:
@@ -602,11 +430,9 @@ def test_where_samples_come_from_is_no_identity_of_a_run(tmp_path: Path) -> None
 @pytest.mark.long
 def test_resuming_on_other_base_weights_is_refused(tmp_path: Path) -> None:
     """What LoRA adapts and what a KL refers to is part of the run, wherever it lies."""
-    from fluvial.models.handwriting import BASE
-
     for name in ("one", "same", "other"):
         shutil.copytree(BASE, tmp_path / name)
-    file = tmp_path / "other" / "diffusion_pytorch_model.safetensors"
+    file = tmp_path / "other" / WEIGHTS
     save_file({name: tensor / 2 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
     out = tmp_path / "run"
     launch.train(out, "--updates", "2", "--train", "lora", "--weights", str(tmp_path / "one"))

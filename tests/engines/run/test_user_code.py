@@ -108,7 +108,7 @@ def objective(name: str, wrap: Wrap) -> Any:
 
     def method(name: str) -> Callable[..., Any]:
         function = wrap(getattr(row, name))
-        return lambda self, *args: function(*args)
+        return lambda self, *args, **known: function(*args, **known)
 
     def learn(self: Any, run: Run, batch: Batch, key: Key) -> Iterator[UpdateInfo]:
         record = wrap(lambda grades: run.record_steps(batch, key, grades.advantage, keep=grades.keep))

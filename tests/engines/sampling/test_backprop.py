@@ -49,9 +49,7 @@ def test_the_last_steps_lead_to_the_samples_of_the_rollout(one: World, tmp_path:
     """Before the policy moves, the loss is minus the mean reward of the rollout, with the same noise in each step."""
     prediction, settings = SAMPLERS[sampler]
     run = tiny.Run(
-        configured(tmp_path, AlignProp(last=last), **settings),
-        one,
-        tiny.job(prediction, rewards={"smooth": smooth}),
+        configured(tmp_path, AlignProp(last=last), **settings), one, tiny.job(prediction, rewards={"smooth": smooth})
     )
     record = run.rollout()
     assert run.infos[0].loss == pytest.approx(-record["reward"]["mean"], abs=1e-6)

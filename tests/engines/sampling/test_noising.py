@@ -231,14 +231,8 @@ def test_steps_that_are_left_out() -> None:
         (lambda: ScheduleLevels(3, skip=3), "noising.levels.skip is 3, expected less than noising.levels.highest 3"),
         (lambda: StratifiedLevels(3, skip=4), "noising.levels.skip is 4, expected less than noising.levels.highest 3"),
         (lambda: NoisingConfig(4, ScheduleLevels(5, skip=2)), "noising.each is 4, expected at most 3"),
-        (
-            lambda: cast(Any, NoisingConfig)(levels="schedule"),
-            "noising.levels is 'schedule', expected one of Schedule",
-        ),
-        (
-            lambda: cast(Any, NoisingConfig)(draw="group"),
-            "noising.draw is 'group', expected one of 'sample', 'call'",
-        ),
+        (lambda: cast(Any, NoisingConfig)(levels="schedule"), "noising.levels is 'schedule', expected one of Schedule"),
+        (lambda: cast(Any, NoisingConfig)(draw="group"), "noising.draw is 'group', expected one of 'sample', 'call'"),
     ],
 )
 def test_levels_that_cannot_be_drawn(settings: Callable[[], Any], says: str) -> None:

@@ -18,17 +18,16 @@ from fluvial.engines.scoring.floors import free_weights, learnt_weights, parse_f
 
 
 def test_multipliers_find_the_known_solution() -> None:
-    """Of max -p^2 subject to p >= 1/2, whose multiplier is 1; of a floor that holds anyway it is 0."""
+    """Of max -p^2 subject to p >= 1/2, whose multiplier is 1; of a floor that holds anyway it is 0.
+
+    Step by step it stays between 0 and its bound, with the step size per unit of the reward.
+    """
     multipliers: dict[str, float] = {}
     for _ in range(200):
         p = multipliers.get("c", 0.0) / 2  # the best answer to the multiplier: it maximises -p^2 + lambda p
         multipliers = update_multipliers(multipliers, {"c": p, "loose": p}, {"c": 0.5, "loose": -1.0}, lr=0.2, most=10.0)
     assert multipliers["c"] == pytest.approx(1.0, abs=1e-6)
     assert multipliers["loose"] == 0.0
-
-
-def test_a_multiplier_stays_between_0_and_its_bound() -> None:
-    """Step by step, with the step size per unit of the reward."""
     steps = [0.0]
     for mean in (0.0, 0.0, 0.0, 2.0, 2.0):
         steps.append(update_multipliers({"c": steps[-1]}, {"c": mean}, {"c": 1.0}, lr=0.5, most=1.25)["c"])
@@ -44,14 +43,18 @@ def test_weights_of_what_is_learnt_from_and_of_what_is_maximised() -> None:
     assert torch.equal(free_weights(weights, names, {}), weights)
 
 
-@pytest.mark.parametrize("text", ["ocr", "ocr=", "=0.5", "ocr=high", "ocr=nan", "ocr=inf"])
-def test_a_floor_is_a_name_and_a_number(text: str) -> None:
-    """In one line; a name may hold a colon, and an equals sign."""
-    with pytest.raises(ValueError, match=r"advantage.floors holds '.*', expected the name of a reward and a number"):
-        AdvantageConfig(floors=(text,))
+def test_a_floor_is_a_name_and_a_number() -> None:
+    """In one line; a name may hold a colon, and an equals sign. Settings without a floor, or with a history, do nothing."""
+    for text in ("ocr", "ocr=", "=0.5", "ocr=high", "ocr=nan", "ocr=inf"):
+        with pytest.raises(ValueError, match=r"advantage.floors holds '.*', expected the name of a reward and a number"):
+            AdvantageConfig(floors=(text,))
     assert parse_floors(["mine:score=-1", "b=2"], field="x") == {"mine:score": -1.0, "b": 2.0}
     with pytest.raises(ValueError, match="names 'b' twice"):
         parse_floors(["b=1", "b=2"], field="x")
+    with pytest.raises(ValueError, match=r"floor_lr or floor_max is set, and no reward has a floor"):
+        AdvantageConfig(floor_lr=0.5)
+    with pytest.raises(ValueError, match=r"advantage.history is 32, expected 0: the multipliers of advantage.floors"):
+        AdvantageConfig(floors=("a=1",), history=32)
 
 
 def config(out: Path, rewards: tuple[str, ...] = ("brightness", "contrast"), **advantage: Any) -> TrainConfig:
@@ -105,11 +108,3 @@ def test_floors_that_have_no_meaning(
     """In one line, before anything is computed."""
     with pytest.raises(UsageError, match=says):
         tiny.Run(config(tmp_path, rewards, floors=floors), one)
-
-
-def test_settings_of_floors_that_do_nothing() -> None:
-    """Without a floor, or with a history of rewards."""
-    with pytest.raises(ValueError, match=r"floor_lr or floor_max is set, and no reward has a floor"):
-        AdvantageConfig(floor_lr=0.5)
-    with pytest.raises(ValueError, match=r"advantage.history is 32, expected 0: the multipliers of advantage.floors"):
-        AdvantageConfig(floors=("a=1",), history=32)

@@ -20,28 +20,20 @@ def test_a_group_is_left_out_as_a_whole() -> None:
     assert find_kept_samples(torch.zeros(4, 0), 2).all()
 
 
-@pytest.mark.parametrize(("bad", "most"), [(1, 0.25), (2, 0.5), (3, 0.9)])
-def test_what_is_tolerated_is_warned_of(one: World, bad: int, most: float) -> None:
-    """With the reason, the number of groups and what becomes of them."""
-    rewards = torch.ones(8, 1)
+@pytest.mark.parametrize(("bad", "most"), [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.9), (1, 0.2), (2, 0.25), (1, 0.0), (4, 0.9)])
+def test_what_is_tolerated_is_warned_of_and_more_ends_the_run(one: World, bad: int, most: float) -> None:
+    """With the reason, the number of groups and what becomes of them; where all are valid it is silent."""
+    rewards, says = torch.ones(8, 1), f"^why; {bad} of the 4 groups of the rollout have no valid reward"
     rewards[: 2 * bad : 2] = NAN
-    with pytest.warns(
-        UserWarning, match=rf"^why; {bad} of the 4 groups of the rollout have no valid reward and are left out"
-    ):
-        found = check_invalid(rewards, ["why", "other"], group=2, most=most, world=one)
-    assert found == {"samples": bad, "groups": bad}
 
+    def check() -> dict[str, int]:
+        return check_invalid(rewards, ["why", "other"] if bad else [], group=2, most=most, world=one)
 
-@pytest.mark.parametrize(("bad", "most"), [(1, 0.2), (2, 0.25), (1, 0.0), (4, 0.9)])
-def test_more_ends_the_run(one: World, bad: int, most: float) -> None:
-    """In one line."""
-    rewards = torch.ones(8, 1)
-    rewards[: 2 * bad] = NAN
-    says = rf"^why; {bad} of the 4 groups of the rollout have no valid reward, above rollout.max_invalid {most:g}$"
-    with pytest.raises(RunError, match=says):
-        check_invalid(rewards, ["why"], group=2, most=most, world=one)
-
-
-def test_all_valid_is_silent(one: World) -> None:
-    """And costs no collective."""
-    assert check_invalid(torch.ones(4, 2), [], group=2, most=0.0, world=one) == {"samples": 0, "groups": 0}
+    if bad / 4 > most:
+        with pytest.raises(RunError, match=rf"{says}, above rollout.max_invalid {most:g}$"):
+            check()
+    elif bad:
+        with pytest.warns(UserWarning, match=f"{says} and are left out"):
+            assert check() == {"samples": bad, "groups": bad}
+    else:
+        assert check() == {"samples": 0, "groups": 0}

@@ -83,10 +83,9 @@ OPTIONS: list[tuple[str, tuple[Any, ...], float]] = [
 @pytest.mark.parametrize(("text", "expected", "weight"), OPTIONS)
 def test_options_of_a_class(text: str, expected: tuple[Any, ...], weight: float) -> None:
     """Each of its type, and the weight behind the last."""
-    ((name, (reward, found)),) = select(REWARDS, (f"own_rewards:Scaled:{text}",)).items()
+    (((name, (made, found)),)) = select(REWARDS, (f"own_rewards:Scaled:{text}",)).items()
     assert (name, found) == ("own_rewards:Scaled", weight)
-    made: Any = reward
-    assert made.options == expected
+    assert made.options == expected  # type: ignore[attr-defined]
     assert strip_weight(f"own_rewards:Scaled:{text}") == f"own_rewards:Scaled:{text.removesuffix(f'={weight:g}')}"
 
 
@@ -151,10 +150,7 @@ def test_a_reward_of_an_installed_package(monkeypatch: pytest.MonkeyPatch) -> No
         (("own_rewards:Scaled:scale=2,sharp=3",), r"sharp is '3', expected low or high or true or false"),
         (("own_rewards:Scaled:scale=-1",), r"rewards 'own_rewards:Scaled': scale is -1, expected above 0"),
         (("own_rewards:Scaled:scale=2,scale=3",), r"which names an option twice"),
-        (
-            ("own_rewards:Scaled:scale=2,sharp",),
-            r"whose option 'sharp' is not name=value: write own_rewards:Scaled:opt",
-        ),
+        (("own_rewards:Scaled:scale=2,sharp",), r"whose option 'sharp' is not name=value: write own_rewards:Scaled:opt"),
         (("own_rewards:bright:scale=2",), r"has no option 'scale', it takes none"),
         (("brightness:scale=2",), r"rewards 'brightness' has no option 'scale', it takes none"),
         (("jpeg:quality=3",), r"rewards 'jpeg' has no option 'quality', it takes none"),

@@ -1,6 +1,7 @@
 """Reward threads: what a failing call costs, which samples keep their scores, and when a reward is not called any more."""
 
 import math
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -51,8 +52,7 @@ def test_what_no_number_costs(returned: Any, kept: list[float | None], says: str
     """A sample whose number is not valid, or all of a call that returned something else; the line says why."""
     found = scored(lambda images, prompts: returned)
     assert values(found.scores) == kept
-    with pytest.raises(RunError, match=says):
-        raise RunError(found.problems[0])
+    assert re.search(says, found.problems[0])
 
 
 def test_several_numbers() -> None:
@@ -240,8 +240,7 @@ def test_promised_scores_may_fail(result: Any, says: str) -> None:
     assert found.scores.isnan().all()
     assert found.failed
     assert not found.abandoned
-    with pytest.raises(RunError, match=says):
-        raise RunError(found.problems[0])
+    assert re.search(says, found.problems[0])
 
 
 def test_who_is_asked_to_stop_waits_for_nobody() -> None:

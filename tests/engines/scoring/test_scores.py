@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fluvial.engines.data.records import as_prompts
 from fluvial.engines.errors import RunError
-from fluvial.engines.scoring.runner import RewardRunner, score
+from fluvial.engines.scoring.runner import score
 from fluvial.engines.scoring.scores import read_scores
 
 PROMPTS = ("a", "b", "c")
@@ -48,31 +47,31 @@ async def coroutine() -> Tensor:
     return torch.ones(3)
 
 
+NUMBERS = [0.5, 1.0, 2.0]
+
+
 @pytest.mark.parametrize(
-    "returned",
+    ("returned", "expected"),
     [
-        torch.tensor([0.5, 1.0, 2.0]),
-        torch.tensor([0.5, 1.0, 2.0], dtype=torch.bfloat16),
-        torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, requires_grad=True),
-        [0.5, 1, 2.0],
-        (0.5, 1.0, np.float32(2)),
-        [torch.tensor(0.5), torch.tensor(1), 2],
-        np.array([0.5, 1.0, 2.0]),
-        Array(),
+        (torch.tensor(NUMBERS), NUMBERS),
+        (torch.tensor(NUMBERS, dtype=torch.bfloat16), NUMBERS),
+        (torch.tensor(NUMBERS, dtype=torch.float64, requires_grad=True), NUMBERS),
+        ([0.5, 1, 2.0], NUMBERS),
+        ((0.5, 1.0, np.float32(2)), NUMBERS),
+        ([torch.tensor(0.5), torch.tensor(1), 2], NUMBERS),
+        (np.array(NUMBERS), NUMBERS),
+        (Array(), NUMBERS),
+        (torch.tensor([True, False, True]), [1.0, 0.0, 1.0]),
+        ([True, np.bool_(False), True], [1.0, 0.0, 1.0]),
+        (np.array([1, 0, 1]), [1.0, 0.0, 1.0]),
     ],
 )
-def test_what_counts_as_scores(returned: Any) -> None:
-    """Tensors of any real dtype, arrays, and lists of numbers; float32, on the host and without gradient."""
+def test_what_counts_as_scores(returned: Any, expected: list[float]) -> None:
+    """Tensors of any real dtype, arrays, and lists of numbers and bools; float32, on the host and without gradient."""
     scores = as_scores(returned, PROMPTS, label="reward")
-    assert scores.tolist() == [0.5, 1.0, 2.0]
+    assert scores.tolist() == expected
     assert scores.dtype == torch.float32
     assert not scores.requires_grad
-
-
-@pytest.mark.parametrize("returned", [torch.tensor([True, False, True]), [True, np.bool_(False), True], np.array([1, 0, 1])])
-def test_right_and_wrong_count_as_1_and_0(returned: Any) -> None:
-    """Also as bools and integers."""
-    assert as_scores(returned, PROMPTS, label="reward").tolist() == [1.0, 0.0, 1.0]
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -150,16 +149,6 @@ def test_a_coroutine_is_closed() -> None:
         warnings.simplefilter("error")
         with pytest.raises(RunError, match=r"returned a coroutine, expected .*: define it with def, not async def"):
             as_scores(coroutine(), PROMPTS, label="the reward")
-
-
-@pytest.mark.parametrize("returned", [None, "good", {"score": 1}, torch.ones(3, dtype=torch.complex64)])
-def test_a_runner_says_it_as_well(returned: Any) -> None:
-    """On its thread as in a call."""
-    runner = RewardRunner(lambda images, prompts: returned, label="reward 'neat'")
-    runner.submit(torch.zeros(3, 1, 4, 4), as_prompts(PROMPTS))
-    with pytest.raises(RunError, match="reward 'neat' returned"):
-        runner.collect()
-    runner.close()
 
 
 def test_a_call_that_raises_is_one_line() -> None:

@@ -20,7 +20,6 @@ NAMES = "machine", "neighbours", "trees"
 
 @cache
 def theirs(name: str) -> Any:
-    """Return scikit-learn's classifier."""
     from sklearn.ensemble import ExtraTreesClassifier
     from sklearn.neighbors import KNeighborsClassifier
     from sklearn.svm import SVC
@@ -35,12 +34,10 @@ def theirs(name: str) -> Any:
 
 
 def ours(name: str) -> Any:
-    """Return the classifier that is shipped."""
     return (*reward_recogniser().classifiers, *heldout_recogniser().classifiers)[NAMES.index(name)]
 
 
 def pixels(images: torch.Tensor) -> np.ndarray:
-    """Return rows of 64 pixels in [0, 1]."""
     return ((images + 1) / 2).reshape(-1, 64).numpy()
 
 
@@ -62,7 +59,6 @@ def test_classes_are_those_of_scikit_learn(name: str, seed: int, noise: float) -
 
 
 def test_a_pixel_at_the_threshold_goes_left_and_the_next_float_right() -> None:
-    """Thresholds are rounded down to float32, so a comparison is scikit-learn's in float64."""
     fitted, trees = theirs("trees"), ours("trees")
     exact = np.concatenate([each.tree_.threshold for each in fitted.estimators_])
     inner = trees.feature.numpy() >= 0
@@ -87,7 +83,6 @@ def test_the_shipped_files_are_those_that_a_fit_writes(tmp_path: Path) -> None:
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
-    """The file is read without scikit-learn; both halves together are its digits, each once."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

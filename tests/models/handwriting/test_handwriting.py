@@ -1,10 +1,9 @@
 """The built-in model: its data, its two recognisers, its base weights, and the model protocol."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +15,7 @@ from fluvial.models.handwriting.recognisers import Recogniser
 from fluvial.models.pixel_model import SHIFT
 
 
-def test_the_halves_of_the_digits_share_no_image() -> None:
-    """Together they are the 1,797 digits of scikit-learn; each holds every label."""
+def test_digits_and_codes_are_split() -> None:
     training, evaluation = digits("training"), digits("evaluation")
     assert len(training.labels) + len(evaluation.labels) == 1797
     assert abs(len(training.labels) - len(evaluation.labels)) <= 1
@@ -27,10 +25,6 @@ def test_the_halves_of_the_digits_share_no_image() -> None:
         assert torch.equal(half.labels.unique(), torch.arange(10))
         for label in range(10):
             assert (half.labels[half.starts[label] : half.starts[label + 1]] == label).all()
-
-
-def test_a_fifth_of_the_codes_is_held_out() -> None:
-    """The hash of a code decides, and every digit occurs at every position of both splits."""
     train, heldout = codes("train"), codes("heldout")
     assert len(train) + len(heldout) == 10_000
     assert not set(train) & set(heldout)
@@ -42,7 +36,6 @@ def test_a_fifth_of_the_codes_is_held_out() -> None:
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1000))
 def test_the_recogniser_recognises_its_own_digits(seed: int) -> None:
-    """The images contain the digits of the prompts in order: the recogniser fitted on them recognises nearly all."""
     prompts = [codes("train")[(seed * 97 + i * 31) % len(codes("train"))] for i in range(16)]
     images = Handwriting().decode(write(key(seed), prompts))
     assert images.shape == (16, 1, 8, 32)
@@ -83,41 +76,33 @@ class _AlwaysOne:
 
 
 def test_the_empty_prompt_is_zeros_of_the_same_shape() -> None:
-    """It is the unconditional input of guidance, and no prompt to train on."""
     some, none = (Handwriting().encode([prompt, "0427"]) for prompt in ("0427", ""))
     assert torch.equal(none.tokens[1], some.tokens[0])
     assert not none.pooled[0].any()
     assert torch.equal(none.tokens[0, :, 10:], some.tokens[0, :, 10:])  # the positions stay
     assert not none.tokens[0, :, :10].any()
-    with pytest.raises(ValueError, match="is not a code of 4 digits"):
-        Handwriting().check_prompt("")
+    refuses("is not a code of 4 digits", Handwriting().check_prompt, "")
 
 
 @pytest.mark.parametrize("prompt", ["042", "04277", "04a7", "०४२७", " 427", "0.27"])
 def test_a_prompt_that_is_not_a_code_is_refused(prompt: str) -> None:
-    """The message names the expected form."""
-    with pytest.raises(ValueError, match=r"is not a code of 4 digits, expected for example '0427'$"):
-        Handwriting().encode([prompt])
+    refuses(r"is not a code of 4 digits, expected for example '0427'$", Handwriting().encode, [prompt])
 
 
-def test_the_transformer_is_small() -> None:
-    """About 0.6 million parameters, in a few megabytes of safetensors."""
+def test_the_transformer_is_small_and_its_schedule_shifted() -> None:
     module = Handwriting().build()
     assert 0.5e6 < sum(p.numel() for p in module.parameters()) < 0.7e6
     assert sum(path.stat().st_size for path in BASE.iterdir()) < 4e6
     assert len(Handwriting().blocks(module)) == CONFIG["num_layers"]
-
-
-def test_the_schedule_is_shifted() -> None:
-    """diffusers' scheduler with shift 3 agrees with the core's shifted schedule."""
     schedule = Handwriting().schedule(10)
     torch.testing.assert_close(schedule.levels, shifted(10, SHIFT), rtol=1e-6, atol=1e-6)
     assert len(schedule.timesteps) == 10
+    images = Handwriting().decode(torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).reshape(1, 1, 1, 5))
+    assert images.flatten().tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
 @torch.no_grad()
 def test_velocity_is_pure_and_per_sample() -> None:
-    """It is the same twice and independent of other samples; it depends on the conditioning; the timestep is optional."""
     model = Handwriting()
     module = model.build()
     x = normal(fold_in(key(0), torch.arange(3)), (3, *model.latent_shape()))
@@ -131,19 +116,3 @@ def test_velocity_is_pure_and_per_sample() -> None:
     other = model.predict(module, x, sigma, model.encode(["0428", "1999", "3141"]))
     assert not torch.allclose(v[0], other[0], atol=1e-3)
     torch.testing.assert_close(v[1:], other[1:], rtol=1e-4, atol=1e-5)
-
-
-def test_decode_gives_images() -> None:
-    """Values are mapped to [0, 1] and clipped."""
-    images = Handwriting().decode(torch.tensor([-2.0, -1.0, 0.0, 1.0, 3.0]).reshape(1, 1, 1, 5))
-    assert images.flatten().tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
-
-
-def test_the_base_model_has_something_left_to_learn() -> None:
-    """The record of the weights: about 0.8 of the characters and under 0.55 of the held-out codes are correct."""
-    record = json.loads((BASE / "made-by.json").read_text())
-    assert record["command"] == "fluvial pretrain handwriting"
-    assert record["eval_samples"] >= 1000
-    for evaluator in ("reward", "heldout"):
-        assert 0.3 < record["heldout_exact"][evaluator] < 0.55
-        assert 0.75 < record["heldout_score"][evaluator] < 0.9

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import launch, tiny_conditioned, tiny_pipelines
+from helpers.marks import Captured, Folders, Patch
+from helpers.refusals import refuses
 from helpers.tiny_conditioned import EDITS, SIZE
 from helpers.tiny_pipelines import STEPS, packed, start
 from PIL import Image
@@ -30,8 +32,6 @@ MODULES = ("pipeline_qwenimage_edit", "pipeline_qwenimage_edit_plus")  # of diff
 
 
 class AdapterCase(NamedTuple):
-    """A pipeline, the options of its adapter, and the sizes of the images of two prompts as height and width."""
-
     name: str  # of `tiny_conditioned`
     size: tuple[int, int]
     options: dict[str, Any]
@@ -41,12 +41,10 @@ class AdapterCase(NamedTuple):
 
     @property
     def pixels(self) -> tuple[int, ...]:
-        """Height, width and, of a video, frames."""
         return (*self.size, *(() if self.frames is None else (self.frames,)))
 
     @property
     def call(self) -> list[str]:
-        """The options as flags of the command line."""
         numbers = dict(zip(("height", "width", "frames"), self.pixels, strict=False))
         sizes = {**numbers, "text-tokens": self.options["text_tokens"]}.items()
         call = [f"{name}={json.dumps(value)}" for name, value in self.options.items() if name != "text_tokens"]
@@ -78,13 +76,10 @@ ROWS = {
     **UNETS,
 }
 each = pytest.mark.parametrize("name", ROWS)
-each_unet = pytest.mark.parametrize("name", UNETS)
-Folders = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images are scaled to about 16 x 16 pixels in place of 1024 x 1024, by the ratio of their sides."""
+def small(monkeypatch: Patch) -> None:
     for name in MODULES:
         module = importlib.import_module(f"diffusers.pipelines.qwenimage.{name}")
         rest = module.calculate_dimensions(1024 * 1024, 1.0)[2:]
@@ -98,20 +93,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Saves the pipeline of a row once for the module."""
     root = tmp_path_factory.mktemp("conditioned")
     return lambda name: tiny_conditioned.save(ROWS[name].name, root / ROWS[name].name)
 
 
 def opened(name: str, folder: Path, **options: Any) -> Any:
-    """Return the adapter of a row."""
     row = ROWS[name]
     sizes = dict(zip(("height", "width", "frames"), row.pixels, strict=False))
     return open_model(folder, **{**sizes, **row.options, "device": "cpu", **options})
 
 
 def draw(argument: str, seed: int, size: tuple[int, int], file: Path) -> Path:
-    """Write an image of random pixels, or a mask that paints a part of one."""
     if argument != "mask_image":
         return tiny_conditioned.draw_image(file, seed, size)
     painted = np.zeros(size, np.uint8)
@@ -121,8 +113,6 @@ def draw(argument: str, seed: int, size: tuple[int, int], file: Path) -> Path:
 
 
 def prompts_of(model: Any, name: str, folder: Path) -> list[MediaPrompt]:
-    """Return two prompts with images of their own."""
-
     def source(number: int, place: int, argument: str) -> Path | tuple[Path, ...]:
         row, seed = ROWS[name], 10 * number + place
         seeds = (seed, 10 * number + 5) if row.several else (seed,)
@@ -138,7 +128,6 @@ def prompts_of(model: Any, name: str, folder: Path) -> list[MediaPrompt]:
 def theirs(
     name: str, folder: Path, prompt: MediaPrompt, noise: Tensor, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> Tensor:
-    """Return the images of diffusers' pipeline for one prompt from given noise."""
     row, pipeline = ROWS[name], tiny_conditioned.load(folder)
     pipeline.set_progress_bar_config(disable=True)
     call = {"prompt": prompt.text, "height": row.size[0], "width": row.size[1], "num_inference_steps": STEPS}
@@ -163,7 +152,6 @@ def theirs(
 
 @torch.no_grad()
 def sampled(model: Any, noise: Tensor, prompts: list[MediaPrompt], scale: float) -> Tensor:
-    """Return images by deterministic steps with the adapter."""
     schedule, cond, module = model.schedule(STEPS, tuple(noise.shape[1:])), model.encode(prompts), model.build().eval()
     assert len(schedule.timesteps) == STEPS
     if scale != 1:
@@ -205,7 +193,6 @@ def test_an_encoding_is_cached_by_text_and_images(
     prompts, latents = prompts_of(plain, name, tmp_path), start(plain, 2, ROWS[name].pixels)
 
     def encode(model: Any) -> tuple[Any, Tensor, int]:
-        """Return the conditioning, the images of samples, and how often the VAE encodes."""
         seen, own = [], model.vae.encode
         monkeypatch.setattr(model.vae, "encode", lambda images: seen.append(images) or own(images))  # type: ignore[func-returns-value]
         return model.encode([*prompts, prompts[0]]), decoded(model, latents, prompts), len(seen)
@@ -226,7 +213,6 @@ def test_an_encoding_is_cached_by_text_and_images(
 
 
 def test_the_mask_of_given_frames(folders: Folders, tmp_path: Path) -> None:
-    """One for all parts of the first latent, and for the last part of the last one if the last frame is given."""
     for name, last in (("wan", 0.0), ("wan-last", 1.0)):
         model = opened(name, folders(name))
         mask = model.encode(prompts_of(model, name, tmp_path)).image[:, : model.rate].amax((3, 4))
@@ -234,7 +220,6 @@ def test_the_mask_of_given_frames(folders: Folders, tmp_path: Path) -> None:
 
 
 def test_tokens_of_the_image_follow_those_of_the_sample(folders: Folders, tmp_path: Path) -> None:
-    """Their number is that of the image's latents, and where images have unlike shapes, of the largest."""
     counts = []
     for name in ("qwen-edit", "qwen-edit-mixed"):
         model = opened(name, folders(name))
@@ -247,7 +232,6 @@ def test_tokens_of_the_image_follow_those_of_the_sample(folders: Folders, tmp_pa
 
 
 def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(folders: Folders, tmp_path: Path) -> None:
-    """Each alone has the same bits as in a batch, and its own shape."""
     model = opened("qwen-edit-mixed", folders("qwen-edit"))
     module, prompts = model.build().eval(), prompts_of(model, "qwen-edit-mixed", tmp_path)
     x, level = start(model, 2, (16, 24)), torch.tensor([0.9, 0.4])
@@ -258,53 +242,52 @@ def test_samples_with_images_of_unlike_shapes_do_not_depend_on_each_other(folder
             assert torch.equal(alone, both[row : row + 1])
 
 
-@pytest.mark.parametrize(
-    ("media", "lists", "says"),
-    [
+def test_images_that_are_missing_or_too_many_are_named() -> None:
+    """By the prompt and the argument, with what it takes."""
+    two = {"image": (b"1", b"2")}
+    check_media(MediaPrompt("a red fox", two), ("image",), ("image",))
+    for media, lists, says in (
         ({}, (), "has no image: give its record a column image with an image$"),
         ({}, ("image",), "has no image: give its record a column image with an image or a list of images$"),
-        ({"image": (b"1", b"2")}, (), "has 2 images in image, expected one$"),
-    ],
-)
-def test_images_that_are_missing_or_too_many_are_named(media: Any, lists: tuple[str, ...], says: str) -> None:
-    """By the prompt and the argument, with what it takes."""
-    check_media(MediaPrompt("a red fox", {"image": (b"1", b"2")}), ("image",), ("image",))
-    with pytest.raises(ValueError, match=f"^prompt 'a red fox' {says}"):
-        check_media(MediaPrompt("a red fox", media), ("image",), lists)
+        (two, (), "has 2 images in image, expected one$"),
+    ):
+        refuses(f"^prompt 'a red fox' {says}", check_media, MediaPrompt("a red fox", media), ("image",), lists)
 
 
 def test_what_an_adapter_cannot_use_is_refused(folders: Folders, tmp_path: Path) -> None:
     """A prompt without its image, other sizes, images of other shapes, and a last frame that there is no place for."""
     wan, edit, mixed, unet = (opened(name, folders(name)) for name in ("wan", "qwen-edit", "qwen-edit-mixed", "sd-inpaint"))
-    for model in (wan, edit, unet):
-        with pytest.raises(
-            ValueError, match=r"prompt 'a red fox' has no image: give its record a column image with an image$"
-        ):
-            model.encode(["a red fox"])
-    with pytest.raises(ValueError, match="the size is 16x16x5, expected 16x32x5"):
-        wan.latent_shape(16, 16, 5)
-    with pytest.raises(ValueError, match="the size is 8x8, expected that of the images, 16x24"):
-        unet.latent_shape(8, 8)
-    with pytest.raises(ValueError, match=r"has 20x40 pixels, which are scaled to 12x24, expected 20x12, those of 24x16"):
-        edit.encode([prompts_of(edit, "qwen-edit-mixed", tmp_path)[0]])
-    long_image = tiny_conditioned.draw_image(tmp_path / "long.png", 0, (10, 50))
-    with pytest.raises(ValueError, match="has 50x10 pixels, expected sides of a ratio of at most 4: crop it"):
-        mixed.encode([MediaPrompt("a red fox", {"image": long_image})])
-    with pytest.raises(
-        ValueError, match="the image of prompt 'a red fox' has 50x10 pixels, expected 24x16, the size of the samples"
-    ):
-        unet.encode([MediaPrompt("a red fox", {**prompts_of(unet, "sd-inpaint", tmp_path)[0].media, "image": long_image})])
     several = opened("qwen-edit-plus", folders("qwen-edit-plus"), mixed_images=True)
-    with pytest.raises(ValueError, match="'a red fox' has several images, expected one with mixed_images=true"):
-        several.encode([MediaPrompt("a red fox", {"image": (long_image, long_image)})])
-    with pytest.raises(ValueError, match="text_tokens is 16, expected 512: by this number the network tells the text"):
-        opened("wan-clip", folders("wan-clip"), text_tokens=16)
-    with pytest.raises(ValueError, match="last_image is true, but there are 1 frames"):
-        opened("wan-last", folders("wan"), frames=1)
     short = opened("qwen-edit", folders("qwen-edit"))
     short.check_prompt, short.text_tokens = lambda prompt: None, 133  # which counts the text alone
-    with pytest.raises(ValueError, match="has 137 tokens with its image, expected at most 133: set text_tokens to more"):
-        short.encode(prompts_of(short, "qwen-edit", tmp_path))
+    long_image = tiny_conditioned.draw_image(tmp_path / "long.png", 0, (10, 50))
+    masked = {**prompts_of(unet, "sd-inpaint", tmp_path)[0].media, "image": long_image}
+
+    def encode(model: Any, media: Any) -> Callable[[], Any]:
+        return lambda: model.encode([MediaPrompt("a red fox", media)])
+
+    for call, says in (
+        *(
+            (encode(model, {}), "prompt 'a red fox' has no image: .* a column image with an image")
+            for model in (wan, edit, unet)
+        ),
+        (lambda: wan.latent_shape(16, 16, 5), "the size is 16x16x5, expected 16x32x5"),
+        (lambda: unet.latent_shape(8, 8), "the size is 8x8, expected that of the images, 16x24"),
+        (
+            lambda: edit.encode([prompts_of(edit, "qwen-edit-mixed", tmp_path)[0]]),
+            "has 20x40 pixels, which are scaled to 12x24, expected 20x12, those of 24x16",
+        ),
+        (encode(mixed, {"image": long_image}), "has 50x10 pixels, expected sides of a ratio of at most 4: crop it"),
+        (encode(unet, masked), "prompt 'a red fox' has 50x10 pixels, expected 24x16, the size of the samples"),
+        (encode(several, {"image": (long_image, long_image)}), "several images, expected one with mixed_images=true"),
+        (lambda: opened("wan-clip", folders("wan-clip"), text_tokens=16), "text_tokens is 16, expected 512"),
+        (lambda: opened("wan-last", folders("wan"), frames=1), "last_image is true, but there are 1 frames"),
+        (
+            lambda: short.encode(prompts_of(short, "qwen-edit", tmp_path)),
+            "has 137 tokens with its image, expected at most 133",
+        ),
+    ):
+        refuses(says, call)
 
 
 @pytest.mark.long
@@ -312,14 +295,12 @@ def test_a_network_without_channels_of_images_is_refused(tmp_path: Path) -> None
     folder = tiny_conditioned.save("wan-first-frame", tmp_path / "wan")
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace('"expand_timesteps": true', '"expand_timesteps": false'))
-    with pytest.raises(ValueError, match="transformer has 4 input channels, expected 10"):
-        open_model(folder)
+    refuses("transformer has 4 input channels, expected 10", open_model, folder)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "wan-clip", "qwen-edit"])
 def test_steps_may_leave_out_blocks(name: str, folders: Folders, tmp_path: Path) -> None:
-    """A prediction at nearly the same level is made of the blocks of the one before."""
     model = opened(name, folders(name))
     module, x = model.build().eval(), start(model, 2, ROWS[name].pixels)
     cond = model.encode(prompts_of(model, name, tmp_path))
@@ -335,7 +316,6 @@ def test_steps_may_leave_out_blocks(name: str, folders: Folders, tmp_path: Path)
 
 
 def records(name: str, folder: Path, takes: tuple[str, ...]) -> Path:
-    """Write a file of prompts with images."""
     lines, row = [], ROWS[name]
     for number, text in enumerate((*TEXTS, "an owl")):
         files = {argument: f"{name}-{number}-{place}.png" for place, argument in enumerate(takes)}
@@ -365,6 +345,12 @@ def typed(name: str, folder: Path, work: Path, *more: str, recipe: str = "") -> 
     return launch.rewarded("train", recipe, *model, *cached, *SHORT.split(), *ROWS[name].call, *more)
 
 
+def updates_of(words: list[str], out: Path, capfd: Captured) -> list[dict[str, Any]]:
+    """Run a command line, and return the records of its updates."""
+    assert cli.run([*words, "--out", str(out)]) == 0, capfd.readouterr().err
+    return [record for record in launch.records(out) if "grad_norm" in record]
+
+
 LOW = ("--engine.compute", "bfloat16", "--pipeline.frozen", "bfloat16")
 SINGLE = ("--engine.compute", "float32", "--pipeline.frozen", "float32")
 
@@ -373,12 +359,11 @@ SINGLE = ("--engine.compute", "float32", "--pipeline.frozen", "float32")
 @pytest.mark.long
 @pytest.mark.parametrize("compute", [SINGLE, LOW], ids=["float32", "bfloat16"])
 def test_a_run_trains_an_adapter_that_the_pipeline_opens(
-    name: str, compute: tuple[str, ...], folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, compute: tuple[str, ...], folders: Folders, tmp_path: Path, capfd: Captured
 ) -> None:
     """By the command line; the first ratio is exactly 1, and what is exported is evaluated as the run evaluated it."""
     out = tmp_path / "run"
-    assert cli.run([*typed(name, folders(name), tmp_path, *compute), "--out", str(out)]) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(out) if "grad_norm" in record]
+    updates = updates_of(typed(name, folders(name), tmp_path, *compute), out, capfd)
     assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
     assert updates[0]["grad_norm"] > 0
     pipeline = tiny_conditioned.load(folders(name))
@@ -399,22 +384,30 @@ def test_a_run_trains_an_adapter_that_the_pipeline_opens(
         assert next(row["mean"] for row in rows if row["evaluator"] == "jpeg") == pytest.approx(expected, rel=1e-5)
 
 
-@each_unet
 @pytest.mark.long
-def test_a_reference_with_another_scale_of_guidance_has_a_kl(
-    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = typed(name, folders(name), tmp_path, "--kl.coef", "0.1", "--kl.guidance", "2", "--rollout.window", "all")
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
-    assert updates[0]["first_pass_max_abs_log_ratio"] == 0
-    assert updates[0]["objective"]["kl_ref"] > 0
+@pytest.mark.parametrize("name", [*UNETS, "wan", "wan-first-frame", "qwen-edit-plus-mixed", "qwen-edit-mixed"])
+def test_further_options_train(name: str, folders: Folders, tmp_path: Path, capfd: Captured) -> None:
+    """A reference with another scale of guidance; edits of several sizes; noised samples, at any level."""
+    several = name == "qwen-edit-mixed"
+    recipe, more = "", ["--kl.coef", "0.1", "--kl.guidance", "2", "--sampling.window", "all"]
+    if name not in UNETS:
+        more = ["--pipeline.sizes", "16x16", "24x16"] if several else ["--noising.each", "2"]
+        recipe = "" if several else "nft"
+    words = typed(name, folders(name), tmp_path, *more, recipe=recipe)
+    if several:
+        words = words[: (at := words.index("--pipeline.height"))] + words[at + 4 :]
+    updates = updates_of(words, tmp_path / "run", capfd)
+    if name in UNETS:
+        assert updates[0]["objective"]["kl_ref"] > 0
+    if recipe:
+        assert [record["grad_norm"] > 0 for record in updates] == [True, True]
+    else:
+        assert updates[0]["first_pass_max_abs_log_ratio"] == 0
 
 
-@each_unet
 @pytest.mark.long
+@pytest.mark.parametrize("name", UNETS)
 def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders, tmp_path: Path) -> None:
-    """To the bit: the server is sent the prompts' images."""
     (folder := tmp_path / "model").symlink_to(folders(name))
     words = typed(name, folder, tmp_path)[1:]
     ended = wait([Forked(lambda: cli.run(["train", *words, "--out", str(tmp_path / "run")]), tmp_path / "run.txt")])
@@ -422,62 +415,24 @@ def test_a_run_from_a_server_trains_the_same_adapter(name: str, folders: Folders
     assert pipelines._train_served(words, tmp_path, cli.run, recorded=False) == "yes"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["wan", "wan-first-frame", "qwen-edit-plus-mixed"])
-def test_objectives_on_noised_samples_train(
-    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """At any noise level, which a recorded pipeline does not know."""
-    words = typed(name, folders(name), tmp_path, "--noising.each", "2", recipe="nft")
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    assert [record["grad_norm"] > 0 for record in launch.records(tmp_path / "run") if "grad_norm" in record] == [True] * 2
-
-
-@pytest.mark.long
-def test_edits_have_several_sizes(folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Images of any shape with samples of any size."""
-    words = typed("qwen-edit-mixed", folders("qwen-edit-mixed"), tmp_path, "--pipeline.sizes", "16x16", "24x16")
-    words = words[: (at := words.index("--pipeline.height"))] + words[at + 4 :]
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 0, capfd.readouterr().err
-    updates = [record for record in launch.records(tmp_path / "run") if "grad_norm" in record]
-    assert [record["first_pass_max_abs_log_ratio"] for record in updates] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "takes", "more", "says"),
-    [
-        (
-            "wan",
-            ("image", "last_image"),
-            (),
-            "has a column last_image, which would be ignored: set --pipeline.call to last_image=true",
-        ),
-        ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
-    ],
-)
-def test_images_that_a_run_cannot_use_are_refused_before_it(
-    name: str,
-    takes: tuple[str, ...],
-    more: tuple[str, ...],
-    says: str,
-    folders: Folders,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_images_that_a_run_cannot_use_are_refused_before_it(folders: Folders, tmp_path: Path, capfd: Captured) -> None:
     """In one line: an image that is not asked for, and one of another size."""
-    words = typed(name, folders(name), tmp_path, *more)
-    records(name, tmp_path, takes)
-    capfd.readouterr()
-    assert cli.run([*words, "--out", str(tmp_path / "run")]) == 2
-    assert says in launch.one_line(capfd.readouterr().err)
+    for name, takes, more, says in (
+        ("wan", ("image", "last_image"), (), "has a column last_image, which would be ignored"),
+        ("sd-image", ("image",), ("--pipeline.height", "24"), "has 24x16 pixels, expected 24x24, the size of the samples"),
+    ):
+        words = typed(name, folders(name), tmp_path, *more)
+        records(name, tmp_path, takes)
+        capfd.readouterr()
+        assert cli.run([*words, "--out", str(tmp_path / "run")]) == 2
+        assert says in launch.one_line(capfd.readouterr().err)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["wan", "wan-clip", "wan-first-frame", "qwen-edit", "qwen-edit-plus-several", *UNETS])
 def test_samples_are_drawn_of_a_file_of_prompts_with_images(
-    name: str, folders: Folders, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, folders: Folders, tmp_path: Path, capfd: Captured
 ) -> None:
-    """Other images make other samples; a prompt without one is refused."""
     takes = EDITS[name].media if name in UNETS else ("image",)
     lines, drawn = records(name, tmp_path, takes).read_text().splitlines(), []
     start = ["sample", str(folders(name)), "--steps", "3", "--each", "1", *ROWS[name].call]

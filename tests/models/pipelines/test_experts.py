@@ -1,13 +1,14 @@
 """Wan 2.2's two experts: on two ranks, and with a scale of guidance each."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import launch
+from helpers.marks import Captured, Folders
+from helpers.refusals import refuses
 from helpers.tiny_pipelines import ROWS, STEPS, TEXT, conditions, images_of, opened, sampled, save, start, theirs
 from safetensors.torch import load_file
 from workers import experts
@@ -40,8 +41,7 @@ def test_ranks_on_two_sides_take_the_step_of_one_process(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_each_expert_has_a_scale_of_guidance(folders: Callable[[str], Path]) -> None:
-    """The images are the pipeline's with both scales, and other ones than with one."""
+def test_each_expert_has_a_scale_of_guidance(folders: Folders) -> None:
     row, folder = ROWS["wan-experts"], folders("wan-experts")
     model, pipeline = opened("wan-experts", folder, guidance_scale_2=1.5), theirs(row, folder)
     both = row._replace(call=lambda scale: {**row.call(scale), "guidance_scale_2": 1.5})
@@ -54,8 +54,7 @@ def test_each_expert_has_a_scale_of_guidance(folders: Callable[[str], Path]) -> 
     assert (expected - other).abs().max() > 0.01
 
 
-def test_the_scale_is_that_of_the_network_which_the_timestep_chooses(folders: Callable[[str], Path]) -> None:
-    """By the level where there is no timestep; one scale is for both networks."""
+def test_the_scale_is_that_of_the_network_which_the_timestep_chooses(folders: Folders) -> None:
     folder, scale = folders("wan-experts"), torch.full((3,), 4.0)
     model: Any = opened("wan-experts", folder, guidance_scale_2=1.5)
     at = 1000 * model.boundary_ratio
@@ -74,18 +73,14 @@ def test_the_scale_is_that_of_the_network_which_the_timestep_chooses(folders: Ca
         ("wan-experts", "two", "guidance_scale_2 is 'two', expected a number of at least 0"),
     ],
 )
-def test_a_second_scale_without_a_meaning_is_refused(
-    name: str, scale: Any, says: str, folders: Callable[[str], Path]
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        opened(name, folders(name), guidance_scale_2=scale)
+def test_a_second_scale_without_a_meaning_is_refused(name: str, scale: Any, says: str, folders: Folders) -> None:
+    refuses(says, opened, name, folders(name), guidance_scale_2=scale)
 
 
 SIZE = f"--pipeline.height 16 --pipeline.width 16 --pipeline.frames 5 --pipeline.text-tokens {TEXT}".split()
 
 
-def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
-    """Write prompts, and return the command line of a run of one update with a second scale."""
+def run_of(folders: Folders, folder: Path) -> list[str]:
     (folder / "prompts.txt").write_text("a red fox\ntwo cats\n")
     typed = (
         f"train grpo --model {folders('wan-experts')} --prompts {folder / 'prompts.txt'} --rewards jpeg --updates 1 "
@@ -97,7 +92,7 @@ def run_of(folders: Callable[[str], Path], folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_run_has_two_scales(folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_two_scales(folders: Folders, tmp_path: Path, capfd: Captured) -> None:
     """By the command line: the first ratio is exactly 1; without guidance a second scale is refused."""
     typed = run_of(folders, tmp_path)
     assert cli.run([*typed, "--sampling.guidance.scale", "1"]) == 2
@@ -109,9 +104,7 @@ def test_a_run_has_two_scales(folders: Callable[[str], Path], tmp_path: Path, ca
 
 
 @pytest.mark.long
-def test_only_evaluations_have_two_scales(
-    folders: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_evaluations_have_two_scales(folders: Folders, tmp_path: Path, capfd: Captured) -> None:
     """Of a run without guidance: they have the scores that `fluvial eval` finds, and without the second scale others."""
     run, found = str(tmp_path / "run"), []
     assert cli.run([*run_of(folders, tmp_path), "--evaluation.guidance", "4"]) == 0, capfd.readouterr().err

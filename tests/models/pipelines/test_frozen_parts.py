@@ -1,12 +1,13 @@
 """Frozen parts with less memory: quantised text encoders, and a VAE in tiles, in a dtype of its own, and off the device."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.marks import Folders, Patch
+from helpers.refusals import refuses
 from helpers.tiny_pipelines import ROWS, opened
 from torch import Tensor
 
@@ -18,8 +19,7 @@ from fluvial.models.quantised import find_quantised
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["sd3", "wan"])
-def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """In a cache of their own, and with the bytes that a dry run counts."""
+def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Folders, tmp_path: Path) -> None:
     plain, quantised = (opened(name, folders(name), cache=tmp_path, text_base=base) for base in (None, "int8"))
     prompts = ROWS[name].prompts[:2]
     expected, found = plain.encode(prompts), quantised.encode(prompts)
@@ -39,8 +39,7 @@ def test_quantised_text_encoders_encode_nearly_the_same(name: str, folders: Call
 
 
 @pytest.mark.parametrize("name", ["sd3", pytest.param("wan", marks=pytest.mark.long)])
-def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Callable[[str], Path]) -> None:
-    """One image at a time, and with less memory than whole images one at a time."""
+def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Folders) -> None:
     whole, tiled = opened(name, folders(name)), opened(name, folders(name), vae=VaeOptions(tile=64))
     frames = 1 if name == "sd3" else 5
     *channels, height, width = whole.latent_shape(32, 32, frames)
@@ -59,8 +58,7 @@ def test_tiles_decode_as_the_pipelines_own_do(name: str, folders: Callable[[str]
     assert torch.equal(torch.cat([tiled.decode(latents[i : i + 1]) for i in range(2)]), images[1])
 
 
-def test_a_vae_has_a_dtype_of_its_own(folders: Callable[[str], Path]) -> None:
-    """Beside text encoders in another; images are float32 in any case."""
+def test_a_vae_has_a_dtype_of_its_own_and_tiles_if_it_can(folders: Folders, monkeypatch: Patch) -> None:
     model = opened("sd3", folders("sd3"), dtype=torch.bfloat16, vae=VaeOptions(dtype=torch.float32))
     assert {p.dtype for p in model.vae.parameters()} == {torch.float32}
     expected = opened("sd3", folders("sd3"))
@@ -69,10 +67,12 @@ def test_a_vae_has_a_dtype_of_its_own(folders: Callable[[str], Path]) -> None:
     other = opened("sd3", folders("sd3"), dtype=torch.bfloat16)
     assert other.decode(latents).dtype == torch.float32
     assert model.image_encoder() != other.image_encoder()
+    model = opened("sd3", folders("sd3"), vae=VaeOptions(tile=64))
+    monkeypatch.setattr(model, "_vae", torch.nn.Linear(1, 1))
+    refuses("has a Linear, which does not work in tiles", model._tile)
 
 
-def test_a_vae_is_on_the_device_only_while_it_works(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays there while a gradient flows back through it."""
+def test_a_vae_is_on_the_device_only_while_it_works(folders: Folders, monkeypatch: Patch) -> None:
     model = opened("sd3", folders("sd3"), vae=VaeOptions(on_host=True))
     moves: list[str] = []
     latents = torch.randn(1, *model.latent_shape(32, 32))
@@ -93,10 +93,3 @@ def test_a_vae_is_on_the_device_only_while_it_works(folders: Callable[[str], Pat
     model.decode(latents.requires_grad_()).sum().backward()
     assert moves[4:] == ["cpu:0"]
     assert latents.grad is not None
-
-
-def test_a_vae_without_tiles_is_refused(folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = opened("sd3", folders("sd3"), vae=VaeOptions(tile=64))
-    monkeypatch.setattr(model, "_vae", torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="has a Linear, which does not work in tiles"):
-        model._tile()

@@ -5,6 +5,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from helpers.marks import Patch
 from helpers.tiny_pipelines import ROWS
 
 from fluvial.models.pipelines.base import TextCond
@@ -13,14 +14,20 @@ from fluvial.models.pipelines.layouts import FRAME, FRAMED_TOKENS, LAYOUTS, PLAI
 from fluvial.models.pipelines.qwen_image_edit import QwenEditCond, QwenImageEdit
 
 
-def test_each_architecture_has_the_layout_of_sglang() -> None:
+def test_layouts_and_arguments_are_those_of_sglang() -> None:
     adapters: dict[str, Any] = {name: row.adapter for name, row in ROWS.items()}
     found = {name: find_layout(object.__new__(adapter)) for name, adapter in adapters.items()}
     packed = {"flux": TOKENS, "flux-schnell": TOKENS, "qwen-image": FRAMED_TOKENS, "z-image": FRAME}
     assert found == dict.fromkeys(ROWS, PLAIN) | packed
+    cond = FluxCond(torch.ones(5, 2), torch.ones(3), torch.tensor(3.5))
+    assert {*TOKENS.arguments(cond, (4, 6, 10))} == {"encoder_hidden_states", "pooled_projections"}
+    assert embed_guidance(cond) == 3500
+    assert embed_guidance(TextCond(cond.tokens)) is None
+    assert {*PLAIN.arguments(TextCond(cond.tokens), (4, 6, 10))} == {*PLAIN.arguments(cond.tokens, (4, 6, 10))}
+    assert {*PLAIN.arguments((cond.tokens, cond.pooled), (4, 6, 10))} == {"cond"}
 
 
-def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: Patch) -> None:
     """As `_prepare_edit_cond_kwargs` of sglang has them; a sample of 4 x 6 latents, and two images of 2 x 2 tokens."""
     model: Any = object.__new__(QwenImageEdit)
     monkeypatch.setattr(QwenImageEdit, "vae_scale", 2)
@@ -38,7 +45,6 @@ def test_positions_of_an_edits_images_follow_those_of_the_sample(monkeypatch: py
 
 @pytest.mark.parametrize("layout", [PLAIN, TOKENS, FRAME])
 def test_latents_come_back_from_every_layout(layout: Any) -> None:
-    """With any number of leading dimensions, and of a shape that is no square."""
     latents = torch.randn(2, 3, 4, 6, 10)
     there = layout.of_event(latents)
     assert there.shape == (2, 3, *layout.shape((4, 6, 10)))
@@ -54,13 +60,3 @@ def test_tokens_are_those_of_the_pipelines_own_functions(name: str) -> None:
     assert torch.equal(LAYOUTS[name].of_event(latents), tokens)
     opened = kind._unpack_latents(tokens, height=48, width=80, vae_scale_factor=8)
     assert torch.equal(LAYOUTS[name].to_event(tokens, (4, 6, 10)), opened.reshape(latents.shape))
-
-
-def test_guidance_of_a_distilled_network_is_no_argument_of_its_network() -> None:
-    """It is a field of its own, 1000 times the scale, as sglang's `_build_guidance` has it for FLUX."""
-    cond = FluxCond(torch.ones(5, 2), torch.ones(3), torch.tensor(3.5))
-    assert {*TOKENS.arguments(cond, (4, 6, 10))} == {"encoder_hidden_states", "pooled_projections"}
-    assert embed_guidance(cond) == 3500
-    assert embed_guidance(TextCond(cond.tokens)) is None
-    assert {*PLAIN.arguments(TextCond(cond.tokens), (4, 6, 10))} == {*PLAIN.arguments(cond.tokens, (4, 6, 10))}
-    assert {*PLAIN.arguments((cond.tokens, cond.pooled), (4, 6, 10))} == {"cond"}

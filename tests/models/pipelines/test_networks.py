@@ -1,13 +1,14 @@
 """Networks and frozen parts of each adapter: built, filled from a folder, pure per sample, decoded in chunks."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
+from helpers.marks import Folders
+from helpers.refusals import refuses
 from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, opened, sampled, save, start, theirs, wan
 from safetensors.torch import load_file
 
@@ -15,14 +16,12 @@ from fluvial.core.sigmas import shifted
 from fluvial.engines.engine.config import EngineConfig
 from fluvial.engines.engine.module import ShardedModule
 from fluvial.engines.engine.world import World
-from fluvial.models import DiffusionModel
 from fluvial.models.pipelines.flux import Flux
 from fluvial.models.pipelines.wan import EXPERTS
 
 
 @each_row
-def test_an_empty_network_is_filled_from_the_folder(name: str, one: World, folders: Callable[[str], Path]) -> None:
-    """The engine loads parameters shard by shard, and buffers, to the bit."""
+def test_an_empty_network_is_filled_from_the_folder(name: str, one: World, folders: Folders) -> None:
     model = opened(name, folders(name))
     whole, empty = model.build(), model.build(empty=True)
     assert all(parameter.is_meta for parameter in empty.parameters())
@@ -35,7 +34,7 @@ def test_an_empty_network_is_filled_from_the_folder(name: str, one: World, folde
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd1"])
-def test_weights_in_a_bin_file_are_never_loaded(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_in_a_bin_file_are_never_loaded(name: str, folders: Folders, tmp_path: Path) -> None:
     """A .bin file is a pickle and may run code: it is refused when the model is opened, and if it appears later."""
     folder = tmp_path / "copy"
     shutil.copytree(folders(name), folder)
@@ -44,8 +43,7 @@ def test_weights_in_a_bin_file_are_never_loaded(name: str, folders: Callable[[st
     for part, file in parts.items():
         torch.save(load_file(folder / part / f"{file}.safetensors"), folder / part / f"{file}.bin")
         (folder / part / f"{file}.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"is incomplete: there is no diffusion_pytorch_model\.safetensors"):
-        opened(name, folder)
+    refuses(r"is incomplete: there is no diffusion_pytorch_model\.safetensors", opened, name, folder)
     for other in (model, model.with_weights(folder / model.part)):
         with pytest.raises(OSError, match="safetensors"):
             other.build()
@@ -56,12 +54,13 @@ def test_weights_in_a_bin_file_are_never_loaded(name: str, folders: Callable[[st
 
 
 @each_row
-def test_a_velocity_is_pure_and_per_sample(name: str, folders: Callable[[str], Path]) -> None:
+def test_a_velocity_is_pure_and_per_sample(name: str, folders: Folders) -> None:
     """It is the same twice and independent of other samples; the timestep follows from the level; conditioning is cast."""
     row, model = ROWS[name], opened(name, folders(name))
     module, x, cond = model.build(), start(model, 3, row.sizes[1]), model.encode(row.prompts)
     schedule = model.schedule(STEPS, tuple(x.shape[1:]))
     sigma = schedule.levels[:STEPS]
+    assert type(model) is row.adapter
     v = model.predict(module, x, sigma, cond)
     assert torch.equal(v, model.predict(module, x, sigma, cond))
     torch.testing.assert_close(v, model.predict(module, x, sigma, cond, timestep=schedule.timesteps), rtol=1e-5, atol=1e-5)
@@ -73,7 +72,7 @@ def test_a_velocity_is_pure_and_per_sample(name: str, folders: Callable[[str], P
 
 
 @each_row
-def test_frozen_parts_are_loaded_when_they_are_used(name: str, folders: Callable[[str], Path]) -> None:
+def test_frozen_parts_are_loaded_when_they_are_used_and_decode_in_chunks(name: str, folders: Folders) -> None:
     """In evaluation mode and in the chosen dtype; text encoders can be released and are loaded again."""
     row, model = ROWS[name], opened(name, folders(name), dtype=torch.bfloat16)
     model.check_prompt(row.prompts[0])
@@ -91,11 +90,6 @@ def test_frozen_parts_are_loaded_when_they_are_used(name: str, folders: Callable
     model.release()
     assert model._text is None
     assert all(map(torch.equal, optree.tree_leaves(first), optree.tree_leaves(model.encode(row.prompts))))
-
-
-@each_row
-def test_images_are_decoded_in_chunks(name: str, folders: Callable[[str], Path]) -> None:
-    """Images are those of one sample at a time, in [0, 1], and gradients reach the latents."""
     row, model = ROWS[name], opened(name, folders(name), decode_chunk=2)
     latents = (3 * start(model, 3, row.sizes[0])).requires_grad_()
     sizes: list[int] = []
@@ -111,15 +105,8 @@ def test_images_are_decoded_in_chunks(name: str, folders: Callable[[str], Path])
     assert latents.grad.any()
 
 
-def test_the_table_of_adapters_picks_by_the_pipeline(folders: Callable[[str], Path]) -> None:
-    """The class in model_index.json decides, and each adapter keeps the protocol."""
-    for name, row in ROWS.items():
-        model: DiffusionModel = opened(name, folders(name))
-        assert type(model) is row.adapter
-
-
-def test_only_a_distilled_flux_depends_on_its_guidance_input(folders: Callable[[str], Path]) -> None:
-    """The input is one number per sample; schnell has no such input."""
+def test_options_of_flux(folders: Folders) -> None:
+    """Only a distilled FLUX depends on its guidance input; a shift of one's own moves the linear levels once."""
     for name, matters in (("flux", True), ("flux-schnell", False)):
         model = opened(name, folders(name), embedded_guidance=1.5)
         module, x, cond = model.build(), start(model, 2, (16, 16)), model.encode(ROWS[name].prompts[:2])
@@ -128,8 +115,14 @@ def test_only_a_distilled_flux_depends_on_its_guidance_input(folders: Callable[[
         a, b = (model.predict(module, x, torch.tensor([0.5, 0.5]), each) for each in (cond, other))
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1]) != matters
-    with pytest.raises(ValueError, match="embedded_guidance is -1"):
-        Flux(folders("flux"), embedded_guidance=-1.0)
+    refuses("embedded_guidance is -1", Flux, folders("flux"), embedded_guidance=-1.0)
+    folder = folders("flux")
+    shifted_model, plain = opened("flux", folder, shift=3.0), opened("flux", folder)
+    shape = plain.latent_shape(*ROWS["flux"].sizes[0])
+    found = shifted_model.schedule(10, shape)
+    torch.testing.assert_close(found.levels, shifted(10, 3.0), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(plain.schedule(10, shape).levels, found.levels)
+    refuses("shift is 3.0", opened, "sd1", folders("sd1"), shift=3.0)
 
 
 def test_wan_with_one_timestep_per_token_makes_the_images_of_the_pipeline(tmp_path: Path) -> None:
@@ -145,8 +138,7 @@ def test_wan_with_one_timestep_per_token_makes_the_images_of_the_pipeline(tmp_pa
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_each_expert_computes_its_side(folders: Callable[[str], Path]) -> None:
-    """A batch on one side of the boundary runs one expert, and only that expert gets gradients."""
+def test_each_expert_computes_its_side(folders: Folders) -> None:
     model = opened("wan-experts", folders("wan-experts"))
     experts: Any = model.build()
     x, cond = start(model, 3, (16, 16)), model.encode(ROWS["wan-experts"].prompts)
@@ -165,15 +157,3 @@ def test_each_expert_computes_its_side(folders: Callable[[str], Path]) -> None:
         assert ran == [part]
         for each in EXPERTS:
             assert (experts[each].proj_out.weight.grad is None) == (each != part)
-
-
-def test_a_shift_of_ones_own_moves_the_noise_levels(folders: Callable[[str], Path]) -> None:
-    """FLUX's levels, which its scheduler shifts by the number of tokens, are the linear ones shifted once by s."""
-    folder = folders("flux")
-    shifted_model, plain = opened("flux", folder, shift=3.0), opened("flux", folder)
-    shape = plain.latent_shape(*ROWS["flux"].sizes[0])
-    found = shifted_model.schedule(10, shape)
-    torch.testing.assert_close(found.levels, shifted(10, 3.0), rtol=1e-6, atol=1e-6)
-    assert not torch.allclose(plain.schedule(10, shape).levels, found.levels)
-    with pytest.raises(ValueError, match=r"shift is 3.0, expected a number above 0, for a model that predicts a velocity"):
-        opened("sd1", folders("sd1"), shift=3.0)

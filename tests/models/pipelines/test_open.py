@@ -2,59 +2,32 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from torch import Tensor, nn
 
 import fluvial.models.pipelines.open as opening
-from fluvial.core.guidance import classifier_free
-from fluvial.models import DiffusionModel, Prediction, Schedule, check_model, load_adapter, open_model
+from fluvial.models import DiffusionModel, check_model, load_adapter, open_model
 from fluvial.models.handwriting import Handwriting
 from fluvial.models.pipelines.open import has_adapter
 
 
-class Toy:
-    """A user-defined model: it predicts a multiple of its sample."""
-
-    prediction: Prediction = "velocity"
-    lora_targets = ("linear",)
-    weights: Path | None = None
+class Toy(Handwriting):
+    """A user-defined model over a folder: its predictions are multiplied by a number."""
 
     def __init__(self, folder: Path | None = None, *, trust_remote_code: bool = False, gain: float = 1.0) -> None:
+        super().__init__(None)
         self.folder, self.gain = folder, gain
 
-    def build(self, *, empty: bool = False) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4))
-
-    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        return list(module.children())
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        return (1, height, width)
-
-    def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        levels = torch.linspace(1, 0, steps + 1)
-        return Schedule(levels, 1000 * levels[:-1])
-
-    def check_prompt(self, prompt: str) -> None:
-        """Accept any prompt."""
-
-    def encode(self, prompts: Sequence[str]) -> Tensor:
-        return torch.zeros(len(prompts), 1)
-
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any, *, timestep: Tensor | None = None) -> Tensor:
-        return self.gain * module(x)
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return latents.clamp(0, 1)
-
-    def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        return classifier_free(v, v_uncond, scale)
+        return self.gain * super().predict(module, x, sigma, cond, timestep=timestep)
 
     def with_weights(self, folder: Path) -> "Toy":
         return Toy(folder, gain=self.gain)
@@ -64,38 +37,27 @@ class Toy:
 
 
 class NoDecode(Toy):
-    """Lacks two members."""
-
     decode = guide = property()
 
 
 class WrongSignature(Toy):
-    """Its predict takes no timestep."""
-
     def predict(self, module: nn.Module, x: Tensor, sigma: Tensor, cond: Any) -> Tensor:  # type: ignore[override]
         return x
 
 
 class WrongPrediction(Toy):
-    """Its prediction has no meaning."""
-
     prediction = "score"  # type: ignore[assignment]
 
 
 class OneTarget(Toy):
-    """Its LoRA targets are a string, whose characters would be taken for names."""
-
     lora_targets = "linear"  # type: ignore[assignment]
 
 
 class NotAMethod(Toy):
-    """Its blocks are a list."""
-
     blocks = [nn.Linear(1, 1)]  # type: ignore[assignment]  # noqa: RUF012
 
 
 def failing(*args: Any, **kwargs: Any) -> Toy:
-    """Raise in the middle of opening."""
     raise RuntimeError("no licence\nfor this model")
 
 
@@ -104,8 +66,7 @@ NUMBER = 3
 
 
 @pytest.fixture(autouse=True)
-def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """This file as the module `own_adapter`, and modules that cannot be imported."""
+def module(monkeypatch: Patch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "own_adapter", sys.modules[__name__])
     (tmp_path / "own_raises.py").write_text("raise OSError('driver\\nis missing')")
     (tmp_path / "own_exits.py").write_text("import sys\nsys.exit('goodbye')")
@@ -117,14 +78,12 @@ def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a pipeline that no built-in adapter serves."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": "ToyPipeline"}))
     return tmp_path / "model"
 
 
-def declare(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """Declare an entry point for ToyPipeline, as an installed package would."""
+def declare(monkeypatch: Patch, value: str) -> None:
     points = {"fluvial.models": [EntryPoint("ToyPipeline", value, "fluvial.models")]}
     monkeypatch.setattr(opening, "entry_points", lambda group: points.get(group, []))
 
@@ -134,33 +93,26 @@ def test_an_adapter_is_given_by_the_caller(adapter: Any, folder: Path) -> None:
     model = open_model(folder, adapter=adapter, gain=2.0)
     assert isinstance(model, Toy)
     assert (model.folder, model.gain) == (folder, 2.0)
-    x = torch.ones(1, 4)
+    x, cond = torch.ones(1, *model.event), model.encode(["0427"])
     module = model.build()
-    assert torch.equal(model.predict(module, x, torch.ones(1), None), 2 * module(x))
+    plain = Handwriting(None).predict(module, x, torch.ones(1), cond)
+    assert torch.equal(model.predict(module, x, torch.ones(1), cond), 2 * plain)
 
 
-def test_an_installed_package_declares_an_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_declares_an_adapter(folder: Path, monkeypatch: Patch) -> None:
     assert not has_adapter(folder)
-    with pytest.raises(ValueError, match="holds a ToyPipeline, which there is no adapter for, expected one of StableDiff"):
-        open_model(folder)
+    refuses("holds a ToyPipeline, which there is no adapter for, expected one of StableDiff", open_model, folder)
     declare(monkeypatch, "own_adapter:Toy")
     assert has_adapter(folder)
     model = open_model(folder, gain=4.0)
     assert isinstance(model, Toy)
     assert (model.folder, model.gain) == (folder, 4.0)
-
-
-def test_an_installed_package_that_is_broken_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, "own_raises:Toy")
-    with pytest.raises(
-        ValueError, match=r"^adapter 'entry point ToyPipeline = own_raises:Toy' cannot be imported: OSError:"
-    ):
-        open_model(folder)
+    refuses(r"^adapter 'entry point ToyPipeline = own_raises:Toy' cannot be imported: OSError:", open_model, folder)
 
 
 @pytest.mark.parametrize(("spec", "gain"), [("own_adapter:OBJECT", 3.0), ("own_adapter:Toy", 1.0)])
 def test_module_and_name_stand_for_a_model(spec: str, gain: float) -> None:
-    """An object is returned as it is; a class is called without arguments."""
     model: Any = load_adapter(spec)
     assert isinstance(model, Toy)
     assert model.gain == gain
@@ -175,14 +127,8 @@ BROKEN: list[tuple[str, str]] = [
     ("own_adapter:Toi", r"cannot be imported: AttributeError: .* has no attribute 'Toi'"),
     ("own_adapter:NUMBER", "is of type int, expected a DiffusionModel, or a class or function of one"),
     ("own_adapter:failing", "adapter 'own_adapter:failing' cannot be opened: RuntimeError: no licence for this model"),
-    (
-        "own_adapter:NoDecode",
-        "an object of type NoDecode, which is not a (Diffusion|Pipeline)Model: it has no decode, guide$",
-    ),
-    (
-        "own_adapter:WrongSignature",
-        r"WrongSignature.predict has the signature \(module.*\) -> .*, expected \(module, x, level",
-    ),
+    ("own_adapter:NoDecode", "an object of type NoDecode, which is not a (Diffusion|Pipeline)Model: it has no decode"),
+    ("own_adapter:WrongSignature", r"WrongSignature.predict has the signature \(module.*\) ->"),
     ("own_adapter:WrongPrediction", "WrongPrediction.prediction is 'score', expected velocity or epsilon"),
     ("own_adapter:OneTarget", "OneTarget.lora_targets is the string 'linear', expected a sequence of strings"),
     ("own_adapter:NotAMethod", r"NotAMethod.blocks is of type list, expected a method of \(module\)"),
@@ -191,27 +137,18 @@ BROKEN: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("spec", "says"), BROKEN, ids=[spec.partition(":")[2] or spec for spec, _ in BROKEN])
 def test_a_broken_adapter_ends_in_one_line(spec: str, says: str, folder: Path) -> None:
-    """Whether it is loaded on its own or for a folder."""
     for load in (load_adapter, lambda spec: open_model(folder, adapter=spec)):
-        with pytest.raises(ValueError, match=says) as caught:
-            load(spec)
-        assert "\n" not in str(caught.value)
+        refuses(says, load, spec)
 
 
-def test_an_adapter_of_folders_is_reloaded_and_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model over a folder has two more members than others."""
+def test_an_adapter_of_folders_is_reloaded_and_released(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.delattr(Toy, "with_weights")
     monkeypatch.delattr(Toy, "release")
     load_adapter("own_adapter:Toy")
-    with pytest.raises(ValueError, match="which is not a PipelineModel: it has no with_weights, release"):
-        open_model(folder, adapter=Toy)
+    refuses("which is not a PipelineModel: it has no with_weights, release", open_model, folder, adapter=Toy)
 
 
 @pytest.mark.parametrize("make", [lambda: Handwriting(None), Toy], ids=["built-in", "toy"])
-def test_check_model_accepts_models(make: Callable[[], DiffusionModel]) -> None:
+def test_check_model_accepts_models_alone(make: Callable[[], DiffusionModel]) -> None:
     check_model(make(), "mine")
-
-
-def test_check_model_refuses_a_class_in_place_of_its_object() -> None:
-    with pytest.raises(ValueError, match="mine is the class Toy, expected an object of it"):
-        check_model(Toy, "mine")
+    refuses("mine is the class Toy, expected an object of it", check_model, Toy, "mine")

@@ -1,11 +1,10 @@
 """Padding that a network masks is cut off: the same prediction and gradients, for fewer operations."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.marks import Folders
 from helpers.tiny_pipelines import ROWS, each_row, opened, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,20 +20,19 @@ PROMPTS = ("", "a red fox", "two cats", "b " * 12 + "owls")
 
 
 @each_row
-def test_padding_is_trimmed_where_the_network_masks_it(name: str, folders: Callable[[str], Path]) -> None:
+def test_padding_is_trimmed_where_the_network_masks_it(name: str, folders: Folders) -> None:
     """And nowhere else: elsewhere padding tokens take part in attention."""
     assert trims_padding(opened(name, folders(name))) == ROWS[name].masks
 
 
 def answered(model: Pipeline, module: nn.Module, x: Tensor, cond: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return a guided prediction, and the gradient of its mean square with respect to each parameter."""
     v = guided_velocity(model, module, x, torch.linspace(0.2, 0.9, len(x)), cond)
     found = torch.autograd.grad(v.square().mean(), list(module.parameters()), allow_unused=True)
     return v.detach(), [gradient for gradient in found if gradient is not None]
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_trimming_changes_neither_prediction_nor_gradient(name: str, folders: Callable[[str], Path]) -> None:
+def test_trimming_changes_neither_prediction_nor_gradient(name: str, folders: Folders) -> None:
     """Of batches of any prompts, with guidance, cut to any length that holds the longest."""
     model = opened(name, folders(name), text_tokens=80)
     module, shape = model.build(), model.latent_shape(*ROWS[name].sizes[0][:2])
@@ -58,7 +56,7 @@ def test_trimming_changes_neither_prediction_nor_gradient(name: str, folders: Ca
     holds()
 
 
-def test_a_short_prompt_of_qwen_image_costs_less(folders: Callable[[str], Path]) -> None:
+def test_a_short_prompt_of_qwen_image_costs_less(folders: Folders) -> None:
     """Cut from 512 tokens to 32, a forward pass of 16 image tokens takes less than a fifth of the operations."""
     model = opened("qwen-image", folders("qwen-image"), text_tokens=512)
     module, x = model.build(), start(model, 2, (16, 16))
@@ -77,5 +75,4 @@ def test_a_short_prompt_of_qwen_image_costs_less(folders: Callable[[str], Path])
     ("longest", "limit", "length"), [(1, 512, 32), (32, 512, 32), (33, 512, 64), (500, 512, 512), (35, 40, 40)]
 )
 def test_lengths_repeat(longest: int, limit: int, length: int) -> None:
-    """They are multiples of 32 up to the model's own padding."""
     assert pad_length(longest, limit=limit) == length

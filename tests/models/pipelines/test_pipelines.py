@@ -1,7 +1,6 @@
 """Each adapter makes the images of its pipeline, on policy and trainable, and its exports open there."""
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lora_model import perturb
+from helpers.marks import Folders
 from helpers.tiny_pipelines import ROWS, STEPS, conditions, each_row, images_of, noisy, opened, sampled, start, theirs
 from helpers.tolerances import rounding_tolerance
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from fluvial.models.lora import LoraConfig, add_lora
 @pytest.mark.bits
 @each_row
 @pytest.mark.parametrize("scale", [1.0, 3.5])
-def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folders: Callable[[str], Path]) -> None:
+def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folders: Folders) -> None:
     """From the same noise, prompts and guidance; to the bit where both compute batches of the same size."""
     row, folder = ROWS[name], folders(name)
     model, pipeline = opened(name, folder), theirs(row, folder)
@@ -48,12 +48,10 @@ def test_the_ode_makes_the_images_of_the_pipeline(name: str, scale: float, folde
 
 
 def networks(pipeline: Any) -> list[nn.Module]:
-    """Return the parts of a pipeline that compute."""
     return [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
 
 
 def levels_of(scheduler: Any) -> Tensor:
-    """Return the levels of diffusers' scheduler: sigma, or alpha_bar for DDIM."""
     if type(scheduler).__name__ != "DDIMScheduler":
         return scheduler.sigmas
     before = scheduler.timesteps - 1000 // STEPS
@@ -63,8 +61,7 @@ def levels_of(scheduler: Any) -> Tensor:
 
 
 @each_row
-def test_guidance_and_prompt_change_the_samples(name: str, folders: Callable[[str], Path]) -> None:
-    """Otherwise images could agree because neither has an effect."""
+def test_guidance_and_prompt_count_and_every_block_is_adapted(name: str, folders: Folders) -> None:
     row, model = ROWS[name], opened(name, folders(name))
     module, x = model.build(), start(model, 2, row.sizes[0])
     schedule = model.schedule(STEPS, tuple(x.shape[1:]))
@@ -74,12 +71,19 @@ def test_guidance_and_prompt_change_the_samples(name: str, folders: Callable[[st
     ]
     for i, j in ((0, 1), (0, 2)):
         assert (finals[i] - finals[j]).abs().flatten(1).amax(1).min() > 1e-3
+    model = opened(name, folders(name))
+    module = model.build()
+    kinds = {type(block) for block in model.blocks(module)}
+    assert sum(type(each) in kinds for each in module.modules()) == len(model.blocks(module)) > 1
+    add_lora(module, LoraConfig(rank=2), model.lora_targets)
+    for block in model.blocks(module):
+        assert any(".lora_A." in each for each, _ in block.named_parameters())
 
 
 @pytest.mark.bits
 @each_row
 @pytest.mark.parametrize("scale", [1.0, 3.5])
-def test_on_policy_the_ratio_is_exactly_one(name: str, scale: float, folders: Callable[[str], Path]) -> None:
+def test_on_policy_the_ratio_is_exactly_one(name: str, scale: float, folders: Folders) -> None:
     """Log-probabilities computed from the stored trajectory are those of the rollout, to the bit."""
     row, model = ROWS[name], opened(name, folders(name))
     module, x = model.build(), start(model, 3, row.sizes[1])
@@ -101,8 +105,7 @@ def test_on_policy_the_ratio_is_exactly_one(name: str, scale: float, folders: Ca
 
 @each_row
 @pytest.mark.parametrize("lora", [False, True])
-def test_every_trained_parameter_gets_a_gradient(name: str, lora: bool, folders: Callable[[str], Path]) -> None:
-    """Finite and not zero, apart from parameters whose output the architecture does not use."""
+def test_every_trained_parameter_gets_a_gradient(name: str, lora: bool, folders: Folders) -> None:
     row, model = ROWS[name], opened(name, folders(name))
     module = model.build()
     if lora:
@@ -125,22 +128,9 @@ def test_every_trained_parameter_gets_a_gradient(name: str, lora: bool, folders:
 
 
 @each_row
-def test_lora_targets_name_layers_of_every_block(name: str, folders: Callable[[str], Path]) -> None:
-    """Every block gets an adapter, and `blocks` misses none."""
-    model = opened(name, folders(name))
-    module = model.build()
-    kinds = {type(block) for block in model.blocks(module)}
-    assert sum(type(each) in kinds for each in module.modules()) == len(model.blocks(module)) > 1
-    add_lora(module, LoraConfig(rank=2), model.lora_targets)
-    for block in model.blocks(module):
-        assert any(".lora_A." in each for each, _ in block.named_parameters())
-
-
-@each_row
 def test_a_trained_adapter_makes_the_same_images_in_the_pipeline(
-    name: str, tmp_path: Path, one: World, folders: Callable[[str], Path]
+    name: str, tmp_path: Path, one: World, folders: Folders
 ) -> None:
-    """Train LoRA for one step, export it, and load it with the pipeline's load_lora_weights."""
     row, folder = ROWS[name], folders(name)
     model, pipeline = opened(name, folder), theirs(row, folder)
     module, x = model.build(), start(model, 2, row.sizes[0])
@@ -161,8 +151,7 @@ def test_a_trained_adapter_makes_the_same_images_in_the_pipeline(
 
 
 @each_row
-def test_a_full_export_opens_in_the_pipeline(name: str, tmp_path: Path, one: World, folders: Callable[[str], Path]) -> None:
-    """Exported over the network's folder, every weight is the changed one."""
+def test_a_full_export_opens_in_the_pipeline(name: str, tmp_path: Path, one: World, folders: Folders) -> None:
     row, folder = ROWS[name], folders(name)
     model = opened(name, folder)
     module = model.build()

@@ -1,13 +1,13 @@
 """Layers that see the prompt alone compute once per rollout: counted, and the bits of a rollout stay."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.lora_model import perturb
+from helpers.marks import Folders, Patch
 from helpers.tiny_pipelines import ROWS, STEPS, each_row, opened
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -38,8 +38,6 @@ LINEARS = {
 
 
 class Linears(TorchFunctionMode):
-    """Counts the products with a weight matrix."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -52,7 +50,6 @@ class Linears(TorchFunctionMode):
 def made(
     model: Any, module: nn.Module, prompts: tuple[str, ...], shape: tuple[int, ...], **options: Any
 ) -> tuple[Tensor, int]:
-    """Return the final samples of a rollout in chunks of 2, and its products with a weight matrix without the decoder's."""
     sampling = Sampling(shape, model.schedule(STEPS, shape), **options)
     requests, linears = Requests(as_prompts(prompts), range(len(prompts)), key(3)), Linears()
     predict = model.predict
@@ -70,7 +67,7 @@ def made(
 
 
 @each_row
-def test_a_rollout_computes_them_once(name: str, folders: Callable[[str], Path]) -> None:
+def test_a_rollout_computes_them_once(name: str, folders: Folders) -> None:
     """Once per chunk and half of guidance instead of at each of 3 steps; the next chunk has other prompts."""
     row = ROWS[name]
     model = opened(name, folders(name))
@@ -104,8 +101,6 @@ def test_adapters_of_these_layers_take_part(kind: Any, more: tuple[str, ...]) ->
 
 
 class Twice(nn.Module):
-    """A network that calls a layer twice, and fails when asked to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.text, self.image = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -118,14 +113,11 @@ class Twice(nn.Module):
 
 
 class Named:
-    """A model that names a layer of `Twice`."""
-
     prompt_layers = ("text",)
 
 
 @contextmanager
 def counting(layer: nn.Module) -> Iterator[list[int]]:
-    """Count the computations of a linear layer, whatever its forward is replaced by."""
     calls = [0]
     real = nn.functional.linear
 
@@ -138,8 +130,7 @@ def counting(layer: nn.Module) -> Iterator[list[int]]:
         yield calls
 
 
-def test_layers_are_looked_up_once_and_again_after_one_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rollout of many chunks walks over the modules once."""
+def test_layers_are_looked_up_once_and_again_after_one_was_replaced(monkeypatch: Patch) -> None:
     walks, matching = [], prompt_layers._matching
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from helpers import tiny_replayed
-from helpers.marks import long
+from helpers.marks import Folders, Patch, long
+from helpers.refusals import refuses
 from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER, opened
 from helpers.tolerances import Tolerance, rounding_tolerance
 from torch import Tensor, nn
@@ -46,12 +46,10 @@ def pipeline(name: str, folder: Path) -> Any:
 
 
 def networks(pipe: Any) -> list[nn.Module]:
-    """Return the parts of a pipeline that compute."""
     return [part for part in pipe.components.values() if isinstance(part, nn.Module)]
 
 
 def theirs(name: str, pipe: Any, noise: Tensor, *, output: str) -> Tensor:
-    """Return the output of diffusers' pipeline for given noise."""
     options = {**ROWS[name].options, "output_type": output, "return_dict": False}
     options |= {"prompt": PROMPTS[: len(noise)], "num_inference_steps": STEPS, "latents": ROWS[name].latents(noise)}
     made: Tensor = pipe(**options)[0]
@@ -60,7 +58,7 @@ def theirs(name: str, pipe: Any, noise: Tensor, *, output: str) -> Tensor:
 
 @pytest.mark.bits
 @each
-def test_samples_are_those_of_the_pipeline(name: str, replayed: Callable[[str], Path]) -> None:
+def test_samples_are_those_of_the_pipeline(name: str, replayed: Folders) -> None:
     """From the same noise, the ODE ends at the same latents and images, with guidance, for one sample and for three."""
     model = opened(name, replayed(name))
     module = model.build().eval()
@@ -88,8 +86,7 @@ def test_samples_are_those_of_the_pipeline(name: str, replayed: Callable[[str], 
 
 
 @each
-def test_the_check_passes_with_the_real_transformer(name: str, replayed: Callable[[str], Path]) -> None:
-    """On other prompts than the empty one, which the model was understood by."""
+def test_the_check_passes_with_the_real_transformer(name: str, replayed: Folders) -> None:
     model = opened(name, replayed(name))
     assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
     assert is_recorded(model)
@@ -97,8 +94,7 @@ def test_the_check_passes_with_the_real_transformer(name: str, replayed: Callabl
 
 
 @each
-def test_every_trained_parameter_has_a_gradient(name: str, replayed: Callable[[str], Path]) -> None:
-    """LoRA on the model's targets, at every step of the schedule."""
+def test_every_trained_parameter_has_a_gradient(name: str, replayed: Folders) -> None:
     model = opened(name, replayed(name))
     module = model.build()
     assert 1 <= len(model.blocks(module)) <= 8
@@ -116,8 +112,7 @@ def test_every_trained_parameter_has_a_gradient(name: str, replayed: Callable[[s
 
 
 @each
-def test_a_prompt_is_encoded_alone(name: str, replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its bits depend neither on its batch nor on the cache."""
+def test_a_prompt_is_encoded_alone(name: str, replayed: Folders, tmp_path: Path) -> None:
     model = opened(name, replayed(name))
     together = optree.tree_leaves(model.encode(PROMPTS))
     for row, prompt in enumerate(PROMPTS):
@@ -129,8 +124,7 @@ def test_a_prompt_is_encoded_alone(name: str, replayed: Callable[[str], Path], t
     assert len(list((tmp_path / "texts").iterdir())) == len(PROMPTS)
 
 
-def test_the_cache_depends_on_every_argument_of_the_call(replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """Another guidance, number of steps or size gives another conditioning."""
+def test_the_cache_depends_on_every_argument_of_the_call(replayed: Folders, tmp_path: Path) -> None:
     row = dict(ROWS["lumina2"].options)
     opened("lumina2", replayed("lumina2"), cache=tmp_path).encode(PROMPTS[:1])
     for options in ({"scale": 2.0}, {"steps": 3}, {"negative": "blurry"}, {"height": 64}):
@@ -141,8 +135,7 @@ def test_the_cache_depends_on_every_argument_of_the_call(replayed: Callable[[str
 
 
 @without_adapter
-def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], Path]) -> None:
-    """Velocities computed from a stored rollout are those of the rollout; guidance is the pipeline's own."""
+def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Folders) -> None:
     model = opened(name, replayed(name))
     module = model.build().eval()
     guidance = Guidance(scale=float(ROWS[name].options["guidance_scale"]))
@@ -162,8 +155,7 @@ def test_a_rollout_is_on_policy_to_the_bit(name: str, replayed: Callable[[str], 
     assert 0 <= float(chunk.images.min()) <= float(chunk.images.max()) <= 1
 
 
-def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(replayed: Callable[[str], Path]) -> None:
-    """The check uses the real weights, in other batches."""
+def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(replayed: Folders) -> None:
     model = opened("sana", replayed("sana"))
     module = model.build().eval()
 
@@ -171,12 +163,11 @@ def test_a_transformer_that_mixes_the_samples_of_a_batch_is_refused(replayed: Ca
         return (output[0] + output[0].mean(0, keepdim=True),)
 
     module.register_forward_hook(mix)
-    with pytest.raises(ValueError, match=r"SanaPipeline cannot be trained without an adapter: its transformer, replayed"):
-        model.check(module, PROMPTS[:2])
+    refuses("SanaPipeline cannot be trained without an adapter: its transformer", model.check, module, PROMPTS[:2])
 
 
 @without_adapter
-def test_exports_open_in_the_pipeline(name: str, replayed: Callable[[str], Path], one: World, tmp_path: Path) -> None:
+def test_exports_open_in_the_pipeline(name: str, replayed: Folders, one: World, tmp_path: Path) -> None:
     """LoRA by the pipeline's load_lora_weights, merged weights in place of the transformer's folder."""
     model = opened(name, replayed(name))
     module = model.build()
@@ -210,46 +201,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sana", {"frames": 5}, "frames is 5, expected 1: SanaPipeline makes images"),
     ("lumina2", {"height": 30}, "divisible"),
     ("aura-flow", {"text_tokens": 0}, "text_tokens is 0"),
-    (
-        "sana",
-        {"call": {"complex_human_instruction": 5}},
-        "SanaPipeline cannot be called with .*height=32, .*: TypeError: can only join",
-    ),
+    ("sana", {"call": {"complex_human_instruction": 5}}, "SanaPipeline cannot be called with .*height=32"),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "says"), REFUSED, ids=[says for *_, says in REFUSED])
-def test_impossible_calls_are_refused(
-    name: str, options: dict[str, Any], says: str, replayed: Callable[[str], Path]
-) -> None:
-    """When the model is opened or first run."""
-    with pytest.raises(ValueError, match=says):
-        _ = opened(name, replayed(name), **options).known
+def test_impossible_calls_are_refused(name: str, options: dict[str, Any], says: str, replayed: Folders) -> None:
+    refuses(says, lambda: opened(name, replayed(name), **options).known)
 
 
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        (
-            {"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]},
-            "there is no adapter for, and",
-        ),
-        (
-            {"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]},
-            "TomorrowsPipeline, which diffusers .* does",
-        ),
+        ({"_class_name": "KandinskyPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}, "there is no adapter"),
+        ({"_class_name": "TomorrowsPipeline", "transformer": ["diffusers", "X"]}, "TomorrowsPipeline, which diffusers"),
         ({"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"]}, "names no vae"),
     ],
 )
 def test_unsuitable_folders_are_refused(index: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A UNet, a class that diffusers does not have, and half a pipeline."""
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=says):
-        AnyPipeline(tmp_path, height=32, width=32, steps=STEPS)
+    refuses(says, AnyPipeline, tmp_path, height=32, width=32, steps=STEPS)
 
 
-def test_a_solver_of_a_flow_is_replaced_by_euler_steps(replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """The published Sana has a solver; Euler's scheduler gets the same shift."""
+def test_a_solver_is_replaced_by_euler_steps_if_it_is_of_a_flow(replayed: Folders, tmp_path: Path) -> None:
     pipe = tiny_replayed.load("sana", replayed("sana"))
     shift = pipe.scheduler.config.shift
     pipe.scheduler = DPMSolverMultistepScheduler(use_flow_sigmas=True, flow_shift=shift, prediction_type="flow_prediction")
@@ -257,30 +231,24 @@ def test_a_solver_of_a_flow_is_replaced_by_euler_steps(replayed: Callable[[str],
     model, euler = opened("sana", tmp_path), opened("sana", replayed("sana"))
     assert torch.equal(model.known.schedule.levels, euler.known.schedule.levels)
     assert model.check(model.build().eval(), PROMPTS[:2]) < 1e-5
-
-
-def test_a_scheduler_without_a_flow_is_refused(replayed: Callable[[str], Path], tmp_path: Path) -> None:
-    """The message names the scheduler and the expected one."""
-    pipe = tiny_replayed.load("sana", replayed("sana"))
     pipe.scheduler = DPMSolverMultistepScheduler()
     pipe.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"DPMSolverMultistepScheduler, expected FlowMatchEulerDiscreteScheduler"):
-        _ = opened("sana", tmp_path).known
+    says = "DPMSolverMultistepScheduler, expected FlowMatchEulerDiscreteScheduler"
+    refuses(says, lambda: opened("sana", tmp_path).known)
 
 
-def test_another_size_or_number_of_steps_is_refused(replayed: Callable[[str], Path]) -> None:
-    """The model is known for one size and schedule only."""
+def test_another_size_number_of_steps_or_long_prompt_is_refused(replayed: Folders) -> None:
     model = opened("sana", replayed("sana"))
-    with pytest.raises(ValueError, match="as the pipeline was opened"):
-        model.latent_shape(64, 64)
-    with pytest.raises(ValueError, match="as the pipeline was opened"):
-        model.schedule(STEPS + 1, model.known.shape)
+    refuses("as the pipeline was opened", model.latent_shape, 64, 64)
+    refuses("as the pipeline was opened", model.schedule, STEPS + 1, model.known.shape)
     with pytest.raises(ValueError, match=r"no step at sigma 0\.123"):
         model.predict(model.build(), torch.zeros(1, *model.known.shape), torch.tensor([0.123]), model.encode(PROMPTS[:1]))
+    model = opened("lumina2", replayed("lumina2"))
+    refuses("expected at most 24", model.check_prompt, "x" * 40)
+    model.check_prompt("a fox")
 
 
-def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline that pads to the longest prompt of the batch gives its transformer other shapes for other prompts."""
+def test_prompts_of_other_shapes_are_refused(replayed: Folders, monkeypatch: Patch) -> None:
     model = opened("lumina2", replayed("lumina2"))
     encode: Any = type(model._load_pipeline()).encode_prompt
 
@@ -290,18 +258,16 @@ def test_prompts_of_other_shapes_are_refused(replayed: Callable[[str], Path], mo
         return tuple(part if part is None else part[:, :length] for part in found)
 
     monkeypatch.setattr(type(model._load_pipeline()), "encode_prompt", unpadded)
-    with pytest.raises(ValueError, match="samples of both cannot be in one batch"):
-        model.encode(["a red fox"])
+    refuses("samples of both cannot be in one batch", model.encode, ["a red fox"])
 
 
-def test_rows_by_coincidence_are_none(replayed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_by_coincidence_are_none(replayed: Folders, monkeypatch: Patch) -> None:
     """Of as many samples as FLUX has tokens of text, their positions, which are all 0, look like one row per sample."""
     call = {**ROWS["flux-guided"].options, "max_sequence_length": 3}
     del call["height"], call["width"], call["guidance_scale"]
     model = opened("flux-guided", replayed("flux-guided"), call=call)
     monkeypatch.setattr(any_pipeline, "COPIES", (3,))  # there is nothing to compare with
-    with pytest.raises(ValueError, match=r"FluxPipeline .* is given inputs of unlike kinds for 3 samples$"):
-        _ = model.known
+    refuses(r"FluxPipeline .* is given inputs of unlike kinds for 3 samples$", getattr, model, "known")
     model = opened("flux-guided", replayed("flux-guided"))
     monkeypatch.setattr(any_pipeline, "COPIES", (12, 5))
     assert model.known.model.ragged  # no two batches are alike, so that samples are made one by one
@@ -323,15 +289,7 @@ def test_inputs_of_the_prompts_length_belong_to_the_prompt(tmp_path: Path) -> No
     assert [leaf for call in recipe.calls for leaf in call.leaves if isinstance(leaf, SampleInput) and not leaf.repeats]
 
 
-def test_a_long_prompt_is_refused(replayed: Callable[[str], Path]) -> None:
-    """The limit is the pipeline's max_sequence_length."""
-    model = opened("lumina2", replayed("lumina2"))
-    with pytest.raises(ValueError, match="expected at most 24"):
-        model.check_prompt("x" * 40)
-    model.check_prompt("a fox")
-
-
-def test_the_stand_in_takes_no_memory(replayed: Callable[[str], Path]) -> None:
+def test_the_stand_in_takes_no_memory(replayed: Folders) -> None:
     """Its parameters stay on the meta device, and the pipeline has its own scheduler again after each use."""
     model = opened("sana", replayed("sana"))
     model.encode(PROMPTS)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_replayed
+from helpers.marks import Folders, Patch
+from helpers.refusals import refuses
 from helpers.tiny_replayed import PROMPTS
 from torch import Tensor
 
@@ -27,8 +29,7 @@ SHORT = {"max_sequence_length": 12}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny pipeline, saved once."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("pipelines")
 
     def of(name: str) -> Path:
@@ -42,13 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def refused(model: Callable[[], Any], says: str) -> None:
-    """Expect a refusal of one line."""
-    with pytest.raises(ValueError, match=says) as caught:
-        model()
-    assert "\n" not in str(caught.value)
+    refuses(says, model)
 
 
-def test_inpainting_is_refused_at_the_first_blended_step(folder: Callable[[str], Path]) -> None:
+def test_inpainting_is_refused_at_the_first_blended_step(folder: Folders) -> None:
     """FluxInpaintPipeline starts from noise with strength 1, and mixes the image's latents in after every step."""
     call = {"image": IMAGE, "mask_image": MASK, "strength": 1.0, **SHORT}
     model = AnyPipeline(folder("FluxInpaintPipeline"), call=call, scale=2.5, **SIZE)
@@ -59,8 +57,7 @@ def test_inpainting_is_refused_at_the_first_blended_step(folder: Callable[[str],
     )
 
 
-def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Callable[[str], Path]) -> None:
-    """The message shows no pixels."""
+def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Folders) -> None:
     call = {"image": IMAGE[:, :2], "strength": 0.5, **SHORT}
     model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
     refused(
@@ -71,7 +68,7 @@ def test_an_image_that_a_pipeline_cannot_repeat_is_one_line(folder: Callable[[st
 
 
 @pytest.mark.long
-def test_a_pipeline_that_fails_on_several_samples_makes_them_one_by_one(folder: Callable[[str], Path]) -> None:
+def test_a_pipeline_that_fails_on_several_samples_makes_them_one_by_one(folder: Folders) -> None:
     """StableDiffusion3Img2ImgPipeline fails on one image for several; each pair of a pass is alone, as the samples were."""
     call = {"image": IMAGE, "strength": 0.5, **SHORT}
     model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
@@ -80,10 +77,7 @@ def test_a_pipeline_that_fails_on_several_samples_makes_them_one_by_one(folder: 
     assert model.decode(torch.zeros(3, *model.known.shape)).shape == (3, 3, 16, 16)
 
 
-def test_what_depends_on_one_samples_noise_is_refused(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Samples that are made one by one are compared with one another, as those of a batch."""
+def test_what_depends_on_one_samples_noise_is_refused(folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"image": IMAGE, "strength": 0.5, **SHORT}
     model = AnyPipeline(folder("StableDiffusion3Img2ImgPipeline"), call=call, scale=2.5, **SIZE)
     prepare = type(model._load_pipeline()).encode_prompt
@@ -98,8 +92,7 @@ def test_what_depends_on_one_samples_noise_is_refused(
 
 
 @pytest.mark.long
-def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callable[[str], Path]) -> None:
-    """The text of a large tensor leaves out most of its values."""
+def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Folders) -> None:
     prints = []
     for value in (0.0, 0.5):
         image = torch.zeros(1, 3, 64, 64)
@@ -110,25 +103,18 @@ def test_encoded_prompts_are_cached_by_every_pixel_of_an_argument(folder: Callab
 
 
 @pytest.mark.long
-def test_initial_samples_that_are_no_noise_are_refused(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pipeline that scales its noise, or adds something to it."""
+def test_initial_samples_that_are_no_noise_are_refused(folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_replayed.opened("sana", folder("sana"))
     kind = type(model._load_pipeline())
     prepare = kind.prepare_latents
-    changes: list[Callable[[Tensor], Tensor]] = [
-        lambda x: 0.8 * x,
-        lambda x: x + 0.5,
-        lambda x: x.sign(),
-    ]
+    changes: list[Callable[[Tensor], Tensor]] = [lambda x: 0.8 * x, lambda x: x + 0.5, lambda x: x.sign()]
     for change in changes:
         monkeypatch.setattr(kind, "prepare_latents", lambda *args, change=change, **kwargs: change(prepare(*args, **kwargs)))
         refused(lambda: model.known, "^SanaPipeline .* its initial samples are not standard normal noise: mean")
 
 
 @pytest.mark.long
-def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], Path]) -> None:
+def test_images_that_are_decoded_otherwise_are_refused(folder: Folders) -> None:
     """A pipeline that changes its latents after the last step ends in images that the rollout would not make."""
     model = tiny_replayed.opened("sana", folder("sana"))
     module = model.build().eval()
@@ -147,8 +133,7 @@ def test_images_that_are_decoded_otherwise_are_refused(folder: Callable[[str], P
     )
 
 
-def twins(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Make two samples per call."""
+def twins(patch: Patch, kind: Any) -> None:
     call = kind.__call__
 
     def two(self: Any, *args: Any, generator: Any, **more: Any) -> Any:
@@ -159,8 +144,7 @@ def twins(patch: pytest.MonkeyPatch, kind: Any) -> None:
     patch.setattr(kind, "__call__", two)
 
 
-def late(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Leave out the first step of a schedule, as image to image does, without an image."""
+def late(patch: Patch, kind: Any) -> None:
     module = sys.modules[kind.__module__]
     timesteps = module.retrieve_timesteps
 
@@ -171,13 +155,12 @@ def late(patch: pytest.MonkeyPatch, kind: Any) -> None:
     patch.setattr(module, "retrieve_timesteps", fewer)
 
 
-def restless(patch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Give the transformer another setting in each call."""
+def restless(patch: Patch, kind: Any) -> None:
     call, count = kind.__call__, itertools.count()
     patch.setattr(kind, "__call__", lambda *args, **more: call(*args, attention_kwargs={"of": next(count)}, **more))
 
 
-ALTERED: dict[str, tuple[Callable[[pytest.MonkeyPatch, Any], None], str]] = {
+ALTERED: dict[str, tuple[Callable[[Patch, Any], None], str]] = {
     "twins": (twins, "it makes 2 samples of a prompt, expected 3 as asked"),
     "late": (late, f"it takes the last {STEPS} steps only, and starts from no image"),
     "interrupted": (lambda patch, kind: patch.setattr(kind, "interrupt", True), "its scheduler takes no step"),
@@ -186,20 +169,14 @@ ALTERED: dict[str, tuple[Callable[[pytest.MonkeyPatch, Any], None], str]] = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_a_pipeline_that_lacks_a_property_is_refused(
-    name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As soon as it is run without its transformer."""
+def test_a_pipeline_that_lacks_a_property_is_refused(name: str, folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     alter, says = ALTERED[name]
     model = tiny_replayed.opened("sana", folder("sana"))
     alter(monkeypatch, type(model._load_pipeline()))
     refused(lambda: model.known, f"^SanaPipeline cannot be trained without an adapter: {says}$")
 
 
-def test_a_run_that_differs_from_the_first_or_fails_is_refused(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its schedule is another one, or only the real transformer fails, with one prompt too; sounds are asked of none."""
+def test_a_run_that_differs_from_the_first_or_fails_is_refused(folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_replayed.opened("sana", folder("sana"))
     module, kind = model.build().eval(), type(model._load_pipeline())
     refused(lambda: model.sounds(torch.zeros(1, *model.known.shape)), "^SanaPipeline makes no sounds$")
@@ -229,10 +206,7 @@ EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("method", EXCEPTIONS)
-def test_an_exception_of_the_pipeline_is_one_line(
-    method: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of any type, with its type and text."""
+def test_an_exception_of_the_pipeline_is_one_line(method: str, folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, says = EXCEPTIONS[method]
     model = tiny_replayed.opened("sana", folder("sana"))
 
@@ -245,7 +219,7 @@ def test_an_exception_of_the_pipeline_is_one_line(
     assert type(pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
 
 
-def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], Path]) -> None:
+def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Folders) -> None:
     """A processor in the tokenizer's place takes no bare text; a VAE may lack memory."""
     model = tiny_replayed.opened("sana", folder("sana"))
     shape = model.latent_shape(32, 32)
@@ -268,8 +242,6 @@ def test_an_exception_of_a_tokenizer_or_vae_is_one_line(folder: Callable[[str], 
 
 
 def _refusing(tokenizer: Any) -> Any:
-    """Return a tokenizer that takes no bare text."""
-
     def refuse(self: Any, text: str) -> Any:
         raise TypeError("no images were given")
 
@@ -278,8 +250,7 @@ def _refusing(tokenizer: Any) -> Any:
     return other
 
 
-def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) -> None:
-    """FLUX.2 dev has a processor in its tokenizer's place."""
+def test_the_tokenizer_inside_a_processor_counts(folder: Folders) -> None:
     from transformers import ProcessorMixin
 
     model = tiny_replayed.opened("sana", folder("sana"))
@@ -295,37 +266,21 @@ def test_the_tokenizer_inside_a_processor_counts(folder: Callable[[str], Path]) 
 
 
 def noise(*shape: int) -> Tensor:
-    """Return standard normal noise."""
     return normal(key(3), shape)
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 8, 8), (3, 16, 16), (2, 40000), (1, 4, 32, 32)])
-def test_normal_noise_passes(shape: tuple[int, ...]) -> None:
-    """In any shape, in bfloat16 too."""
-    check_initial_noise("P", noise(*shape))
-    check_initial_noise("P", noise(*shape).bfloat16())
+def test_normal_noise_passes_and_other_noise_does_not() -> None:
+    for shape in ((3, 4, 8, 8), (3, 16, 16), (2, 40000), (1, 4, 32, 32)):
+        check_initial_noise("P", noise(*shape))
+        check_initial_noise("P", noise(*shape).bfloat16())
+    x = noise(3, 4, 16, 16)
+    partly = 0.8 * x + 0.6 * x[:1] * torch.tensor([0.0, 1, 1])[:, None, None, None]
+    uniform = 3**0.5 * (2 * torch.rand_like(x) - 1)
+    for other in (x * 0.7, x * 1.4, x + 0.4, uniform, x[:1].expand_as(x), partly, x * torch.nan):
+        refuses(r"P cannot be trained .* not standard normal noise", check_initial_noise, "P", other)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x * 0.7,
-        lambda x: x * 1.4,
-        lambda x: x + 0.4,
-        lambda x: 3**0.5 * (2 * torch.rand_like(x) - 1),
-        lambda x: x[:1].expand_as(x),
-        lambda x: 0.8 * x + 0.6 * x[:1] * torch.tensor([0.0, 1, 1])[:, None, None, None],
-        lambda x: x * torch.nan,
-    ],
-    ids=["small", "large", "shifted", "uniform", "shared", "partly shared", "nan"],
-)
-def test_other_noise_does_not_pass(change: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(ReplayError, match=r"P cannot be trained .* not standard normal noise"):
-        check_initial_noise("P", change(noise(3, 4, 16, 16)))
-
-
-def test_a_step_starts_where_the_one_before_ended() -> None:
-    """To the bit, but for a cast of the pipeline's."""
+def test_steps_and_images_agree_up_to_a_cast_or_rounding() -> None:
     x = noise(2, 4, 4)
     check_chain("P", 1, x, x.clone())
     check_chain("P", 1, x.bfloat16(), x)
@@ -337,30 +292,25 @@ def test_a_step_starts_where_the_one_before_ended() -> None:
         ReplayError, match=r"at step 2 the sample has shape \(2, 16\), and the step before returned \(2, 4, 4\)"
     ):
         check_chain("P", 2, x.flatten(1), x)
-
-
-@pytest.mark.parametrize(("taken", "shown"), [((1, 2), "1, 2"), ((0, 1), "0, 1"), ((0, 2, 1), "0, 2, 1"), ((), "none")])
-def test_steps_are_taken_once_in_order(taken: tuple[int, ...], shown: str) -> None:
-    assert check_tail("P", (0, 1, 2), 3, 3) == 0
-    with pytest.raises(ReplayError, match=f"it takes the steps {shown} of a schedule of 3, expected the last 3"):
-        check_tail("P", taken, 3, 3)
-
-
-def test_the_last_steps_may_be_taken_alone() -> None:
-    """Image to image leaves out the first steps of its schedule, and no others."""
-    assert check_tail("P", (2, 3, 4), 5, 3) == 2
-    for taken in ((1, 2, 3, 4), (1, 2, 3), (2, 4)):
-        with pytest.raises(ReplayError, match="of a schedule of 5, expected the last 3"):
-            check_tail("P", taken, 5, 3)
-
-
-def test_images_agree_up_to_rounding() -> None:
     images = noise(2, 3, 4, 4).sigmoid()
     assert check_images("P", images * (1 + 1e-6), images, tolerance=1e-4) == pytest.approx(1e-6, rel=0.1)
     with pytest.raises(ReplayError, match=r"decoded, differ from its own images by 0\.01 of their norm"):
         check_images("P", images * 1.01, images, tolerance=1e-4)
     with pytest.raises(ReplayError, match="its images have shape"):
         check_images("P", images[:, :1], images, tolerance=1e-4)
+
+
+def test_the_last_steps_are_taken_once_in_order() -> None:
+    """Image to image leaves out the first steps of its schedule, and no others."""
+    assert check_tail("P", (0, 1, 2), 3, 3) == 0
+    assert check_tail("P", (2, 3, 4), 5, 3) == 2
+    wrong: tuple[tuple[tuple[int, ...], int], ...] = ((1, 2), 3), ((0, 1), 3), ((0, 2, 1), 3), ((1, 2, 3), 5), ((2, 4), 5)
+    for taken, steps in (*wrong, ((1, 2, 3, 4), 5)):
+        shown = ", ".join(map(str, taken))
+        refuses(
+            f"it takes the steps {shown} of a schedule of {steps}, expected the last 3", check_tail, "P", taken, steps, 3
+        )
+    refuses("it takes the steps none of a schedule of 3", check_tail, "P", (), 3, 3)
 
 
 def test_refusals_pass_through_and_other_exceptions_name_the_pipeline() -> None:

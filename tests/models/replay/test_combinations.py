@@ -15,14 +15,12 @@ SHAPE = (3, 4, 8, 8)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
-    """Return noise of three samples."""
     return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
 def found(
     parts: Sequence[Tensor], v: Tensor, x: Tensor, *, rescales: Sequence[float] = (0.7,), sizes: tuple[int, ...] = ()
 ) -> Any:
-    """Return the one function that gives a velocity; None if there is none."""
     level = torch.tensor(SIGMA).expand(len(x))
     every = find_combinations(parts, v, x, level, scales=[3.0], rescales=rescales, sizes=sizes)
     assert len(every) < 2
@@ -30,7 +28,6 @@ def found(
 
 
 def rescaled(w: Tensor, c: Tensor, strength: float) -> Tensor:
-    """Return the formula of arXiv 2305.08891, equations 15 and 16, over all dimensions but that of the batch."""
     dims = list(range(1, w.ndim))
     made = w * (c.std(dim=dims, keepdim=True) / w.std(dim=dims, keepdim=True))
     return strength * made + (1 - strength) * w
@@ -41,7 +38,6 @@ def of_velocities(c: Tensor, u: Tensor, x: Tensor) -> Tensor:
 
 
 def of_clean_samples(c: Tensor, u: Tensor, x: Tensor) -> Tensor:
-    """LTX-2's: the velocities become estimates of the clean sample and back."""
     clean, other = x - SIGMA * c, x - SIGMA * u
     return (x - rescaled(clean + 2.0 * (clean - other), clean, 0.7)) / SIGMA
 
@@ -73,7 +69,6 @@ def test_a_rescaled_guidance_of_another_strength_is_refused() -> None:
 
 
 def test_pieces_are_rescaled_apart() -> None:
-    """One piece of a flat sample by its own deviation, the other not at all."""
     parts, x = [drawn(1, 3, 96), drawn(2, 3, 96) * 1.5], drawn(3, 3, 96)
     (c, sound), (u, other) = (part.split([64, 32], dim=1) for part in parts)
     v = torch.cat([of_clean_samples(c, u, x[:, :64]), other + 5.0 * (sound - other)], dim=1)
@@ -83,24 +78,16 @@ def test_pieces_are_rescaled_apart() -> None:
     torch.testing.assert_close(one(parts, x, torch.full((3,), SIGMA)), v, rtol=1e-5, atol=1e-5)
 
 
-def test_guidance_of_the_first_channels() -> None:
-    """Lumina's: the others are those of the prompt; the second half of the output is not used, and the sign is changed."""
+def test_guidance_of_parts_of_outputs() -> None:
+    """Lumina's first channels, Ideogram 4's tokens after text, and Kandinsky 5's second frame behind a held one."""
     both = [drawn(seed, 3, 8, 4, 4) for seed in (1, 2)]
     c, u = (part.chunk(2, dim=1)[0] for part in both)
     v = -torch.cat([u[:, :3] + 3.0 * (c[:, :3] - u[:, :3]), c[:, 3:]], dim=1)
     one = found(both, v, drawn(3, 3, 4, 4, 4))
     assert one == Combination(cond=0, scale=3.0, guided=3, first_half=True, negative=True)
-
-
-def test_a_sum_of_an_output_with_text_before_it() -> None:
-    """Ideogram 4's: one part has tokens of text first, the other is that of another network without them."""
     long, short, x = drawn(1, 3, 9, 4), drawn(2, 3, 6, 4), drawn(3, 3, 6, 4)
     v = -(3.0 * long[:, 3:] + (1.0 - 3.0) * short)
     assert found([long, short], v, x) == Fitted((-3.0, 2.0), 0.0, torch.float32)
-
-
-def test_guidance_of_the_second_of_two_frames() -> None:
-    """Kandinsky 5's: the first frame is held, so that the output has twice as many elements, as with a learned variance."""
     c, u = (drawn(seed, 3, 2, 4, 4, 4) for seed in (1, 2))
     v = (u + 3.0 * (c - u))[:, 1:]
     one = found([c, u], v, drawn(3, 3, 1, 4, 4, 4))
@@ -112,7 +99,6 @@ def test_guidance_of_the_second_of_two_frames() -> None:
 
 
 def test_guidance_of_larger_outputs_is_rescaled_by_the_whole() -> None:
-    """As where a frame is held: the velocity is some elements, and the deviation is that of all."""
     parts, x, level = [drawn(1, 3, 40), drawn(2, 3, 40) * 1.5], drawn(3, 3, 40), torch.full((3,), SIGMA)
     whole = Whole((0, 1), (Places(torch.arange(10, 30), (20,)), Places(torch.arange(9, -1, -1), (10,))))
     pieces = [of_clean_samples(*(each[:, part] for each in (*parts, x))) for part in (slice(0, 30), slice(30, 40))]

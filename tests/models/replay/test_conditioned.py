@@ -8,7 +8,8 @@ import optree
 import pytest
 import torch
 from helpers import tiny_conditioned
-from helpers.marks import long
+from helpers.marks import Folders, Patch, long
+from helpers.refusals import refuses
 from helpers.tiny_conditioned import ROWS
 from PIL import Image
 from torch import nn
@@ -32,20 +33,17 @@ each = pytest.mark.parametrize("name", [name if name in SHORT else long(name) fo
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of the pipelines, by row."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("conditioned")
     return lambda name: tiny_conditioned.save(name, root / name)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images keep their size."""
+def small(monkeypatch: Patch) -> None:
     tiny_conditioned.without_scaling(monkeypatch)
 
 
 def prompts(name: str, folder: Path) -> list[MediaPrompt]:
-    """Return two prompts with images of their own."""
     return [
         MediaPrompt(
             text,
@@ -66,7 +64,7 @@ def opened(name: str, folder: Path, example: MediaPrompt, **options: Any) -> Any
 
 
 @each
-def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) -> None:
+def test_images_are_the_pipelines_own(name: str, folder: Folders) -> None:
     """For two prompts with images of their own, encoded by the mode of the VAE's distribution, from the same noise."""
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0]).given(asked)
@@ -108,8 +106,7 @@ def test_images_are_the_pipelines_own(name: str, folder: Callable[[str], Path]) 
 
 
 @pytest.mark.parametrize("name", ["kontext", long("fill")])
-def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Path]) -> None:
-    """The same text with another image; the same image under another name is the same."""
+def test_an_image_changes_the_conditioning(name: str, folder: Folders) -> None:
     first, second = prompts(name, folder(name))
     model = opened(name, folder(name), first)
     same = MediaPrompt(first.text, {argument: file.read_bytes() for argument, file in first.media.items()})  # type: ignore[union-attr]
@@ -128,25 +125,19 @@ def test_an_image_changes_the_conditioning(name: str, folder: Callable[[str], Pa
     ],
 )
 def test_an_image_or_sound_without_an_effect_is_refused(
-    name: str,
-    argument: str,
-    ignored: Callable[[Any], Any],
-    folder: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, argument: str, ignored: Callable[[Any], Any], folder: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipeline that ignores what it is given in one of its arguments."""
     asked = prompts(name, folder(name))
     model = opened(name, folder(name), asked[0])
     module = model.build().eval()
     kind = type(model._load_pipeline())
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda *args, **more: call(*args, **{**more, argument: ignored(more[argument])}))
-    with pytest.raises(ValueError, match=rf"^{kind.__name__} .* its {argument} has no effect on the samples; leave it out$"):
-        model.check(module, asked)
+    refuses(rf"^{kind.__name__} .* its {argument} has no effect on the samples; leave it out$", model.check, module, asked)
 
 
 @pytest.mark.parametrize("larger", [long(0), 1])
-def test_images_of_two_sizes_are_refused(larger: int, folder: Callable[[str], Path]) -> None:
+def test_images_of_two_sizes_are_refused(larger: int, folder: Folders) -> None:
     """Whether the first or the last prompt has the larger one; prompts of several lengths are padded, images never."""
     name = "kontext"
     asked = prompts(name, folder(name))
@@ -154,14 +145,11 @@ def test_images_of_two_sizes_are_refused(larger: int, folder: Callable[[str], Pa
     asked[larger] = MediaPrompt(asked[larger].text, {"image": file})
     model = opened(name, folder(name), asked[0]).given(asked)
     says = r"samples of both cannot be in one batch: give all prompts images of one size$"
-    with pytest.raises(ValueError, match=f"^FluxKontextPipeline .* inputs of other shapes .* {says}"):
-        model.encode(asked)
+    refuses(f"^FluxKontextPipeline .* inputs of other shapes .* {says}", model.encode, asked)
 
 
 @pytest.mark.long
-def test_each_sample_is_decoded_with_its_own_prompts_image(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_sample_is_decoded_with_its_own_prompts_image(folder: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline whose images depend on more of their prompt's image than the transformer is given, e.g. LTX's."""
     name = "control"
     asked = prompts(name, folder(name))
@@ -182,12 +170,10 @@ def test_each_sample_is_decoded_with_its_own_prompts_image(
     assert not torch.equal(first, second)
     torch.testing.assert_close(model.decode(latents, asked[::-1])[1], first)
     monkeypatch.setattr(type(model), "_decoding_sees_images", lambda self: False)  # all with the example's
-    with pytest.raises(ValueError, match="its last samples, decoded, differ from its own images"):
-        model.check(module, asked)
+    refuses("its last samples, decoded, differ from its own images", model.check, module, asked)
 
 
-def test_a_decoding_that_mixes_samples_is_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts with images are run one by one, where it does not show."""
+def test_a_decoding_that_mixes_samples_is_refused(folder: Folders, monkeypatch: Patch) -> None:
     asked = prompts("kontext", folder("kontext"))
     model = opened("kontext", folder("kontext"), asked[0])
     module = model.build().eval()
@@ -198,26 +184,21 @@ def test_a_decoding_that_mixes_samples_is_refused(folder: Callable[[str], Path],
         return decode(self, (z + z.mean(0, keepdim=True)) / 2, *args, **more)
 
     monkeypatch.setattr(vae, "decode", mix)
-    with pytest.raises(
-        ValueError, match=r"^FluxKontextPipeline .* decodes together differ .* mixes the samples of a batch$"
-    ):
-        model.check(module, asked)
+    refuses(r"^FluxKontextPipeline .* decodes together differ .* mixes the samples of a batch$", model.check, module, asked)
 
 
 @pytest.mark.long
-def test_a_scale_of_the_whole_batch_is_refused(folder: Callable[[str], Path]) -> None:
-    """Kandinsky 5, whose samples are decoded one at a time for that reason."""
+def test_a_scale_of_the_whole_batch_is_refused(folder: Folders) -> None:
     asked = prompts("kandinsky-video", folder("kandinsky-video"))
     model = opened("kandinsky-video", folder("kandinsky-video"), asked[0])
     module = model.build().eval()
     assert model.check(module, asked) < 1e-4
     model.decode_chunk = 2
-    with pytest.raises(ValueError, match="mixes the samples of a batch"):
-        model.check(module, asked)
+    refuses("mixes the samples of a batch", model.check, module, asked)
 
 
 @pytest.mark.long
-def test_samples_of_image_to_image_start_as_noise(folder: Callable[[str], Path]) -> None:
+def test_samples_of_image_to_image_start_as_noise(folder: Folders) -> None:
     """The levels fall from 1, the offset is the image's alone, and a sample is decoded with the offset of its prompt."""
     name = "img2img"
     first, second = prompts(name, folder(name))
@@ -232,5 +213,4 @@ def test_samples_of_image_to_image_start_as_noise(folder: Callable[[str], Path])
     images = model.decode(x, [first, second])
     assert not torch.equal(images[0], images[1])
     torch.testing.assert_close(model.decode(x[:1], [second])[0], images[1])
-    with pytest.raises(ValueError, match="its samples start from an image, so that clean images alone give no samples"):
-        model.encode_images(torch.zeros(1, 3, 16, 16))
+    refuses("its samples start from an image", model.encode_images, torch.zeros(1, 3, 16, 16))

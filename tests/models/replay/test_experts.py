@@ -12,25 +12,16 @@ from fluvial.models.replay.experts import join_experts, place_network
 
 
 class Negates(nn.Module):
-    """A network of a call."""
-
     def forward(self, hidden_states: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor]:
         return (-hidden_states,)
 
 
 def pipe(boundary: float | None) -> SimpleNamespace:
-    """Return a pipeline with two networks."""
     parts = {part: Negates() for part in EXPERTS}
     return SimpleNamespace(components=parts, config=SimpleNamespace(boundary_ratio=boundary))
 
 
-def test_two_networks_without_a_boundary_are_refused() -> None:
-    with pytest.raises(ReplayError, match=r"it has two networks and no boundary between their noise levels$"):
-        join_experts(pipe(None), EXPERTS[0])
-
-
-def test_a_call_on_the_other_side_of_the_boundary_is_refused() -> None:
-    """A pipeline that changes networks at another level, or that has both see a batch."""
+def test_networks_without_a_boundary_and_calls_on_its_other_side_are_refused() -> None:
     module = join_experts(pipe(0.5), EXPERTS[0])
     assert isinstance(module, Experts)
     high, low = (place_network(module, part) for part in EXPERTS)
@@ -40,3 +31,5 @@ def test_a_call_on_the_other_side_of_the_boundary_is_refused() -> None:
     for network, timestep, part in ((high, below, "transformer"), (low, above, "transformer_2")):
         with pytest.raises(ReplayError, match=f"its {part} is called on the other side of the boundary"):
             network(x, timestep)
+    with pytest.raises(ReplayError, match=r"it has two networks and no boundary between their noise levels$"):
+        join_experts(pipe(None), EXPERTS[0])

@@ -23,7 +23,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_input_is_rebuilt_for_other_samples(layout: str, dtype: torch.dtype) -> None:
-    """From the places and the other numbers, to the bit."""
     build = LAYOUTS[layout]
     x, c, other = samples(4, 8, 8), samples(4, 8, 8, seed=1)[:1].expand(3, -1, -1, -1), samples(4, 8, 8, seed=2)
     found = find_in_input(build(x, c).to(dtype), x)
@@ -33,16 +32,18 @@ def test_an_input_is_rebuilt_for_other_samples(layout: str, dtype: torch.dtype) 
     assert torch.equal(places.gather(rows).transpose(0, 1).flatten(0, 1), build(other, c).to(dtype))
 
 
-def test_equal_elements_are_told_apart_by_their_neighbours() -> None:
-    """Elements of low precision may be equal in every sample; the order of the others decides."""
+def test_elements_are_told_apart() -> None:
+    """By the order of their neighbours; a number that one sample has by coincidence stands alone."""
     have = torch.tensor([[1.0, 2, 3, 2, 5, 2]])
     assert locate(have, have).tolist() == [0, 1, 2, 3, 4, 5]
     assert locate(have[:, 2:], have).tolist() == [2, 3, 4, 5]
     assert locate(torch.tensor([[3.0, 7]]), have).tolist() == [2, -1]
+    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1, 2, 3])).tolist() == [-1, -1, -1, 0, 1, 2, 3]
+    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1])).tolist() == [-1, 2, -1, 0, 1]  # its only place
+    assert drop_coincidences(torch.tensor([0, -1, 0, -1])).tolist() == [0, -1, 0, -1]  # every second channel
 
 
 def test_inputs_without_the_sample_are_not_taken_for_it() -> None:
-    """Other noise, a scaled sample, less than half of it, and copies that differ."""
     x = samples(4, 8, 8)
     differing = torch.cat([x, x.roll(1, dims=1)])
     for leaf in (samples(4, 8, 8, seed=3), 2 * x, x[:, :1], differing, torch.arange(3), "text", x[:2]):
@@ -77,6 +78,10 @@ def test_a_velocity_is_a_part_of_the_output() -> None:
     assert find_in_output(output[:, :2] + 1, output) is None
     assert find_in_output(output[:, :2].double(), output) is None
     assert found == find_in_output(output[:, :2], output) != find_in_output(output[:, 1:3], output)
+    own = [Places(torch.arange(6), (3, 2))]
+    assert find_whole(own, [samples(3, 2)], 6) is None
+    assert find_whole(own, [samples(4, 2)], 6) is None
+    assert find_whole([Places(torch.tensor([0, 1, 3, 6]), (2, 2))], [samples(2, 2)], 3) is None  # one element is missing
 
 
 def test_a_sample_behind_a_held_frame_is_found_in_larger_outputs() -> None:
@@ -94,24 +99,9 @@ def test_a_sample_behind_a_held_frame_is_found_in_larger_outputs() -> None:
     assert torch.equal(torch.cat(made, dim=1), x)
 
 
-def test_outputs_that_are_no_larger_or_of_another_shape_have_no_whole() -> None:
-    own = [Places(torch.arange(6), (3, 2))]
-    assert find_whole(own, [samples(3, 2)], 6) is None
-    assert find_whole(own, [samples(4, 2)], 6) is None
-    assert find_whole([Places(torch.tensor([0, 1, 3, 6]), (2, 2))], [samples(2, 2)], 3) is None  # one element is missing
-
-
-def test_a_number_that_one_sample_has_by_coincidence_is_no_element_of_it() -> None:
-    """It stands alone among other numbers, and its element is found among those of the sample, too."""
-    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1, 2, 3])).tolist() == [-1, -1, -1, 0, 1, 2, 3]
-    assert drop_coincidences(torch.tensor([-1, 2, -1, 0, 1])).tolist() == [-1, 2, -1, 0, 1]  # its only place
-    assert drop_coincidences(torch.tensor([0, -1, 0, -1])).tolist() == [0, -1, 0, -1]  # every second channel
-
-
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("first", [0, 2, 5])
 def test_one_sample_in_low_precision_is_found_as_a_block(axis: int, first: int) -> None:
-    """All of its elements must be there: with one other number it is no block of the input."""
     x = samples(4, 3, 6)[:1].bfloat16()
     shape = [4, 3, 6]
     shape[axis] = 5

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
 from helpers import tiny_replayed
-from helpers.marks import long
+from helpers.marks import Folders, long
+from helpers.refusals import refuses
 from helpers.tiny_replayed import PROMPTS, ROWS, WITHOUT_ADAPTER
 from torch import Tensor, nn
 
@@ -30,26 +30,22 @@ each = pytest.mark.parametrize("name", ROWS)
 
 
 @pytest.fixture
-def load(replayed: Callable[[str], Path]) -> Callable[[str], Any]:
-    """Return a function that loads a fresh tiny pipeline."""
+def load(replayed: Folders) -> Callable[[str], Any]:
     return lambda name: tiny_replayed.load(name, replayed(name))
 
 
 def recorded(pipe: Any, name: str, *, prompts: list[str] = PROMPTS, seed: int = 0, **options: Any) -> Recording:
-    """Return a recording of a row's pipeline."""
     options = {"sampler": "flow_sde", "eta": 0.7, "key": key(seed), "steps": STEPS, **ROWS[name].options, **options}
     return record(pipe, prompts, **options)
 
 
 def every_pair(recording: Recording) -> tuple[Tensor, Tensor]:
-    """Return the samples and steps of all pairs, step by step."""
     steps = recording.trajectory.steps[0]
     batch = len(recording.trajectory.final)
     return torch.arange(batch).repeat(len(steps)), steps.repeat_interleave(batch)
 
 
 def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> Tensor:
-    """Return the log-probability of pairs, as the update computes it."""
     position = torch.searchsorted(recording.trajectory.steps[0], step.contiguous())
     levels = recording.schedule.levels
     x, x_next = (getattr(recording.trajectory, name)[sample, position] for name in ("x", "x_next"))
@@ -58,7 +54,6 @@ def log_prob(recording: Recording, v: Tensor, sample: Tensor, step: Tensor) -> T
 
 @pytest.mark.parametrize("name", [name if name == "flux" else long(name) for name in ROWS])
 def test_the_pipeline_is_left_as_it_was(name: str, load: Callable[[str], Any]) -> None:
-    """It has its scheduler again and no hooks, and recording does not change the images."""
     pipe = load(name)
     own = pipe.scheduler
     recording = recorded(pipe, name, window=[0, 1])
@@ -102,8 +97,7 @@ def test_replay_gives_what_was_recorded(name: str, load: Callable[[str], Any]) -
         torch.testing.assert_close(v, want, rtol=0, atol=5e-6 * scale)
     assert check_replay(pipe.transformer, recording, micro_batch=4) < 5e-6
     trajectory.velocity[0, 0] = torch.nan  # in the last micro-batch alone, whose error comes after others that are fine
-    with pytest.raises(ValueError, match="misses the recorded velocity by nan of its norm"):
-        check_replay(pipe.transformer, recording, micro_batch=1)
+    refuses("misses the recorded velocity by nan of its norm", check_replay, pipe.transformer, recording, micro_batch=1)
 
 
 def test_only_inputs_that_differ_by_step_are_stored_per_step(load: Callable[[str], Any]) -> None:
@@ -134,25 +128,18 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 @each
 def test_the_combination_of_each_pipeline_is_found(name: str, load: Callable[[str], Any]) -> None:
-    """As in the pipeline's source."""
     (recipe,) = recorded(load(name), name).model.recipes
     combination = recipe.combination
     assert isinstance(combination, Combination)
     found = combination._asdict()
     assert {field: found[field] for field in COMBINATIONS[name]} == COMBINATIONS[name]
-
-
-def test_without_guidance_there_is_one_part(load: Callable[[str], Any]) -> None:
-    """Sana's output is the velocity, Lumina's its negative."""
-    for name in ("sana", "lumina2"):
+    if name in ("sana", "lumina2"):  # without guidance there is one part, Sana's the velocity, Lumina's its negative
         (recipe,) = recorded(load(name), name, guidance_scale=1.0).model.recipes
         assert isinstance(recipe.combination, Combination)
-        assert recipe.combination.cond is None
-        assert recipe.combination.negative == (name == "lumina2")
+        assert (recipe.combination.cond, recipe.combination.negative) == (None, name == "lumina2")
 
 
-def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -> None:
-    """Lumina 2 can guide only its first steps; pairs of both kinds can be mixed."""
+def test_recipes_differ_by_step(load: Callable[[str], Any]) -> None:
     pipe = load("lumina2")
     recording = recorded(pipe, "lumina2", cfg_trunc_ratio=0.5)
     assert [recipe.positions for recipe in recording.model.recipes] == [(0, 1), (2, 3)]
@@ -162,24 +149,6 @@ def test_steps_with_different_recipes_are_replayed(load: Callable[[str], Any]) -
     mixed = replay(pipe.transformer, recording, sample, step)
     assert recording.trajectory.velocity is not None
     torch.testing.assert_close(mixed, recording.trajectory.velocity[sample, step], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
-def test_shared_inputs_may_differ_by_step(kind: Callable[[int], Any], load: Callable[[str], Any]) -> None:
-    """Steps with equal shared inputs have the same recipe."""
-    pipe = load("sana")
-
-    def move(pipe: Any, step: int, timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        pipe._attention_kwargs = {"shared": kind((step + 1) % 2)}
-        return tensors
-
-    recording = recorded(pipe, "sana", attention_kwargs={"shared": kind(0)}, callback_on_step_end=move)
-    assert [recipe.positions for recipe in recording.model.recipes] == [(0, 2), (1, 3)]
-    assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
-
-
-def test_inputs_are_recorded_before_the_transformer_changes_them(load: Callable[[str], Any]) -> None:
-    """Some transformers remove entries from a dictionary."""
     pipe = load("sana")
     forward = pipe.transformer.forward
 
@@ -192,18 +161,26 @@ def test_inputs_are_recorded_before_the_transformer_changes_them(load: Callable[
     assert [recipe.positions for recipe in recording.model.recipes] == [(0,), (1, 2, 3)]
 
 
-def test_the_schedule_is_that_of_the_scheduler(load: Callable[[str], Any]) -> None:
-    """Also if its shift was changed after it was configured."""
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["number", "tensor"])
+def test_shared_inputs_may_differ_by_step(kind: Callable[[int], Any], load: Callable[[str], Any]) -> None:
+    pipe = load("sana")
+
+    def move(pipe: Any, step: int, timestep: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        pipe._attention_kwargs = {"shared": kind((step + 1) % 2)}
+        return tensors
+
+    recording = recorded(pipe, "sana", attention_kwargs={"shared": kind(0)}, callback_on_step_end=move)
+    assert [recipe.positions for recipe in recording.model.recipes] == [(0, 2), (1, 3)]
+    assert check_replay(pipe.transformer, recording, micro_batch=5) < 5e-6
+
+
+def test_a_shifted_schedule_and_low_precision_are_recorded(load: Callable[[str], Any]) -> None:
     pipe = load("sana")
     pipe.scheduler.set_shift(7.0)
     recording = recorded(pipe, "sana")
     pipe.scheduler.set_timesteps(STEPS)
     assert torch.equal(recording.schedule.levels, pipe.scheduler.sigmas)
     assert torch.equal(recording.schedule.timesteps, pipe.scheduler.timesteps)
-
-
-def test_low_precision_is_replayed(load: Callable[[str], Any]) -> None:
-    """A transformer in bfloat16 with samples in float32."""
     pipe = load("sana")
     pipe.transformer.to(torch.bfloat16)
     recording = recorded(pipe, "sana")
@@ -237,18 +214,15 @@ def test_a_sample_depends_on_its_key_alone(load: Callable[[str], Any]) -> None:
 def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> None:
     """LoRA with the clipped surrogate and AdamW: first ratios of 1, gradients everywhere, and a better policy."""
     pipe = load(name)
-    away: dict[str, Any] = (
-        {} if name == "flux2" else {"negative_prompt": "bad"}
-    )  # FLUX.2 is guided away from the empty prompt alone
+    # FLUX.2 is guided away from the empty prompt alone.
+    away: dict[str, Any] = {} if name == "flux2" else {"negative_prompt": "bad"}
     module: nn.Module = pipe.transformer
     add_lora(module, LoraConfig(rank=2, alpha=4.0), ROWS[name].targets)
     recording = recorded(pipe, name, prompts=["a red fox"] * 4, window=[0, 1], **away)
     assert check_replay(module, recording, micro_batch=4) < 1e-5
-    trained = {
-        parameter_name: parameter for parameter_name, parameter in module.named_parameters() if parameter.requires_grad
-    }
+    trained = {part: parameter for part, parameter in module.named_parameters() if parameter.requires_grad}
     assert trained
-    before = {parameter_name: parameter.detach().clone() for parameter_name, parameter in trained.items()}
+    before = {part: parameter.detach().clone() for part, parameter in trained.items()}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     reward = recording.images.mean((1, 2, 3))
     advantage = group_advantages(reward, torch.zeros(4, dtype=torch.int64))
@@ -273,14 +247,13 @@ def test_two_updates_move_the_weights(name: str, load: Callable[[str], Any]) -> 
         ratio = torch.cat(seen)
         assert torch.equal(ratio, torch.ones(len(sample))) == (update == 0)
         if update == 1:
-            for parameter_name, parameter in trained.items():
-                assert parameter.grad is not None, parameter_name
-                assert torch.isfinite(parameter.grad).all(), parameter_name
-                assert parameter.grad.abs().max() > 0, parameter_name
+            for part, parameter in trained.items():
+                assert parameter.grad is not None, part
+                assert 0 < parameter.grad.abs().max() < torch.inf, part
             assert ((ratio - 1) * advantage[sample]).mean() > 0  # what was good is likelier
         optimizer.step()
         optimizer.zero_grad()
-    assert all(not torch.equal(before[parameter_name], parameter) for parameter_name, parameter in trained.items())
+    assert all(not torch.equal(before[part], parameter) for part, parameter in trained.items())
 
 
 def test_the_gradient_is_that_of_the_pipeline(load: Callable[[str], Any]) -> None:
@@ -304,21 +277,10 @@ def test_the_gradient_is_that_of_the_pipeline(load: Callable[[str], Any]) -> Non
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
-def test_a_level_that_was_not_recorded_is_refused(load: Callable[[str], Any]) -> None:
-    """Inputs are known at the recorded steps only."""
-    pipe = load("sana")
-    recording = recorded(pipe, "sana", window=[0, 1])
-    with pytest.raises(ValueError, match="the recording of SanaPipeline has no step at sigma"):
-        replay(pipe.transformer, recording, torch.tensor([0]), torch.tensor([2]))
-
-
 def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Return the pipeline with a change of the velocity before each step."""
     step = RecordingScheduler.step
 
     class Changing(type(pipe)):  # type: ignore[misc]
-        """The pipeline under another name."""
-
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "scheduler" and isinstance(value, RecordingScheduler):
                 value.step = lambda v, t, x, **options: step(value, change(v, x), t, x, **options)  # type: ignore[method-assign]
@@ -329,71 +291,54 @@ def changed(pipe: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
     return made
 
 
-def unguided(pipe: Any) -> Any:
-    """Bend the velocity, which is no weighted sum of outputs then."""
-    return changed(pipe, lambda v, x: v.sin())
+def hooked(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that changes what the last layer of a pipeline's transformer returns."""
 
+    def change(pipe: Any) -> Any:
+        pipe.transformer.train().proj_out.register_forward_hook(lambda module, args, output: hook(output))
+        return pipe
 
-def swapped(pipe: Any) -> Any:
-    """Step each sample with another sample's velocity."""
-    return changed(pipe, lambda v, x: v.roll(1, 0))
-
-
-def batch_coupled(pipe: Any) -> Any:
-    """Make the transformer mix the samples of a batch."""
-    pipe.transformer.proj_out.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
-    return pipe
+    return change
 
 
 def masked(pipe: Any) -> Any:
-    """Give the transformer another input than the sample."""
     pipe.transformer.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     return pipe
 
 
-def restless(pipe: Any) -> Any:
-    """Make the transformer's output random."""
-    pipe.transformer.train().proj_out.register_forward_hook(lambda module, args, output: nn.functional.dropout(output))
-    return pipe
-
-
 def heun(pipe: Any) -> Any:
-    """Give the pipeline a scheduler of second order."""
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
     return pipe
 
 
-def endless(pipe: Any) -> Any:
-    """Make the velocity overflow."""
-    return changed(pipe, lambda v, x: v / 0)
-
-
 def shared(pipe: Any) -> Any:
-    """Make the transformer return one output for all samples."""
     pipe.transformer.register_forward_hook(lambda module, args, output: (output[0][:: len(PROMPTS)],))
     return changed(pipe, lambda v, x: v.expand_as(x))
 
 
 def interrupted(pipe: Any) -> Any:
-    """Leave out all steps."""
     pipe.__class__ = type("Interrupted", (type(pipe),), {"interrupt": True})
     return pipe
 
 
+def altered(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any], Any]:
+    return partial(changed, change=change)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
-    "changed": (unguided, {}, r"Changing .* at step 0 its velocity is no known combination of 2 outputs .*\(guidance 4.5\)"),
-    "swapped": (swapped, {}, "Changing .* no known combination"),
-    "endless": (endless, {}, "Changing .* at step 0 its velocity is not finite"),
-    "coupled": (batch_coupled, {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
-    "random": (restless, {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
+    "changed": (
+        altered(lambda v, x: v.sin()),
+        {},
+        r"Changing .* at step 0 its velocity is no known combination of 2 outputs",
+    ),
+    "swapped": (altered(lambda v, x: v.roll(1, 0)), {}, "Changing .* no known combination"),
+    "endless": (altered(lambda v, x: v / 0), {}, "Changing .* at step 0 its velocity is not finite"),
+    "coupled": (hooked(lambda y: y + y.mean(0, keepdim=True)), {}, "SanaPipeline .* misses the recorded velocity"),
+    "random": (hooked(nn.functional.dropout), {}, "SanaPipeline cannot be trained .* misses the recorded velocity"),
     "masked": (masked, {}, "SanaPipeline .* step 0 the transformer is called without the sample"),
     "shared": (shared, {}, "Changing .* at step 0 the transformer does not return one output per sample"),
     "interrupted": (interrupted, {}, "^Interrupted cannot be trained without an adapter: its scheduler takes no step"),
-    "component": (
-        lambda pipe: pipe,
-        {"component": "unet"},
-        "SanaPipeline has no unet to train, expected one of .*transformer",
-    ),
+    "component": (lambda pipe: pipe, {"component": "unet"}, "SanaPipeline has no unet to train"),
     "uncalled": (lambda pipe: pipe, {"component": "vae"}, "SanaPipeline .* at step 0 the vae is not called"),
     "option": (lambda pipe: pipe, {"hight": 32}, "SanaPipeline cannot be called so: .*hight"),
     "scheduler": (heun, {}, "the config is of FlowMatchHeunDiscreteScheduler"),
@@ -402,13 +347,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unfaithful_replays_are_refused_in_one_line(case: str, load: Callable[[str], Any]) -> None:
-    """The message names the pipeline, which keeps its scheduler."""
     change, options, message = REFUSED[case]
     pipe = change(load("sana"))
     own = pipe.scheduler
-    with pytest.raises(ValueError, match=message) as caught:
-        recorded(pipe, "sana", **options)
-    assert "\n" not in str(caught.value)
+    refuses(message, recorded, pipe, "sana", **options)
     assert pipe.scheduler is own
 
 
@@ -450,17 +392,7 @@ def test_inputs_without_their_padding_lie_as_the_pipelines() -> None:
     assert row.is_contiguous()
 
 
-def test_a_control_network_that_shares_layers_is_refused() -> None:
-    """It would change as the transformer is trained; Z-Image's is built so."""
-    pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
-    assert set(frozen_networks(pipe)) == {"controlnet"}
-    pipe.controlnet.append(pipe.transformer)
-    with pytest.raises(ValueError, match="a network beside the transformer shares layers with it, which are trained"):
-        frozen_networks(pipe)
-
-
-def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> None:
-    """By the object, else by its values; other numbers are the prompt's."""
+def test_control_networks_are_told_from_inputs_and_share_no_layers() -> None:
     x, first, second = (torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     made = [[first.bfloat16(), first], [second]]
     given = ((x,), {"residuals": [second.clone(), first, second + 1], "scale": 0.5})
@@ -468,27 +400,37 @@ def test_what_a_control_network_returned_is_told_from_an_input_of_its_own() -> N
     assert kinds[:3] == [Latent(x.dtype, 1), Made(x.dtype, 1, 0), Made(x.dtype, 0, 1)]
     assert [type(kind) for kind in kinds[3:]] == [SampleInput, Fixed]
     assert torch.equal(rows[0][:, 0], second + 1)
-
-
-def test_guidance_away_from_the_prompt_itself_is_refused(load: Callable[[str], Any]) -> None:
-    """The conditional and unconditional outputs are then equal."""
-    with pytest.raises(ValueError, match=r"FluxPipeline .* several combinations .* use prompts other than the negative"):
-        recorded(load("flux"), "flux-guided", prompts=["bad"] * 3, negative_prompt=["bad"] * 3)
+    pipe = SimpleNamespace(transformer=nn.Linear(2, 2), controlnet=nn.Sequential(nn.Linear(2, 2)))
+    assert set(frozen_networks(pipe)) == {"controlnet"}
+    pipe.controlnet.append(pipe.transformer)
+    refuses("a network beside the transformer shares layers with it, which are trained", frozen_networks, pipe)
 
 
 def test_other_weights_are_found_before_the_first_update(load: Callable[[str], Any]) -> None:
-    """The check fails if the policy is not the recorded one."""
     pipe = load("aura-flow")
     recording = recorded(pipe, "aura-flow")
     with torch.no_grad():
         pipe.transformer.proj_out.weight.mul_(1.01)
-    with pytest.raises(ValueError, match=r"AuraFlowPipeline cannot be trained .* other weights"):
-        check_replay(pipe.transformer, recording, micro_batch=3)
+    refuses(r"AuraFlowPipeline cannot be trained .* other weights", check_replay, pipe.transformer, recording, micro_batch=3)
     assert check_replay(pipe.transformer, recording, micro_batch=3, tolerance=0.1) > 1e-3
 
 
-def test_inputs_that_only_look_like_rows_are_refused(load: Callable[[str], Any]) -> None:
-    """With as many samples as tokens, the positions of tokens look like rows per sample."""
-    pipe = load("flux")
-    with pytest.raises(ValueError, match="FluxPipeline cannot be trained"):
-        recorded(pipe, "flux", prompts=[f"{number} foxes" for number in range(16)], steps=2)
+def test_what_a_recording_cannot_tell_is_refused(load: Callable[[str], Any]) -> None:
+    """A level of no recorded step, guidance away from the prompt itself, and as many samples as tokens, like rows."""
+    pipe = load("sana")
+    recording = recorded(pipe, "sana", window=[0, 1])
+    for call, says in (
+        (
+            lambda: replay(pipe.transformer, recording, torch.tensor([0]), torch.tensor([2])),
+            "the recording of SanaPipeline has no step at sigma",
+        ),
+        (
+            lambda: recorded(load("flux"), "flux-guided", prompts=["bad"] * 3, negative_prompt=["bad"] * 3),
+            "FluxPipeline .* several combinations .* use prompts other than the negative",
+        ),
+        (
+            lambda: recorded(load("flux"), "flux", prompts=[f"{number} foxes" for number in range(16)], steps=2),
+            "FluxPipeline cannot be trained",
+        ),
+    ):
+        refuses(says, call)

@@ -14,6 +14,7 @@ from diffusers import (
     FlowMatchHeunDiscreteScheduler,
 )
 from helpers import tiny_replayed
+from helpers.refusals import refuses
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,24 +40,20 @@ Scheduler = FlowMatchEulerDiscreteScheduler
 
 
 def velocity(x: Tensor) -> Tensor:
-    """Return a velocity that depends on the sample."""
     return torch.sin(3 * x) - 0.5 * x
 
 
 def start(dtype: torch.dtype = torch.float32, batch: int = BATCH) -> Tensor:
-    """Return initial noise."""
     return torch.randn(batch, *EVENT, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
 def made(sampler: SamplerName = "ode", eta: float = 0.0, **config: Any) -> RecordingScheduler:
-    """Return a recording scheduler with a schedule."""
     scheduler = RecordingScheduler.from_config(Scheduler(**config).config, sampler=sampler, eta=eta)
     scheduler.set_timesteps(T, **({"mu": 0.7} if config.get("use_dynamic_shifting") else {}))
     return scheduler
 
 
 def walk(scheduler: Any, x: Tensor, *, first: int = 0, **options: Any) -> Tensor:
-    """Call a recording scheduler as a pipeline does."""
     for timestep in scheduler.timesteps[first:]:
         x = scheduler.step(velocity(x), timestep, x, return_dict=False, **options)[0]
     return x
@@ -64,14 +61,12 @@ def walk(scheduler: Any, x: Tensor, *, first: int = 0, **options: Any) -> Tensor
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """A tiny pipeline, saved once."""
     folder = tmp_path_factory.mktemp("pipelines")
     return lambda name: tiny_replayed.load(name, Path(folder) / name)
 
 
 @pytest.mark.parametrize("name", tiny_replayed.ROWS)
 def test_images_are_diffusers_to_the_bit(name: str, load: Callable[[str], Any]) -> None:
-    """Dropped into a pipeline, whether it records or not."""
     pipe = load(name)
 
     def run() -> Tensor:
@@ -113,7 +108,6 @@ def test_rising_sigmas_are_those_of_the_same_flow(sampler: SamplerName) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_ode_is_diffusers_to_the_bit(config: str, dtype: torch.dtype) -> None:
-    """On every schedule, in every dtype, the dtype of the samples too; outside the window of another sampler as well."""
     stock = Scheduler(**CONFIGS[config])
     scheduler = made(**CONFIGS[config])
     stock.set_timesteps(T, **({"mu": 0.7} if config == "dynamic" else {}))
@@ -129,20 +123,16 @@ def test_the_ode_is_diffusers_to_the_bit(config: str, dtype: torch.dtype) -> Non
 
 
 class _Count(TorchDispatchMode):
-    """The operations that run, by name."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one."""
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def test_recording_off_adds_nothing() -> None:
-    """The operations are those of diffusers, and nothing is kept, after a recording too."""
     stock, scheduler = Scheduler(), made()
     stock.set_timesteps(T)
     with scheduler.recording(record=Record(form="unscaled")):
@@ -228,7 +218,6 @@ def test_what_is_kept_is_kept_apart() -> None:
 
 
 def test_a_key_per_sample_makes_its_noise_its_own() -> None:
-    """Whatever batch it is in."""
     keys = fold_in(key(1), torch.arange(BATCH))
 
     def run(rows: list[int]) -> Tensor:
@@ -263,17 +252,12 @@ def test_noise_comes_from_generators_where_there_is_no_key() -> None:
         assert torch.equal(one, walk(made("flow_sde", 0.7), start()))
 
 
-def test_a_pipeline_may_begin_within_the_schedule() -> None:
-    """As those from image to image do: steps are counted in the schedule."""
+def test_schedules_that_begin_late_or_change() -> None:
     scheduler = made("dance_sde", 0.3)
     scheduler.set_begin_index(2)
     with scheduler.recording(key=key(0)) as recorder:
         walk(scheduler, start(), first=2)
     assert recorder.trajectory().steps[0].tolist() == [2, 3, 4]
-
-
-def test_a_new_schedule_makes_a_new_plan() -> None:
-    """Without a recording, the sampler goes by the schedule as it is, not as it was."""
     scheduler = made("flow_sde", 0.7)
     walk(scheduler, start(), generator=torch.Generator().manual_seed(1))
     scheduler.set_timesteps(2)
@@ -283,8 +267,7 @@ def test_a_new_schedule_makes_a_new_plan() -> None:
     assert torch.equal(*ends)
 
 
-def test_nothing_recorded_has_the_shapes_of_nothing() -> None:
-    """S = 0."""
+def test_recordings_of_nothing_and_after_an_error() -> None:
     scheduler = made()
     with scheduler.recording(record=Record((), velocity=True, debug=True)) as recorder:
         walk(scheduler, start())
@@ -293,16 +276,18 @@ def test_nothing_recorded_has_the_shapes_of_nothing() -> None:
     assert trajectory.log_prob.shape == (BATCH, 0)
     assert trajectory.debug is not None
     assert trajectory.debug.std.shape == (BATCH, 0)
+    scheduler = made("cps", 0.5)
+    refuses("window", recorded, scheduler, key=key(0), window=[9])
+    scheduler.set_timesteps(T)
+    recorded(scheduler, key=key(0))
 
 
 def recorded(scheduler: RecordingScheduler, **options: Any) -> None:
-    """Walk and record."""
     with scheduler.recording(**options):
         walk(scheduler, start())
 
 
 def twice(scheduler: RecordingScheduler) -> None:
-    """Two calls of a pipeline in one recording."""
     with scheduler.recording(key=key(0)):
         walk(scheduler, start())
         scheduler.set_timesteps(T)
@@ -310,26 +295,22 @@ def twice(scheduler: RecordingScheduler) -> None:
 
 
 def rising(scheduler: RecordingScheduler) -> None:
-    """A schedule with a step that adds noise."""
     scheduler.set_timesteps(sigmas=[0.5, 0.8])
     recorded(scheduler, key=key(0))
 
 
 def within(scheduler: RecordingScheduler) -> None:
-    """A recording inside a recording."""
     with scheduler.recording(), scheduler.recording():
         pass
 
 
 def unread(scheduler: RecordingScheduler) -> None:
-    """A recording that saw nothing."""
     with scheduler.recording() as recorder:
         pass
     recorder.trajectory()
 
 
 def config_of(kind: Any, **options: Any) -> Callable[[], Any]:
-    """Take over another scheduler."""
     return lambda: RecordingScheduler.from_config(json.loads(kind(**options).to_json_string()))
 
 
@@ -344,18 +325,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         config_of(DPMSolverMultistepScheduler, use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0),
         r"DPMSolverMultistepScheduler, expected .* FlowMatchEulerDiscreteScheduler\(shift=3.0\) steps",
     ),
-    "unnamed": (
-        lambda: RecordingScheduler.from_config(DDIMScheduler().config),
-        "is of a scheduler with beta_start, .*, expected FlowMatchEuler",
-    ),
+    "unnamed": (lambda: RecordingScheduler.from_config(DDIMScheduler().config), "is of a scheduler with beta_start,"),
     "sampler": (lambda: made("euler"), "sampler is 'euler', expected one of 'flow_sde', 'dance_sde'"),  # type: ignore[arg-type]
     "ddim": (lambda: made("ddim", 0.5), "sampler is 'ddim', which is not a flow's"),
     "eta": (lambda: made("flow_sde", -1.0), "eta is -1.0, expected a finite number >= 0"),
     "share": (lambda: made("cps", 1.5), r"eta is 1.5, expected a finite number in \[0, 1\]"),
-    "dtype": (
-        lambda: recorded(made(), record=Record(dtype=torch.bfloat16)),
-        "record.dtype is torch.bfloat16, expected None",
-    ),
+    "dtype": (lambda: recorded(made(), record=Record(dtype=torch.bfloat16)), "record.dtype is torch.bfloat16"),
     "both": (lambda: recorded(made(), key=key(0), generator=torch.Generator()), "key and generator are both given"),
     "density": (lambda: recorded(made()), "ode takes no stochastic step in .* use a stochastic sampler with eta > 0"),
     "last": (lambda: recorded(made("cps", 0.5), key=key(0), record=[4]), "cps has std 0 at step 4"),
@@ -363,10 +338,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "record": (lambda: recorded(made("cps", 0.5), key=key(0), record=[-1]), r"record holds steps \[-1\]"),
     "keys": (lambda: recorded(made("cps", 0.5), key=fold_in(key(0), torch.arange(2))), "2 keys for 3 samples"),
     "generators": (lambda: recorded(made("cps", 0.5), generator=[torch.Generator()]), "1 generators for 3 samples"),
-    "rising": (
-        lambda: rising(made("cps", 0.5)),
-        r"sigmas rise at step 0 \(0.5 to 0.8\), .*; only the ODE, unrecorded, steps",
-    ),
+    "rising": (lambda: rising(made("cps", 0.5)), r"sigmas rise at step 0 \(0.5 to 0.8\),"),
     "twice": (lambda: twice(made("cps", 0.5)), "step 0 is taken twice"),
     "within": (lambda: within(made()), "records already"),
     "unread": (lambda: unread(made()), "no step was taken"),
@@ -375,17 +347,5 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_it_cannot_do_it_says_in_one_line(case: str) -> None:
-    """And an error ends the recording."""
     act, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as caught:
-        act()
-    assert "\n" not in str(caught.value)
-
-
-def test_a_failed_recording_is_over() -> None:
-    """The next one begins from nothing."""
-    scheduler = made("cps", 0.5)
-    with pytest.raises(ValueError, match="window"):
-        recorded(scheduler, key=key(0), window=[9])
-    scheduler.set_timesteps(T)
-    recorded(scheduler, key=key(0))
+    refuses(message, act)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from helpers import stored, tiny_sounds
+from helpers.marks import Patch
+from helpers.refusals import refuses
 
 from fluvial.core.random import key
 from fluvial.core.table import Record
@@ -27,7 +29,6 @@ CALL = {"audio_duration": 0.32}
 
 
 def opened(folder: Path, **options: object) -> AnyPipeline:
-    """Return the model of tiny ACE-Step."""
     size = {"height": 16, "width": 16, "steps": STEPS, "call": CALL, "example": "a drum"}
     return AnyPipeline(tiny_sounds.save(folder / "ace"), **{**size, **options})  # type: ignore[arg-type]
 
@@ -35,7 +36,6 @@ def opened(folder: Path, **options: object) -> AnyPipeline:
 @pytest.mark.long
 @pytest.mark.parametrize("lyrics", ["", "la la"])
 def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
-    """From the same noise, without guidance; lyrics are those of every prompt."""
     asked = ["rain", "two birds at dawn"]
     model = opened(tmp_path, call={**CALL, "lyrics": lyrics}).given(asked)
     module = model.build().eval()
@@ -58,33 +58,25 @@ def test_sounds_are_the_pipelines_own(tmp_path: Path, lyrics: str) -> None:
     assert model.decode(x).shape == (2, 1, 16, 16)
 
 
-def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check before the first update compares sounds as it does images."""
+def test_other_sounds_than_the_pipelines_own_are_refused(tmp_path: Path, monkeypatch: Patch) -> None:
+    """The check compares sounds as it does images; guidance that depends on the steps before is no function of a sample."""
     model = opened(tmp_path)
     module, own = model.build().eval(), model.sounds
     monkeypatch.setattr(model, "sounds", lambda latents, prompts: own(latents + 0.1, prompts))
     with pytest.raises(ReplayError, match="its last samples, decoded, differ from its own sounds by"):
         model.check(module, ["rain"])
-
-
-def test_guidance_with_a_memory_is_refused(tmp_path: Path) -> None:
-    """ACE-Step's guidance depends on the steps before, so a step is no function of its sample."""
     with pytest.raises(ReplayError, match="velocity is no known combination of 2 outputs"):
         _ = opened(tmp_path, scale=3.0).known
 
 
-def test_a_drawing_shows_the_wave() -> None:
-    """Silence is a line in the middle; a loud half fills its columns."""
+def test_drawings_and_kinds_of_output() -> None:
+    """Silence is a line in the middle; a video has a sound, or a sound is alone; transparent pixels are white."""
     wave = torch.zeros(1, 1, 512)
     wave[..., 256:] = torch.tensor([1.0, -1.0]).repeat(128)
     (drawing,) = drawings(wave, 64, 256)
     assert drawing.shape == (1, 64, 256)
     assert drawing[0, :, :120].eq(0).sum(0).max() <= 2
     assert drawing[0, :, 136:].eq(0).all()
-
-
-def test_outputs_are_told_apart() -> None:
-    """A video with a sound, and a sound alone."""
     video, sound = torch.rand(1, 5, 3, 8, 8), torch.rand(1, 2, 100)
     both = split_output((video, sound))
     assert both.images is not None
@@ -94,10 +86,6 @@ def test_outputs_are_told_apart() -> None:
     alone = split_output((sound[:, 0],))
     assert alone == Output(None, alone.waves)
     assert alone.draw((64, 256)).shape == (1, 1, 64, 256)
-
-
-def test_images_with_an_opacity_are_shown_over_white() -> None:
-    """Rewards take three channels; where an image is transparent, it is white."""
     image = torch.full((1, 4, 2, 2), 0.25)
     image[..., 0, 0] = torch.tensor([0.5, 0.0, 1.0, 0.0])
     shown = split_output((image,)).images
@@ -111,7 +99,6 @@ PLAIN = {"guidance_rescale": 0.0, "audio_guidance_rescale": 0.0}
 
 
 def ltx2(folder: Path, **options: Any) -> AnyPipeline:
-    """Return the model of tiny LTX-2: videos with sound, guided in four ways."""
     if not (folder / "ltx2").exists():
         stored.copy_of("sounds-ltx2", folder / "ltx2", partial(tiny.save, "LTX2Pipeline"))
     call = {"max_sequence_length": 32, **options.pop("call", {})}
@@ -122,7 +109,6 @@ def ltx2(folder: Path, **options: Any) -> AnyPipeline:
 @pytest.mark.long
 @pytest.mark.parametrize("call", [{}, PLAIN, {"guidance_rescale": 0.4, "audio_guidance_rescale": 0.9}])
 def test_a_video_with_sound_is_one_flat_sample(tmp_path: Path, call: dict[str, float]) -> None:
-    """Video and sound are the pipeline's own, from the same noise; each has its own scales of guidance, rescaled or not."""
     asked = ["rain", "a drum"]
     model = ltx2(tmp_path, call=call).given(asked)
     module = model.build().eval()
@@ -178,13 +164,11 @@ def test_pieces_of_a_recording_step_together() -> None:
         other = copy.deepcopy(scheduler)
         scheduler.set_timesteps(STEPS)
         other.set_timesteps(STEPS + 1)
-        with pytest.raises(ValueError, match="several pieces are recorded with falling sigmas and the ODE only"):
-            scheduler.step(v, scheduler.timesteps[0], x)
+        refuses("several pieces are recorded with falling sigmas and the ODE", scheduler.step, v, scheduler.timesteps[0], x)
     scheduler = RecordingScheduler(shift=3.0)
     with scheduler.recording(key=key(0)):
         other = copy.deepcopy(scheduler)
         scheduler.set_timesteps(STEPS)
         other.set_timesteps(STEPS + 1)
         scheduler.step(v, scheduler.timesteps[0], x)
-        with pytest.raises(ValueError, match="other steps or noise levels than one another"):
-            other.step(change, other.timesteps[0], sound)
+        refuses("other steps or noise levels than one another", other.step, change, other.timesteps[0], sound)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +15,11 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Return latents `[B, C, H, W]` as tokens, as FLUX packs them."""
     return x.flatten(2).transpose(1, 2).contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noise_and_image_are_told_apart(dtype: torch.dtype) -> None:
-    """In the layout of the samples, from several mixtures, with one image for all samples."""
     eps, image, sigma = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype), 0.6
     mixed = (sigma * eps + (1 - sigma) * image).to(dtype)
     other = Mixture(image, noise(2, 4, 2, 2), noise(2, 4, 2, 2))
@@ -28,15 +27,6 @@ def test_noise_and_image_are_told_apart(dtype: torch.dtype) -> None:
     assert found is not None
     assert torch.equal(found.noise, packed(eps).float())
     torch.testing.assert_close(found.offset, 0.4 * packed(image).expand(3, -1, -1).float())
-
-
-def fail() -> torch.Tensor:
-    raise AssertionError("no run without noise is needed")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_run_without_noise_tells_what_a_pipeline_has_mixed_itself(dtype: torch.dtype) -> None:
-    """Stable Audio 3 mixes noise and a sound without its scheduler; zeros are noise alone, at any first noise level."""
     eps, image = noise(3, 4, 2, 2).to(dtype), noise(1, 4, 2, 2, seed=1).to(dtype).expand(3, -1, -1, -1)
     found = start_of("P", 0.6 * eps + 0.4 * image, [], 0.6, lambda: 0.4 * image)
     assert found is not None
@@ -45,8 +35,11 @@ def test_a_run_without_noise_tells_what_a_pipeline_has_mixed_itself(dtype: torch
     assert start_of("P", eps, [], 0.6, lambda: torch.zeros_like(eps)) is None
 
 
+def fail() -> torch.Tensor:
+    raise AssertionError("no run without noise is needed")
+
+
 def test_no_noise_is_drawn_on_request() -> None:
-    """As diffusers draws it, with a generator; other numbers are drawn as ever."""
     with WithoutNoise():
         drawn = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
         assert not drawn.any()
@@ -55,7 +48,6 @@ def test_no_noise_is_drawn_on_request() -> None:
 
 
 def test_other_samples_are_refused() -> None:
-    """Those that the scheduler has not mixed, and a mixture at another noise level."""
     eps, image = noise(3, 4, 2, 2), noise(1, 4, 2, 2, seed=1)
     mixed = 0.6 * eps + 0.4 * image
     for initial, sigma in ((mixed + 1, 0.6), (mixed, 0.3)):
@@ -67,20 +59,14 @@ def test_other_samples_are_refused() -> None:
 
 @given(steps=st.integers(1, 60), strength=st.floats(0.05, 1))
 def test_the_steps_that_are_left_are_those_asked_for(steps: int, strength: float) -> None:
-    """By the rule of diffusers' `get_timesteps`, in both of its forms."""
     counts = find_step_counts(steps, strength)
     up, down = counts[0], counts[-1]
     assert up - int(max(up - min(up * strength, up), 0)) == steps
     assert down - max(down - min(int(down * strength), down), 0) == steps
-
-
-def test_a_strength_of_none_takes_no_steps() -> None:
-    with pytest.raises(ValueError, match="strength is 0, with which no schedule takes 3 steps"):
-        find_step_counts(3, 0.0)
+    refuses("strength is 0, with which no schedule takes 3 steps", find_step_counts, 3, 0.0)
 
 
 def test_the_coordinates_are_each_others_inverse() -> None:
-    """For samples, and for all steps of a trajectory."""
     x, offset = noise(2, 5, 4), noise(2, 4, seed=1)
     for step in range(5):
         torch.testing.assert_close(add_offset(remove_offset(x, 0.7, offset)[:, step], 0.7, offset), x[:, step])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards
+from helpers.refusals import refuses
 from scipy.signal import resample as scipy_resample
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from fluvial.core.random import key, uniform
 from fluvial.models.rewards.clap import Clap, LogMel, resample
@@ -20,71 +20,38 @@ RATE = 8000
 
 
 def extractor() -> Any:
-    """Return the published feature extractor for sounds of one second at 8 kHz."""
     from transformers import ClapFeatureExtractor
 
-    return ClapFeatureExtractor(
-        feature_size=16,
-        sampling_rate=RATE,
-        hop_length=160,
-        max_length_s=1,
-        fft_window_size=256,
-        frequency_min=50,
-        frequency_max=3500,
-        truncation="rand_trunc",
-        padding="repeatpad",
-    )
+    sizes = {"feature_size": 16, "sampling_rate": RATE, "hop_length": 160, "max_length_s": 1, "fft_window_size": 256}
+    return ClapFeatureExtractor(**sizes, frequency_min=50, frequency_max=3500, truncation="rand_trunc", padding="repeatpad")
 
 
 def config(**audio: Any) -> Any:
-    """Return the configuration of a tiny model."""
     from transformers import ClapConfig
 
+    text = {"vocab_size": len(WORDS), "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
+    seen = {"num_mel_bins": 16, "spec_size": 32, "window_size": 4, "patch_size": 4, "patch_stride": [4, 4]}
+    layers = {"depths": [1, 1], "num_attention_heads": [1, 2], "patch_embeds_hidden_size": 8, "num_hidden_layers": 2}
     return ClapConfig(
         projection_dim=12,
-        text_config={
-            "vocab_size": len(WORDS),
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 20,
-            "max_position_embeddings": 32,
-        },
-        audio_config={
-            "num_mel_bins": 16,
-            "spec_size": 32,
-            "window_size": 4,
-            "patch_size": 4,
-            "patch_stride": [4, 4],
-            "depths": [1, 1],
-            "num_attention_heads": [1, 2],
-            "patch_embeds_hidden_size": 8,
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            **audio,
-        },
+        text_config={**text, "hidden_size": 16, "max_position_embeddings": 32},
+        audio_config={**seen, **layers, "hidden_size": 16, **audio},
     )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny CLAP model without fusion."""
-    from transformers import ClapModel, PreTrainedTokenizerFast
+    from transformers import ClapModel
 
     place = tmp_path_factory.mktemp("clap")
     tiny_rewards.randomise(ClapModel(config())).save_pretrained(place)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(place)
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tiny_rewards.word_tokenizer(WORDS, "<s>", "</s>", **names).save_pretrained(place)
     extractor().save_pretrained(place)
     return place
 
 
 def sounds(samples: int = 6000) -> torch.Tensor:
-    """Return sounds `[3, samples]`: noise of rising loudness over a tone."""
     time = torch.arange(samples) / RATE
     tone = torch.sin(2 * torch.pi * 440 * time)
     return (uniform(key(0), (3, samples)) - 0.5) * torch.tensor([0.1, 0.4, 0.8])[:, None] + 0.3 * tone
@@ -108,7 +75,6 @@ def test_a_long_sound_is_cut_into_windows_that_cover_it() -> None:
 
 
 def expected(folder: Path, audio: torch.Tensor) -> nt.Array:
-    """Return the scores, with the text model and all projections in numpy and the audio model of transformers."""
     from transformers import AutoTokenizer, ClapModel
 
     model = ClapModel.from_pretrained(folder).eval()
@@ -162,7 +128,6 @@ def test_gradients_batches_channels_and_windows(folder: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "wanted"), [(6000, 8000), (16000, 8000), (44100, 48000)])
 def test_resampling_is_that_of_scipy(rate: int, wanted: int) -> None:
-    """By Fourier series, of a sound that has no frequencies above both."""
     time = torch.arange(601, dtype=torch.float64) / 601
     audio = sum(torch.sin(2 * torch.pi * n * time + n) / n for n in (1, 7, 40, 90))
     assert isinstance(audio, torch.Tensor)
@@ -174,10 +139,7 @@ def test_resampling_is_that_of_scipy(rate: int, wanted: int) -> None:
 def test_what_is_wrong_is_one_line(folder: Path, tmp_path: Path) -> None:
     from transformers import ClapModel
 
-    with pytest.raises(ValueError, match=r"audio has the shape \[3, 6000\] for 1 prompts"):
-        Clap(folder)(sounds(), ["rain"])
+    refuses(r"audio has the shape \[3, 6000\] for 1 prompts", Clap(folder), sounds(), ["rain"])
     ClapModel(config(enable_fusion=True, fusion_type="channel_map", patch_embed_input_channels=4)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="are a model with fusion, expected one without"):
-        Clap(tmp_path)
-    with pytest.raises(ValueError, match="its feature extractor has no hop_length"):
-        LogMel({**extractor().to_dict(), "hop_length": None})
+    refuses("are a model with fusion, expected one without", Clap, tmp_path)
+    refuses("its feature extractor has no hop_length", LogMel, {**extractor().to_dict(), "hop_length": None})

@@ -12,7 +12,9 @@ import pytest
 import torch
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards, wheels
+from helpers.marks import Patch
 from helpers.numpy_towers import Array
+from helpers.refusals import refuses
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards import table
@@ -25,7 +27,6 @@ WIDTH, TEXT, OUT, LAYERS, HEADS, PATCH, SIDE, LENGTH = 16, 20, 12, 2, 2, 10, 30,
 
 
 def vocabulary() -> Any:
-    """Return a tokenizer whose end is the largest token, as CLIP's is."""
     from transformers import CLIPTokenizer
 
     words = [word for word in sorted(clip_tokenizer().get_vocab()) if not word.startswith("<|")]
@@ -34,7 +35,6 @@ def vocabulary() -> Any:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Return a random state dict of open_clip's CLIP with a vision transformer."""
     shapes: dict[str, tuple[int, ...]] = {
         "logit_scale": (),
         "positional_embedding": (LENGTH, TEXT),
@@ -45,26 +45,16 @@ def state() -> dict[str, torch.Tensor]:
         "visual.proj": (WIDTH, OUT),
         "visual.conv1.weight": (WIDTH, 3, PATCH, PATCH),
     }
-    norms = ["visual.ln_pre", "visual.ln_post", "ln_final"]
     widths = {"visual.ln_pre": WIDTH, "visual.ln_post": WIDTH, "ln_final": TEXT}
     for tower, width in (("visual.", WIDTH), ("", TEXT)):
         for i in range(LAYERS):
             at = f"{tower}transformer.resblocks.{i}."
-            shapes |= {
-                f"{at}attn.in_proj_weight": (3 * width, width),
-                f"{at}attn.in_proj_bias": (3 * width,),
-                f"{at}attn.out_proj.weight": (width, width),
-                f"{at}attn.out_proj.bias": (width,),
-                f"{at}mlp.c_fc.weight": (24, width),
-                f"{at}mlp.c_fc.bias": (24,),
-                f"{at}mlp.c_proj.weight": (width, 24),
-                f"{at}mlp.c_proj.bias": (width,),
-            }
-            for name in ("ln_1", "ln_2"):
-                norms.append(at + name)
-                widths[at + name] = width
-    for name in norms:
-        shapes |= {f"{name}.weight": (widths[name],), f"{name}.bias": (widths[name],)}
+            shapes |= {f"{at}attn.in_proj_weight": (3 * width, width), f"{at}attn.in_proj_bias": (3 * width,)}
+            for name, rows, columns in (("attn.out_proj", width, width), ("mlp.c_fc", 24, width), ("mlp.c_proj", width, 24)):
+                shapes |= {f"{at}{name}.weight": (rows, columns), f"{at}{name}.bias": (rows,)}
+            widths |= {f"{at}ln_1": width, f"{at}ln_2": width}
+    for name, width in widths.items():
+        shapes |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
     drawn = {name: 0.3 * normal(key(number), shape) for number, (name, shape) in enumerate(shapes.items())}
     return {
         name: value + 1 if f"{name}".endswith(("ln_1.weight", "ln_2.weight", "ln_final.weight")) else value
@@ -74,7 +64,6 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the weights as they are published, and a tokenizer."""
     place = tmp_path_factory.mktemp("hpsv2")
     mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
     torch.save({"state_dict": {**state(), "attn_mask": mask}}, place / FILE)
@@ -83,7 +72,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resblock(x: Array, w: nt.Weights, allowed: Array | None = None) -> Array:
-    """Return a block of open_clip."""
     y = nt.norm(x, w, "ln_1")
     q, k, v = np.split(y @ w["attn.in_proj_weight"].T + w["attn.in_proj_bias"], 3, axis=-1)
     x = x + nt.linear(nt.attend(q, k, v, HEADS, allowed), w, "attn.out_proj")
@@ -91,7 +79,6 @@ def resblock(x: Array, w: nt.Weights, allowed: Array | None = None) -> Array:
 
 
 def expected(pixels: Array, ids: Array) -> Array:
-    """Return the cosine of images and texts, as open_clip computes it."""
     w = nt.arrays(state())
     x = nt.patches(pixels, w["visual.conv1.weight"])
     first = np.broadcast_to(w["visual.class_embedding"], (len(x), 1, WIDTH))
@@ -115,6 +102,7 @@ def test_scores_are_those_of_open_clip(folder: Path) -> None:
     found = Hpsv2(folder, heads=(HEADS, HEADS))(images, PROMPTS)
     np.testing.assert_allclose(found.numpy(), expected(pixels, ids), rtol=1e-4, atol=1e-5)
     assert found.std() > 1e-3
+    tiny_rewards.check_images(partial(Hpsv2, folder, heads=(HEADS, HEADS)), PROMPTS)
 
 
 def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
@@ -152,7 +140,6 @@ def test_the_resize_is_the_antialiased_cubic(folder: Path) -> None:
     ],
 )
 def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> None:
-    """By the functions of its own wheel; tokens are those of the cleaned prompt, and differ from the raw one's."""
     file = wheels.install("hpsv2", "1.2.0") / "hpsv2" / "src" / "open_clip" / "tokenizer.py"
     package = wheels.definitions(file, "basic_clean", "whitespace_clean", ftfy=ftfy, html=html, re=import_module("regex"))
     wanted = package["whitespace_clean"](package["basic_clean"](prompt))
@@ -162,19 +149,12 @@ def test_prompts_are_cleaned_as_the_original_does(prompt: str, folder: Path) -> 
     assert torch.equal(ids, super(Hpsv2, reward).tokenize([wanted])["input_ids"])
 
 
-def test_a_missing_package_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_line(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(table, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^hpsv2: ftfy is not installed: pip install 'fluvial\[rewards\]'$"):
-        Hpsv2(folder)
-
-
-def test_gradients_batches_and_videos(folder: Path) -> None:
-    tiny_rewards.check_images(partial(Hpsv2, folder, heads=(HEADS, HEADS)), PROMPTS)
+    refuses(r"^hpsv2: ftfy is not installed: pip install 'fluvial\[rewards\]'$", Hpsv2, folder)
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
-    """No such file, another model, tensors missing or of another shape, tensors that a CLIP model does not have."""
-
     def message(tensors: Any) -> str:
         torch.save(tensors, tmp_path / FILE)
         with pytest.raises(ValueError, match="hpsv2: ") as caught:
@@ -182,8 +162,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    with pytest.raises(ValueError, match=f"the folder {tmp_path} has no file HPS_v2"):
-        Hpsv2(tmp_path)
+    refuses(f"the folder {tmp_path} has no file HPS_v2", Hpsv2, tmp_path)
     assert "expected a state dict of open_clip" in message({"weight": torch.zeros(1)})
     assert "expected tensors by name" in message([1, 2])
     whole = state()
@@ -195,33 +174,21 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_heads_of_the_published_model_are_known() -> None:
-    """ViT-H/14 has 16 heads of 80 in its vision tower and 16 of 64 in its text tower."""
     from fluvial.models.rewards.hpsv2 import infer_config
 
-    tensors = {name: torch.empty(0) for name in ("logit_scale",)}
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
+        "logit_scale": (),
         "visual.conv1.weight": (1280, 3, 14, 14),
         "token_embedding.weight": (49408, 1024),
         "visual.proj": (1280, 1024),
         "visual.positional_embedding": (257, 1280),
         "positional_embedding": (77, 1024),
-        "visual.transformer.resblocks.31.mlp.c_fc.weight": (5120, 1280),
-        "transformer.resblocks.23.mlp.c_fc.weight": (4096, 1024),
-        "visual.transformer.resblocks.0.mlp.c_fc.weight": (5120, 1280),
-        "transformer.resblocks.0.mlp.c_fc.weight": (4096, 1024),
+        **{f"visual.transformer.resblocks.{layer}.mlp.c_fc.weight": (5120, 1280) for layer in (0, 31)},
+        **{f"transformer.resblocks.{layer}.mlp.c_fc.weight": (4096, 1024) for layer in (0, 23)},
     }
-    tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    config = infer_config(tensors, None)
+    config = infer_config({name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, None)
     vision, text = config.vision_config, config.text_config
-    assert (vision.num_attention_heads, vision.num_hidden_layers, vision.image_size, vision.hidden_act) == (
-        16,
-        32,
-        224,
-        "gelu",
-    )
-    assert (text.num_attention_heads, text.num_hidden_layers, text.intermediate_size, text.eos_token_id) == (
-        16,
-        24,
-        4096,
-        49407,
-    )
+    found = vision.num_attention_heads, vision.num_hidden_layers, vision.image_size, vision.hidden_act
+    assert found == (16, 32, 224, "gelu")
+    found = text.num_attention_heads, text.num_hidden_layers, text.intermediate_size, text.eos_token_id
+    assert found == (16, 24, 4096, 49407)

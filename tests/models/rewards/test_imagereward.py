@@ -10,7 +10,7 @@ import torch
 from helpers import numpy_towers as nt
 from helpers import tiny_rewards
 from helpers.numpy_towers import Array
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from helpers.refusals import refuses
 
 from fluvial.core.random import key, normal
 from fluvial.models.rewards.imagereward import FILE, MEAN, STD, TOKENS, ImageReward
@@ -22,22 +22,11 @@ WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "red", "cat", "two", "dogs"]
 
 
 def vocabulary() -> Any:
-    """Return a tokenizer of words that begins with [CLS], as BERT's does."""
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
-    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return tiny_rewards.word_tokenizer(WORDS, "[CLS]", "[SEP]", **names)
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Return a random state dict with the names of ImageReward.pt."""
-
     def linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
@@ -79,7 +68,6 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the weights as they are published, and a tokenizer."""
     place = tmp_path_factory.mktemp("imagereward")
     torch.save(state(), place / FILE)
     vocabulary().save_pretrained(place)
@@ -87,14 +75,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attention(x: Array, context: Array, w: nt.Weights, allowed: Array | None) -> Array:
-    """Return BERT's attention with its residual and the layer norm after it."""
     q = nt.linear(x, w, "self.query")
     k, v = nt.linear(context, w, "self.key"), nt.linear(context, w, "self.value")
     return nt.norm(nt.linear(nt.attend(q, k, v, HEADS, allowed), w, "output.dense") + x, w, "output.LayerNorm", 1e-12)
 
 
 def expected(pixels: Array, ids: Array) -> Array:
-    """Return the scores of pixels and token ids."""
     w = nt.arrays(state())
     v, t = nt.below(w, "blip.visual_encoder."), nt.below(w, "blip.text_encoder.")
     x = nt.patches(pixels, v["patch_embed.proj.weight"]) + v["patch_embed.proj.bias"]
@@ -120,22 +106,16 @@ def expected(pixels: Array, ids: Array) -> Array:
 
 
 def test_scores_are_the_formula(folder: Path) -> None:
-    """With padding of the prompt, which is not attended to."""
     images = tiny_rewards.images()
     ids = np.array([vocabulary()(prompt, padding="max_length", max_length=TOKENS)["input_ids"] for prompt in PROMPTS])
     wanted = expected(Preprocess(SIDE, (SIDE, SIDE))(images).double().numpy(), ids)
     found = ImageReward(folder, heads=(HEADS, HEADS))(images, PROMPTS)
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-4, atol=1e-5)
     assert found.std() > 1e-3
-
-
-def test_gradients_batches_and_videos(folder: Path) -> None:
     tiny_rewards.check_images(partial(ImageReward, folder, heads=(HEADS, HEADS)), PROMPTS)
 
 
 def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
-    """No file, another model, a tensor missing, of another shape, or one too many."""
-
     def message(tensors: Any) -> str:
         torch.save(tensors, tmp_path / FILE)
         with pytest.raises(ValueError, match="imagereward: ") as caught:
@@ -143,8 +123,7 @@ def test_wrong_weights_are_named(folder: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    with pytest.raises(ValueError, match=r"has no file ImageReward\.pt"):
-        ImageReward(tmp_path)
+    refuses(r"has no file ImageReward\.pt", ImageReward, tmp_path)
     assert "have no tensor blip.visual_encoder.*" in message({"weight": torch.zeros(1)})
     whole = state()
     assert "have no pos_embed of 3 dimensions" in message({**whole, "blip.visual_encoder.pos_embed": torch.zeros(4, 4)})

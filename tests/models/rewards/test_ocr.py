@@ -8,6 +8,8 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from PIL import Image, ImageDraw, ImageFont
 
 from fluvial.models.rewards.ocr import Ocr
@@ -16,7 +18,6 @@ FONT = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans-Bold.ttf")
 
 
 def drawn(text: str, width: int = 192, height: int = 64) -> torch.Tensor:
-    """Return black text on white, `[3, height, width]`."""
     image = Image.new("RGB", (width, height), "white")
     ImageDraw.Draw(image).text((10, 8), text, fill="black", font=ImageFont.truetype(str(FONT), 40))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
@@ -24,14 +25,11 @@ def drawn(text: str, width: int = 192, height: int = 64) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def line() -> Ocr:
-    """Reward that reads a whole image as one line."""
     return Ocr(detect=False)
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is downloaded: a connection would fail."""
-
+def offline(monkeypatch: Patch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a connection was opened")
 
@@ -50,7 +48,6 @@ def test_drawn_words_are_read_and_scored(line: Ocr) -> None:
 
 
 def test_text_is_found_in_an_image() -> None:
-    """Two lines, from the top."""
     image = torch.ones(3, 160, 256)
     image[:, :64, :192], image[:, 80:144, 40:232] = drawn("Happy"), drawn("Day")
     reward = Ocr(side=160)
@@ -58,8 +55,7 @@ def test_text_is_found_in_an_image() -> None:
     assert reward.read((image[None] * 255).byte().permute(0, 2, 3, 1)) == ["Happy\nDay"]
 
 
-def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenCV's: blue first."""
+def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monkeypatch: Patch) -> None:
     seen: list[np.ndarray] = []
     engine = line.engine
 
@@ -76,19 +72,13 @@ def test_colours_are_given_in_the_order_that_the_engine_expects(line: Ocr, monke
 
 
 def broken(**options: object) -> None:
-    """Fail as an engine without its models does."""
     raise OSError("no model\nsecond line")
 
 
-def test_what_is_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="ocr: target is 'word', expected one of quoted, prompt"):
-        Ocr(target="word")
-    with pytest.raises(ValueError, match="ocr: confidence is 2, expected a number from 0 to 1"):
-        Ocr(confidence=2)
+def test_what_is_wrong_is_one_line(monkeypatch: Patch) -> None:
+    refuses("ocr: target is 'word', expected one of quoted, prompt", Ocr, target="word")
+    refuses("ocr: confidence is 2, expected a number from 0 to 1", Ocr, confidence=2)
     monkeypatch.setitem(sys.modules, "rapidocr", types.SimpleNamespace(RapidOCR=broken, __spec__="there"))
-    with pytest.raises(ValueError, match="ocr: RapidOCR cannot be started: OSError: no model") as caught:
-        Ocr()
-    assert "\n" not in str(caught.value)
+    refuses("ocr: RapidOCR cannot be started: OSError: no model", Ocr)
     monkeypatch.setattr("fluvial.models.rewards.table.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"ocr: rapidocr, onnxruntime is not installed: pip install 'fluvial\[rewards\]'"):
-        Ocr()
+    refuses(r"ocr: rapidocr, onnxruntime is not installed: pip install 'fluvial\[rewards\]'", Ocr)

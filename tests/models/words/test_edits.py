@@ -1,42 +1,37 @@
 """The edit model: its images with one wrong letter, the reward of what stays, its base weights, and its conditioning."""
 
 import io
-import json
 import random
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.models.replay.media import MediaPrompt
-from fluvial.models.words import EDIT_BASE, EditWords, Words, correct, misspelt_images, unchanged, words
+from fluvial.models.words import EditWords, Words, correct, misspelt_images, unchanged, words
 from fluvial.models.words.data import ADVANCE, HEIGHT, LETTERS, SHIFT, WIDTH, draw, places
 from fluvial.models.words.edits import MOVES, comparison, read_pixels
 
 
 def file_of(image: Image.Image) -> bytes:
-    """Return an image as a PNG file."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
 def prompt_of(word: str, shown: str, move: tuple[int, int] = (0, 0)) -> MediaPrompt:
-    """Return the prompt of a word with an image that shows another one."""
     return MediaPrompt(word, {"image": file_of(Image.fromarray(draw(shown, *move)))})
 
 
 def images_of(*drawn: tuple[str, tuple[int, int]]) -> Tensor:
-    """Return drawn words in [0, 1], `[B, 1, 24, 96]`."""
     return torch.stack([torch.tensor(draw(word, *move))[None] / 255 for word, move in drawn])
 
 
 @pytest.mark.long
 def test_every_image_has_one_wrong_letter() -> None:
-    """Every word has an image, which differs from the word, moved as it is, within one letter; all moves occur."""
     seen = set()
     for word, file in list(misspelt_images("heldout").items())[::3]:
         shown = read_pixels(MediaPrompt(word, {"image": file}))
@@ -53,7 +48,6 @@ def test_every_image_has_one_wrong_letter() -> None:
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])
 def test_the_wrong_letter_and_the_move_are_found(noise: float) -> None:
-    """Of every word with a random letter in a random place, moved at random; also in an image with some noise."""
     choice = random.Random(0)
     for number, word in enumerate(words("heldout")[::9]):
         place, move = choice.randrange(len(word)), choice.choice(MOVES)
@@ -65,7 +59,6 @@ def test_the_wrong_letter_and_the_move_are_found(noise: float) -> None:
 
 
 def test_the_corrected_word_is_where_the_image_has_it() -> None:
-    """Exactly the word, moved as the image is."""
     found = correct([prompt_of("river", "rover", (1, -1)), prompt_of("act", "ant", (0, 1))])
     torch.testing.assert_close((found + 1) / 2, images_of(("river", (1, -1)), ("act", (0, 1))))
     assert correct([]).shape == (0, 1, HEIGHT, WIDTH)
@@ -106,22 +99,17 @@ def test_the_conditioning_holds_the_image() -> None:
     [
         ("river", "prompt 'river' has no image to correct: give its record a column image"),
         (MediaPrompt("river", {"mask_image": b""}), "prompt 'river' has no image to correct"),
-        (
-            MediaPrompt("river", {"image": file_of(Image.new("L", (24, 24)))}),
-            "the image of prompt 'river' has 24x24 pixels, expected 96x24",
-        ),
+        (MediaPrompt("river", {"image": file_of(Image.new("L", (24, 24)))}), "the image of prompt 'river' has 24x24 pixels"),
         (MediaPrompt("river", {"image": b"no image"}), "an image of 8 bytes cannot be read as an image"),
     ],
 )
 def test_a_prompt_without_an_image_of_its_size_is_refused(prompt: str | MediaPrompt, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        EditWords().encode([prompt])
+    refuses(says, EditWords().encode, [prompt])
 
 
 @pytest.mark.long
 @torch.no_grad()
 def test_it_starts_as_the_words_network_and_learns_to_see_the_image() -> None:
-    """Without weights the image counts for nothing; with the shipped ones the word is drawn where the image has it."""
     prompts = [prompt_of("river", "rover", (0, 1)), prompt_of("river", "rover", (0, -1))]
     x = normal(fold_in(key(0), torch.arange(1)), (1, 1, HEIGHT, WIDTH)).expand(2, -1, -1, -1)
     sigma = torch.ones(2)
@@ -131,15 +119,3 @@ def test_it_starts_as_the_words_network_and_learns_to_see_the_image() -> None:
     ink = 1 - base.decode(x - base.predict(base.build(), x, sigma, base.encode(prompts)))
     middle = (ink[:, 0].sum(-1) * torch.arange(HEIGHT)).sum(-1) / ink.sum((1, 2, 3))
     assert middle[0] - middle[1] > SHIFT / 2
-
-
-def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
-    """At most 4 MB of float16; the record says how many held-out words are right, and how much stays."""
-    assert sum(path.stat().st_size for path in EDIT_BASE.iterdir()) <= 4e6
-    tensors = load_file(EDIT_BASE / "diffusion_pytorch_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
-    record = json.loads((EDIT_BASE / "made-by.json").read_text())
-    assert record["command"] == "fluvial pretrain edit-words"
-    assert record["eval_samples"] >= 350
-    assert 0.6 <= record["heldout_exact"]["heldout"] <= 0.75
-    assert 0.8 <= record["heldout_score"]["unchanged"] <= 0.95

@@ -1,18 +1,17 @@
 """The built-in model of words: its data, its two recognisers, its base weights, and the model protocol."""
 
-import json
 from importlib import import_module
 from threading import Barrier, get_ident
 
 import numpy as np
 import pytest
 import torch
+from helpers.marks import Patch
+from helpers.refusals import refuses
 from PIL import Image
-from safetensors.torch import load_file
 
 from fluvial.core.random import fold_in, key, normal
 from fluvial.models.words import (
-    BASE,
     Recogniser,
     Words,
     heldout_recogniser,
@@ -27,7 +26,6 @@ from fluvial.models.words.model import CONFIG, LEAST_SIGMA
 
 
 def test_a_fifth_of_the_words_is_held_out() -> None:
-    """The hash of a word decides; every word has 3 to 6 letters, and every letter occurs in both splits."""
     train, heldout = words("train"), words("heldout")
     listed = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
     assert sorted(train + heldout) == sorted(set(listed))
@@ -38,8 +36,7 @@ def test_a_fifth_of_the_words_is_held_out() -> None:
         assert set("".join(split)) >= set("abcdefghijklmnopqrstuvwxyz") - set("q")
 
 
-def test_drawing_depends_on_the_key_alone() -> None:
-    """The same key gives the same bits, an image does not depend on the other ones, and every image differs."""
+def test_words_are_drawn_by_the_key_within_the_image_and_moved_by_whole_pixels() -> None:
     prompts = ["river", "river", "act"]
     images = write(key(3), prompts)
     assert images.shape == (3, 1, HEIGHT, WIDTH)
@@ -48,10 +45,6 @@ def test_drawing_depends_on_the_key_alone() -> None:
     assert not torch.equal(images[0], images[1])
     assert not torch.equal(images, write(key(4), prompts))
     assert write(key(3), []).shape == (0, 1, HEIGHT, WIDTH)
-
-
-def test_no_letter_is_cut_off() -> None:
-    """Wherever a word is moved to, all ink of each letter is within the image, and in its own part of it."""
     for letter in LETTERS[1:]:
         left, top, right, bottom = typeface().getbbox(letter, anchor="ms")
         assert max(-left, right) + SHIFT <= ADVANCE / 2
@@ -59,10 +52,6 @@ def test_no_letter_is_cut_off() -> None:
         assert BASELINE + SHIFT + bottom <= HEIGHT
     assert draw("wwwwww").min() < 64  # dark on white
     assert np.median(draw("wwwwww")) == 255
-
-
-def test_words_are_moved_by_whole_pixels() -> None:
-    """By one pixel either way or not at all, each equally often; the letters stay the same to the bit."""
     images = write(key(7), ["river"] * 90)
     moved = {(i, j): torch.tensor(draw("river", i, j)) / 127.5 - 1 for i in (-1, 0, 1) for j in (-1, 0, 1)}
     counts = [sum(torch.equal(image[0], one) for image in images) for one in moved.values()]
@@ -74,13 +63,10 @@ def test_words_are_moved_by_whole_pixels() -> None:
 
 @pytest.mark.parametrize("prompt", ["ab", "abcdefg", "River", "ri ver", "ri-er", "naïve", "r1ver", ""])
 def test_a_prompt_that_is_not_a_word_is_refused(prompt: str) -> None:
-    """The message names the expected form."""
-    with pytest.raises(ValueError, match=r"is not a word of 3 to 6 letters from a to z, expected for example 'river'$"):
-        Words().check_prompt(prompt)
+    refuses(r"is not a word of 3 to 6 letters from a to z, expected for example 'river'$", Words().check_prompt, prompt)
 
 
 def test_both_recognisers_read_drawn_words() -> None:
-    """On held-out words, which both read nearly always; each reads what is drawn, not what is asked for."""
     prompts = list(words("heldout")[3::35])
     images = Words().decode(write(key(1), prompts))
     for recogniser in (reward_recogniser(), heldout_recogniser()):
@@ -103,14 +89,10 @@ def test_the_unseen_recogniser_is_the_packages_own() -> None:
     assert heldout_recogniser().read(images) == ["".join(text.split()) for text in theirs]
 
 
-def test_a_character_that_a_ctc_network_repeats_is_one() -> None:
-    """Unless a blank is between the two."""
+def test_letters_are_one_minus_the_edit_distance_and_repeats_are_one() -> None:
+    """Each per letter; repeats of a CTC network count twice if a blank is between them."""
     best = [0, 1, 1, 0, 1, 2, 2, 2, 0, 0]
     assert recognisers.decode_ctc(np.eye(3)[best], ["", "a", "b"]) == "aab"
-
-
-def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
-    """It is 1 for the word alone: a letter too many costs as much as a wrong one."""
 
     def read(pixels: np.ndarray) -> list[str]:
         return ["river", "RI VER", "rivers", "rover", "r", "", "something else"]
@@ -119,7 +101,7 @@ def test_letters_is_one_minus_the_edit_distance_per_letter() -> None:
     assert scores.tolist() == pytest.approx([1.0, 1.0, 0.8, 0.8, 0.2, 0.0, 0.0])
 
 
-def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: Patch) -> None:
     """Sureness counts for right words alone: from 0 to 1 as the confidence rises."""
     answers = iter([("R iver", 0.99), ("river", 1.0), ("river", 0.0), ("rover", 0.99), (None, None)])
 
@@ -141,7 +123,6 @@ def test_legibility_adds_how_sure_the_recogniser_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_images_are_read_on_torchs_threads_and_in_order() -> None:
-    """As many at once as torch computes with, no more; the results are those of one thread."""
     images = np.arange(12, dtype=np.uint8)[:, None, None].repeat(2, 1)
     together = Barrier(2)
 
@@ -160,7 +141,6 @@ def test_images_are_read_on_torchs_threads_and_in_order() -> None:
 
 
 def test_recognisers_see_eight_bits() -> None:
-    """Values outside [0, 1] are clipped, and halves are rounded."""
     seen = []
 
     def read(pixels: np.ndarray) -> list[str]:
@@ -204,7 +184,6 @@ def test_the_network_predicts_the_clean_image() -> None:
 
 @torch.no_grad()
 def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
-    """Other samples of the batch do not matter; one letter does; images have one size."""
     model = Words(None)
     module = model.build()
     x = normal(fold_in(key(0), torch.arange(2)), (2, *model.latent_shape()))
@@ -216,18 +195,4 @@ def test_velocity_is_per_sample_and_depends_on_the_word() -> None:
     other = model.predict(module, x, sigma, model.encode(["rover", "act"]))
     assert not torch.allclose(v[0], other[0], atol=1e-5)
     assert len(model.blocks(module)) == CONFIG["num_layers"]
-    with pytest.raises(ValueError, match="the size is 8x8 of 1 frames, expected 24x96 of 1: words has one size"):
-        model.latent_shape(8, 8)
-
-
-def test_the_base_model_is_small_and_has_something_left_to_learn() -> None:
-    """At most 4 MB of float16, float32 in memory; the record says how many held-out words are right."""
-    assert sum(path.stat().st_size for path in BASE.iterdir()) <= 4e6
-    assert {tensor.dtype for tensor in load_file(BASE / "diffusion_pytorch_model.safetensors").values()} == {torch.float16}
-    module = Words().build()
-    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
-    assert 1e6 < sum(parameter.numel() for parameter in module.parameters()) < 1.8e6
-    record = json.loads((BASE / "made-by.json").read_text())
-    assert record["command"] == "fluvial pretrain words"
-    assert record["eval_samples"] >= 350
-    assert 0.5 <= record["heldout_exact"]["heldout"] <= 0.6
+    refuses("the size is 8x8 of 1 frames, expected 24x96 of 1: words has one size", model.latent_shape, 8, 8)

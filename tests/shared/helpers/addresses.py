@@ -18,5 +18,4 @@ def placed(tensor: Tensor, offset: int) -> Tensor:
 
 
 def misplaced(*tensors: Tensor) -> int:
-    """Return how many of the tensors are not contiguous or not at a multiple of 64 bytes."""
     return sum(not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT != 0 for tensor in tensors)

@@ -8,8 +8,6 @@ import httpx2
 
 
 class Answer(NamedTuple):
-    """A response."""
-
     status: int
     value: Any  # its JSON
     headers: dict[str, str]
@@ -72,7 +70,6 @@ class Transport(httpx2.BaseTransport):
         self.app, self.paths = app, list[str]()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Return the application's response."""
         self.paths.append(request.url.path)
         body = None if request.method == "GET" else request.read()
         found = asyncio.run(call(self.app, request.url.path, body=body, headers=dict(request.headers)))

@@ -26,7 +26,6 @@ TEXT = "document.body.innerText"
 
 
 def binary() -> str | None:
-    """Return the path of Chromium, None where there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -43,7 +42,6 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the result of a method of the protocol."""
         self.count += 1
         message = {"id": self.count, "method": method, "params": parameters}
         if self.session is not None:
@@ -63,13 +61,11 @@ class Tab:
             self._next()
 
     def value(self, expression: str) -> Any:
-        """Return the value of an expression in the page."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def until(self, expression: str) -> Any:
-        """Return the value of an expression as soon as it is true in the page."""
         end = time.monotonic() + LIMIT
         while not (value := self.value(expression)):
             assert time.monotonic() < end, f"{expression} did not become true within {LIMIT:g} s: {self.value(TEXT)}"
@@ -77,7 +73,6 @@ class Tab:
         return value
 
     def press(self, key: str) -> None:
-        """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
@@ -87,12 +82,10 @@ class Tab:
         return [url for url in sent if not url.startswith("data:")]
 
     def complaints(self) -> list[dict[str, Any]]:
-        """Return what is in the console, and exceptions."""
         kinds = {"Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown"}
         return [event["params"] for event in self.events if event["method"] in kinds]
 
     def _next(self) -> dict[str, Any]:
-        """Return the next message; events are kept."""
         end = time.monotonic() + LIMIT
         while b"\0" not in self.rest:
             ready = select.select([self.read], [], [], max(end - time.monotonic(), 0))[0]

@@ -76,7 +76,6 @@ class FunctionCall:
         return drawn | {name: value * scale for name, value in self.numbers.items()}
 
     def learned(self) -> list[str]:
-        """Return the names of the arguments with a gradient."""
         names = [name for name, tensor in self.arguments().items() if tensor.is_floating_point()]
         return [] if self.still == "all" else [name for name in names if name not in self.still.split()]
 
@@ -103,18 +102,14 @@ def _drawn(name: str, seed: int) -> Tensor:
 
 
 def velocity(x: Tensor, level: Tensor, step: int) -> Tensor:
-    """Return the velocity of a model that is linear in x and knows the level and the step."""
     return 0.5 * x - level[:, None, None] * (1 + step)
 
 
 def floats(trajectory: Trajectory) -> tuple[Tensor, ...]:
-    """Return a trajectory's tensors that a gradient flows through."""
     return trajectory.x_next, trajectory.log_prob, trajectory.final
 
 
 def host(function: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
-    """Return a call of a function of the host, inside a function of a tensor; its numbers are a factor."""
-
     def call(x: Tensor) -> Tensor:
         result = function()
         numbers = result if isinstance(result, list | tuple | range) else [result]
@@ -124,8 +119,6 @@ def host(function: Callable[[], Any]) -> Callable[[Tensor], Tensor]:
 
 
 def checking(function: Callable[[Tensor], object]) -> Callable[..., Tensor]:
-    """Return a call of a check, inside a function of the tensor that it checks."""
-
     def call(**arguments: Tensor) -> Tensor:
         (tensor,) = arguments.values()
         function(tensor)
@@ -135,19 +128,15 @@ def checking(function: Callable[[Tensor], object]) -> Callable[..., Tensor]:
 
 
 class Scheduler(NamedTuple):
-    """What `from_scheduler` needs of a scheduler."""
-
     sigmas: Tensor
     timesteps: range
 
 
 def scheduler(sigma: Tensor) -> Scheduler:
-    """Return a scheduler of falling levels."""
     return Scheduler(torch.cat([sigma.sort(descending=True).values, sigma.new_zeros(1)]), range(BATCH))
 
 
 def sampled(sigma_next: Tensor, *, name: str = "flow_sde", eta: Tensor | float = 0.7, **options: Any) -> tuple[Tensor, ...]:
-    """Return a rollout from samples that all levels change."""
     grid = GRID.flip(0) * 0.9 + 0.05 if name == "ddim" else GRID
     x = sigma_next[:, None, None] * torch.ones(BATCH, *EVENT, dtype=torch.float64)
     sampler = transitions.bind(name, eta, grid)
@@ -158,7 +147,6 @@ def sampled(sigma_next: Tensor, *, name: str = "flow_sde", eta: Tensor | float =
 
 
 def planned(window: Any = None, **options: Any) -> table.StepPlan:
-    """Return a plan in float64."""
     sampler = transitions.bind("flow_sde", 0.7, GRID)
     return table.plan(GRID, sampler, batch=BATCH, window=window, **options)
 
@@ -177,8 +165,6 @@ def _rising(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Return a function of a transition as one of its coefficients, of which b is negative, and the rest."""
-
     def call(a: Tensor, b: Tensor, std: Tensor, **rest: Tensor) -> Any:
         return function(Transition(a, -b, std), *(rest.pop(name) for name in names), **rest)
 
@@ -186,18 +172,14 @@ def _step(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
 
 
 def weigh_steps(steps_old: Tensor, steps_other: Tensor, **options: Any) -> Any:
-    """Return the weights of a rollout's steps."""
     return correction.rollout_weights(steps_old, steps_other, threshold=1.2, **options)
 
 
 def _policy(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Return a surrogate of pairs with a transition, of its coefficients and the rest."""
     return _step(lambda step, *pairs, **rest: function(*pairs[:3], step, *pairs[3:], **rest), *PAIRS.split(), *names)
 
 
 def _keyed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a key as one of its words and the rest."""
-
     def call(**arguments: Tensor) -> Any:
         low, high = (arguments.pop(next(name for name in arguments if name.endswith(word))) for word in ("low", "high"))
         return function(Key(low, high), **arguments)
@@ -503,7 +485,6 @@ ROWS = (
 
 
 def public() -> Iterator[str]:
-    """Yield the public functions of core, `"module.function"`."""
     for module in pkgutil.iter_modules(fluvial.core.__path__):
         for name, function in vars(importlib.import_module(f"fluvial.core.{module.name}")).items():
             if inspect.isfunction(function) and function.__module__ == f"fluvial.core.{module.name}" and name[0] != "_":

@@ -51,8 +51,6 @@ Way = Literal["alone", "resumed", "served", "replayed", "loop"]
 
 
 class Case(NamedTuple):
-    """A run, which is compared with the same run of another tree; its `out` is replaced."""
-
     config: TrainConfig
     job: Callable[[], Job | None] = lambda: job()  # None: the job that the configuration describes
     way: Way = "alone"
@@ -60,24 +58,20 @@ class Case(NamedTuple):
 
 
 def flat_in_one_group(scores: Tensor, prompts: Sequence[Any], value: float) -> Tensor:
-    """Return scores that are equal for all samples of one prompt, whose group then has no signal."""
     fixed = torch.tensor([str(prompt) == CODES[1] for prompt in prompts], device=scores.device)
     return torch.where(fixed, value, scores)
 
 
 def bold(images: Tensor, prompts: Sequence[Any]) -> Tensor:
-    """Score images by their brightness."""
     return flat_in_one_group(images.flatten(1).mean(1), prompts, 0.5)
 
 
 def neat(images: Tensor, prompts: Sequence[Any]) -> Tensor:
-    """Score images by their mean square, with a gradient if they have one."""
     scores = images.flatten(1).square().mean(1)
     return scores if scores.requires_grad else flat_in_one_group(scores, prompts, 0.25)
 
 
 def job(*, unet: bool = False, **changes: Any) -> Job:
-    """Return a job over a built-in model, whose rewards need no recogniser."""
     load: Callable[[Path], Any] = HandwritingUNet if unet else Handwriting
     made = Job(
         load(BASE_UNET if unet else BASE),
@@ -92,7 +86,6 @@ def job(*, unet: bool = False, **changes: Any) -> Job:
 
 
 def captioned_job() -> Job:
-    """Return a job of given images, three of each caption."""
     return job(prompts=tuple(Prompt(code, image=Path(f"{code}-{n}")) for code in CODES for n in range(3)))
 
 
@@ -129,7 +122,6 @@ TRUNCATED = CorrectionConfig("truncate")
 
 
 def run(method: Method, sampling: ReadingConfig, /, **changes: Any) -> TrainConfig:
-    """Return a run of a few rollouts, `rollouts` of them."""
     rollouts = changes.pop("rollouts", 2)
     values: dict[str, Any] = {
         "method": method,
@@ -146,7 +138,6 @@ def run(method: Method, sampling: ReadingConfig, /, **changes: Any) -> TrainConf
 
 
 def grpo(sampling: SamplingConfig = SDE, /, **changes: Any) -> TrainConfig:
-    """Return a run of GRPO of two updates per rollout."""
     return run(o.Grpo(), sampling, **{"passes.minibatches": 2, **changes})
 
 
@@ -156,7 +147,6 @@ def nft(sampling: SamplingConfig = ODE, /, **changes: Any) -> TrainConfig:
 
 
 def pipeline(folder: Path, name: str, base: TrainConfig, *, kind: str = "", **asked: Any) -> Case:
-    """Return a run on a tiny pipeline of diffusers, opened from its folder."""
     size = {} if "sizes" in asked else {"height": 16, "width": 16}
     cache, held = folder / "texts" / (kind or name), (str(folder / "heldout.txt"),)
     settings = PipelineConfig(**{**size, "text_cache": cache, "heldout": held, **asked})
@@ -360,7 +350,6 @@ ON_TWO_RANKS = ("comm-reshard", "sync-every", "lora-sharded", "context-parallel"
 
 
 def cases(folder: Path) -> dict[str, Case]:
-    """Return all runs; they read what `prepare` wrote to the folder."""
     ahead: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 1}
     late: dict[str, Any] = {"rollouts": 4, "rollout.ahead": 2, "correction": TRUNCATED, "rollout.max_log_ratio": 1e9}
     there = ServersConfig(weights_folder=folder / "served", patience=20)
@@ -399,12 +388,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "served-grpo": Case(grpo(**later, correction=TRUNCATED), way="served"),
         "served-nft-full-ahead": Case(
             run(
-                o.Nft(beta=1.0, old=NoOld()),
-                ODE,
-                **later,
-                noising=NOISED,
-                **{**ahead, **FULL},
-                **{"passes.minibatches": 2},
+                o.Nft(beta=1.0, old=NoOld()), ODE, **later, noising=NOISED, **{**ahead, **FULL}, **{"passes.minibatches": 2}
             ),
             way="served",
         ),

@@ -25,8 +25,6 @@ from fluvial.models.handwriting import BASE, Handwriting
 
 
 class PullInfo(NamedTuple):
-    """Diagnostics per item, `[P]`."""
-
     log_prob: Tensor
 
 
@@ -52,18 +50,15 @@ class Pull(Method):
             yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PullInfo]:
-        """Return -A log p."""
         new = log_prob(rows.transition, rows.x, v, rows.x_next)
         return -self.scale * rows.signal * new, PullInfo(new.detach())
 
 
 def walk(level: Tensor, level_next: Tensor, *, eta: float) -> Transition:
-    """Return a step of Dance-SDE with half the noise."""
     return dance_sde(level, level_next, eta=eta / 2)
 
 
 def bold(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the mean brightness."""
     return images.flatten(1).mean(1)
 
 
@@ -91,5 +86,4 @@ def recipe(model: str = "handwriting") -> TrainConfig:
 
 
 def adapter() -> Any:
-    """Return a model that is trained under the name helpers.doors:adapter."""
     return Handwriting(BASE)

@@ -40,18 +40,15 @@ def check(report: Report, *, units: int | None = None) -> None:
 
 
 def gathers(phase: PhaseReport) -> int:
-    """Return the number of times that FSDP2 gathers parameters in a phase."""
     return sum(each.calls for each in phase.communication if each.name == "all_gather" and "_fsdp_" in each.line)
 
 
 def reductions(phase: PhaseReport) -> int:
-    """Return the number of times that FSDP2 reduces gradients in a phase."""
     return sum(each.calls for each in phase.communication if each.name == "reduce_scatter")
 
 
 @contextmanager
 def simulations() -> Iterator[list[Simulation]]:
-    """Collect the simulations of the dry runs in the context."""
     found, simulate = list[Simulation](), run.simulate
 
     @contextmanager

@@ -11,7 +11,6 @@ INDEX = "diffusion_pytorch_model.safetensors.index.json"
 
 
 def moved(*adapters: str) -> nn.Module:
-    """Return the adapted module, its adapters each moved elsewhere."""
     module = adapted(*adapters)
     for seed, adapter in enumerate(adapters or ("default",)):
         perturb(module, adapter, seed=seed)
@@ -19,12 +18,10 @@ def moved(*adapters: str) -> nn.Module:
 
 
 def opened(folder: Path) -> nn.Module:
-    """Return the exported model, as diffusers opens it; all of its weights are there."""
     module, info = SD3Transformer2DModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     assert not any(info.values()), info
     return module
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -35,7 +35,6 @@ class FakeRollouts:
 
     @property
     def module(self) -> nn.Module:
-        """The network."""
         return self.server.policy.weights.module
 
     @module.setter
@@ -44,7 +43,6 @@ class FakeRollouts:
 
     @property
     def version(self) -> int:
-        """Version of the weights."""
         return self.server.policy.version
 
     @version.setter
@@ -52,7 +50,6 @@ class FakeRollouts:
         self.server.policy.weights.version = version
 
     def __call__(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer a request."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         if handler.path != GENERATE:
             about = asyncio.run(asgi.call(self.server.app, "/v1/model_info")).value | {"micro_batch": self.filled}
@@ -73,7 +70,6 @@ class FakeRollouts:
         respond(handler, reply if isinstance(reply, bytes) else write_response(reply), media="application/msgpack")
 
     def samples(self, request: RolloutRequest) -> list[RolloutSample]:
-        """Return the samples of a request."""
         return self._read(asyncio.run(asgi.call(self.server.app, GENERATE, write_request(request))))
 
     def _read(self, answer: asgi.Answer) -> list[RolloutSample]:
@@ -96,7 +92,6 @@ class Fault:
 
 
 def respond(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200, *, media: str = "application/json") -> None:
-    """Answer with a body."""
     handler.send_response(status)
     handler.send_header("Content-Type", media)
     handler.send_header("Content-Length", str(len(body)))
@@ -105,13 +100,10 @@ def respond(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200, *, 
 
 
 def changed(**changes: Any) -> Change:
-    """Return a change of every sample's fields."""
     return lambda samples: [replace(sample, **changes) for sample in samples]
 
 
 def of_trajectory(**changes: Callable[[Any], Any]) -> Change:
-    """Return a change of fields of every sample's trajectory, each a function of the value."""
-
     def change(samples: list[RolloutSample]) -> list[RolloutSample]:
         found = []
         for sample in samples:

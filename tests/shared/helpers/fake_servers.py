@@ -21,25 +21,19 @@ from fluvial.engines.extensions.wire.client import HttpClient, Reply
 
 
 class FakeClock:
-    """Time that passes when somebody sleeps."""
-
     def __init__(self) -> None:
         self.time = 0.0
         self.slept: list[float] = []
 
     def monotonic(self) -> float:
-        """Return the seconds slept."""
         return self.time
 
     def sleep(self, seconds: float) -> None:
-        """Pass time."""
         self.slept.append(seconds)
         self.time += seconds
 
 
 class Sent(NamedTuple):
-    """A request as a fake server receives it."""
-
     path: str
     headers: httpx2.Headers
     body: bytes
@@ -56,7 +50,6 @@ class FakeServer(httpx2.BaseTransport):
         self.replies, self.requests, self.lock = list(replies), list[Sent](), threading.Lock()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Return the next reply."""
         sent = Sent(request.url.path, request.headers, request.read())
         with self.lock:
             self.requests.append(sent)
@@ -71,17 +64,14 @@ class FakeServer(httpx2.BaseTransport):
         return httpx2.Response(reply.status, headers=headers, stream=httpx2.ByteStream(reply.body))  # type: ignore[arg-type]
 
     def sent(self, number: int = 0) -> Any:
-        """Return the JSON of a request."""
         return json.loads(self.requests[number].body)
 
 
 def client(*replies: Any, url: str = "http://server:1", **options: Any) -> HttpClient:
-    """Return a client of a fake server, which is its `transport`."""
     return HttpClient(url, transport=FakeServer(*replies), clock=FakeClock(), **options)
 
 
 def chat_reply(text: str | None, first: dict[str, float] | None = None) -> dict[str, Any]:
-    """Return a reply of a chat server, with log-probabilities of the first token."""
     listed = [{"token": token, "logprob": value} for token, value in (first or {}).items()]
     logprobs = None if first is None else {"content": [{"token": "x", "logprob": 0.0, "top_logprobs": listed}]}
     return {"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]}
@@ -160,6 +150,5 @@ def lightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def ranked(images: Tensor, prompts: Sequence[str], group: int) -> list[float]:
-    """Score the samples of a group by their order of brightness, the brightest with 1."""
     order = images.flatten(1).mean(1).argsort().argsort()
     return (order.double() / max(len(order) - 1, 1)).tolist()

@@ -19,8 +19,6 @@ from fluvial.engines.errors import RunError
 
 
 class Ended(NamedTuple):
-    """How a forked process ended: with a value, or by a signal."""
-
     value: Any
     signal: int
 
@@ -70,7 +68,6 @@ class Forked:
 
 
 def on_ranks(count: int, function: Callable[[World], Any], *, catch: bool = False) -> list[Ended]:
-    """Run a function on a number of ranks, and return how each ended; with `catch` errors of a run are values too."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -90,11 +87,9 @@ def on_ranks(count: int, function: Callable[[World], Any], *, catch: bool = Fals
 
 
 def alone(function: Callable[[World], Any]) -> Ended:
-    """Run a function in a process that is a world by itself, and return how it ended."""
     return Forked(lambda: as_world(function)).end()
 
 
 def as_world(function: Callable[[World], Any]) -> Any:
-    """Run a function in this process as a world by itself."""
     with init_world() as world:
         return function(world)

@@ -85,7 +85,6 @@ def main(descriptor: int) -> None:
 
 
 def serve(server: socket.socket, woken: socket.socket) -> None:
-    """Fork for each request, and report each end."""
     import select
 
     running: dict[int, int] = {}  # number of the request by process id
@@ -118,7 +117,6 @@ def serve(server: socket.socket, woken: socket.socket) -> None:
 
 
 def send(server: socket.socket, message: dict[str, Any]) -> None:
-    """Write a message, if anybody still listens."""
     with suppress(BrokenPipeError, ConnectionResetError):
         server.sendall(json.dumps(message).encode() + b"\n")
 

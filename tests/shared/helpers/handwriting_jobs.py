@@ -37,12 +37,10 @@ def config(out: Path, /, **changes: Any) -> TrainConfig:
 
 
 def alternating(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score images so that each group has different scores."""
     return torch.arange(len(prompts)).float() % 2
 
 
 def job(reward: Reward = alternating, *, weights: Path | None = None, **changes: Any) -> jobs.Job:
-    """Return the built-in job with another reward, and the weights of a folder."""
     return replace(jobs.handwriting(weights=weights), rewards={"reward": reward}, **changes)
 
 

@@ -22,8 +22,6 @@ Numbers = dict[str, Tensor]  # [B]
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation and what it takes."""
-
     name: str
     samples: tuple[str, ...]
     call: Callable[
@@ -35,7 +33,6 @@ class Operation:
 
 
 def numbers(batch: int, *, std: float = 0.3, seed: int = 0, dtype: torch.dtype = torch.float32) -> Numbers:
-    """Return coefficients and the like, different for each sample, exact in float32."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: float, high: float) -> Tensor:
@@ -57,7 +54,6 @@ def numbers(batch: int, *, std: float = 0.3, seed: int = 0, dtype: torch.dtype =
 def inputs(
     operation: Operation, batch: int, event: tuple[int, ...], dtype: torch.dtype, *, scale: float = 1.0, seed: int = 0
 ) -> Samples:
-    """Return samples: velocities in `dtype`, the others in float32; the next sample is near the sample."""
     generator = torch.Generator().manual_seed(seed)
     drawn: Samples = {}
     for name in operation.samples:

@@ -6,7 +6,6 @@ LAYERS, WIDTH = 6, (4096, 2048)
 
 
 def tower() -> nn.Sequential:
-    """Build six layers of 32 MiB each."""
     return nn.Sequential(*(nn.Linear(WIDTH[1], WIDTH[0]) for _ in range(LAYERS)))
 
 

@@ -33,8 +33,6 @@ SMALL = [
 
 
 class Server:
-    """The fork server of this pytest process, and what it has reported so far."""
-
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -52,7 +50,6 @@ class Server:
         atexit.register(self.close, os.getpid())
 
     def request(self, **request: Any) -> int:
-        """Send a request, and return its number."""
         self.number += 1
         self.reports[self.number] = {}
         self.socket.sendall(json.dumps({**request, "number": self.number}).encode() + b"\n")
@@ -88,7 +85,6 @@ class Server:
 
 @cache
 def server() -> Server:
-    """Return this session's server; the first caller starts it."""
     return Server()
 
 
@@ -114,7 +110,6 @@ class Process:
         assert self.pid is not None, "the fork server does not answer"
 
     def address(self) -> str:
-        """Return the address that a server prints as soon as it listens."""
         until = time.monotonic() + 240
         while not (found := re.search(r"serving .* on (http://127\.0\.0\.1:\d+)\n", self.stdout)):
             assert self.poll() is None, self.stderr
@@ -133,7 +128,6 @@ class Process:
         return self.returncode
 
     def ends(self, timeout: float) -> bool:
-        """Return whether the program has ended or does so within `timeout` seconds."""
         if self.returncode is None:
             status = server().report(self.number, "status", timeout)
             if status is not None:
@@ -142,27 +136,22 @@ class Process:
         return self.returncode is not None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the program runs."""
         self.ends(0)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the program has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the program, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
     @property
     def stdout(self) -> str:
-        """What the program has written to its standard output so far."""
         return self._text("stdout")
 
     @property
     def stderr(self) -> str:
-        """What the program has written to its standard error so far."""
         return self._text("stderr")
 
     def _text(self, name: str) -> str:
@@ -190,7 +179,6 @@ class Torchrun:
             self.process = subprocess.Popen(line, env=environment(), stdout=out, stderr=errors, text=True)
 
     def worker(self, rank: int) -> int:
-        """Return the process id of a rank."""
         root = Path("/proc")
         for pid in (root / f"{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             if f"RANK={rank}" in (root / pid / "environ").read_bytes().decode().split("\0"):
@@ -198,34 +186,27 @@ class Torchrun:
         raise AssertionError(f"rank {rank} is not there")
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code."""
         return self.process.wait(timeout)
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while torchrun runs."""
         return self.process.poll()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to torchrun."""
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill torchrun, unless it has ended."""
         self.process.kill()
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, once it is known."""
         return self.process.returncode
 
     @property
     def stdout(self) -> str:
-        """What all processes have written to their standard outputs so far."""
         return self.files["stdout"].read_text()
 
     @property
     def stderr(self) -> str:
-        """What all processes have written to their standard errors so far."""
         return self.files["stderr"].read_text()
 
     def __enter__(self) -> "Torchrun":
@@ -238,12 +219,10 @@ class Torchrun:
 
 
 def start(*args: str, folder: Path | None = None, **variables: str) -> Process:
-    """Start the command line in a process of its own: `with start("train", ...) as process`."""
     return Process("fluvial.engines", *args, folder=folder, environment={**environment(), **variables})
 
 
 def rewarded(*words: str) -> list[str]:
-    """Return the words of a command line, with a reward where they name none."""
     return [*words] if "--rewards" in words else [*words, "--rewards", "jpeg"]
 
 
@@ -265,7 +244,6 @@ def program(target: str, *args: str, ranks: int = 1, timeout: float = 240) -> su
 
 
 def train(out: Path, *args: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Train the small run and expect it to succeed."""
     done = fluvial("train", "handwriting", "--out", str(out), *SMALL, *args, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -310,7 +288,6 @@ def call(target: str, *arguments: Any, timeout: float = 240) -> Any:
 
 @contextlib.contextmanager
 def _started(target: str, *arguments: Any, ranks: int, world: bool = False) -> Iterator[list[Process]]:
-    """Start a program on each rank; end those that still run afterwards."""
     shared = {} if ranks == 1 else {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with contextlib.ExitStack() as stack:
         processes = []
@@ -339,7 +316,6 @@ def _finished(processes: Sequence[Process], timeout: float) -> list[int]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -357,7 +333,6 @@ def environment(*, helpers: bool = False) -> dict[str, str]:
 
 
 def one_line(text: str) -> str:
-    """Return the error line of a failed command, which must be the only thing on its standard error."""
     lines = [line for line in text.splitlines() if line.strip()]
     assert len(lines) == 1, text
     assert "Traceback" not in text
@@ -365,10 +340,8 @@ def one_line(text: str) -> str:
 
 
 def weights(out: Path) -> bytes:
-    """Return the exported weights of a run, to the bit."""
     return (out / "weights" / "diffusion_pytorch_model.safetensors").read_bytes()
 
 
 def records(out: Path) -> Sequence[dict[str, Any]]:
-    """Return the records of a run's metrics."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -16,8 +16,6 @@ PROPERTIES = ("seconds", "processes", "long")  # of a test, in pytest's reports
 
 
 class Test(NamedTuple):
-    """A test that ran: `seconds` of CPU in all its processes, of which it started `processes`."""
-
     session: str
     file: str
     name: str
@@ -28,8 +26,6 @@ class Test(NamedTuple):
 
 
 class FileTimes(NamedTuple):
-    """The tests of a file in a session that are marked `long`, or those that are not."""
-
     session: str
     file: str
     long: bool
@@ -46,7 +42,6 @@ def spent() -> tuple[float, int]:
 
 
 def tests(session: str, report: Path) -> list[Test]:
-    """Read the tests of a session from pytest's report in XML."""
     read = []
     for case in ElementTree.parse(report).iter("testcase"):
         noted = {entry.get("name"): float(entry.get("value", 0)) for entry in case.iter("property")}
@@ -58,7 +53,6 @@ def tests(session: str, report: Path) -> list[Test]:
 
 
 def rows(ran: Iterable[Test]) -> list[FileTimes]:
-    """Add up the tests of each file in each session."""
     groups: dict[tuple[str, str, bool], list[Test]] = {}
     for test in ran:
         groups.setdefault((test.session, test.file, test.long), []).append(test)
@@ -69,7 +63,6 @@ def rows(ran: Iterable[Test]) -> list[FileTimes]:
 
 
 def load() -> list[FileTimes]:
-    """Return the rows of the ledger."""
     with FILE.open(newline="") as file:
         return [_row(**line) for line in csv.DictReader(file)]
 
@@ -92,7 +85,6 @@ def save(measured: Iterable[FileTimes]) -> None:
 
 
 def by_file(rows: Iterable[FileTimes]) -> dict[tuple[str, bool], FileTimes]:
-    """Add up the rows of a file's tests over the sessions."""
     added: dict[tuple[str, bool], FileTimes] = {}
     for row in rows:
         old = added.get((row.file, row.long), row._replace(tests=0, processes=0, seconds=0.0))

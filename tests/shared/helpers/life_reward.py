@@ -20,5 +20,4 @@ def counted(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str,
 
 
 def bright(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score brightness."""
     return images.flatten(1).mean(1).cpu()

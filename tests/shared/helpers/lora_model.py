@@ -14,8 +14,6 @@ LORA = LoraConfig(rank=2, alpha=3.0)  # alpha / rank is neither 1 nor a power of
 
 
 class Info(NamedTuple):
-    """Diagnostics of the loss."""
-
     error: Tensor
 
 
@@ -36,14 +34,12 @@ def perturb(module: nn.Module, adapter: str = "default", *, seed: int = 0) -> No
 
 
 def inputs(count: int) -> dict[str, Tensor]:
-    """Return samples, noise levels and conditioning."""
     cond = MODEL.encode([f"{1234 * i:04d}" for i in range(1, count + 1)])
     x = torch.linspace(-2, 2, count * 8 * 32).reshape(count, 1, 8, 32)
     return {"x": x, "sigma": torch.linspace(0.9, 0.4, count), "tokens": cond.tokens, "pooled": cond.pooled}
 
 
 def velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
-    """Return the velocity of inputs."""
     return module(
         hidden_states=items["x"],
         encoder_hidden_states=items["tokens"],
@@ -54,14 +50,11 @@ def velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
 
 
 def run(module: nn.Module) -> Tensor:
-    """Return the velocity of two fixed samples, without gradient."""
     with torch.no_grad():
         return velocity(module, inputs(2))
 
 
 def loss_of(module: nn.Module, others: Sequence[str | None]) -> Any:
-    """Return a loss of the trained adapter whose target depends on other adapters; None stands for no adapter."""
-
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         trained, target = velocity(module, items), items["x"]
         for weight, other in enumerate(others, start=1):

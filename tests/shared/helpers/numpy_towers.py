@@ -11,37 +11,30 @@ Weights = Mapping[str, Array]
 
 
 def arrays(state: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the tensors of a state dict as arrays in float64."""
     return {name: value.double().numpy() for name, value in state.items()}
 
 
 def below(weights: Weights, prefix: str) -> dict[str, Array]:
-    """Return the weights whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 def gelu(x: Array) -> Array:
-    """Return x times the normal distribution function."""
     return x * (1 + erf(x / np.sqrt(2))) / 2
 
 
 def quick_gelu(x: Array) -> Array:
-    """Return x times a sigmoid of 1.702 x, as OpenAI's CLIP has it."""
     return x * expit(1.702 * x)
 
 
 def tanh_gelu(x: Array) -> Array:
-    """Return the approximation of gelu by tanh, as SigLIP has it."""
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
 def linear(x: Array, weights: Weights, name: str) -> Array:
-    """Return W x + b; without b if there is none."""
     return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", np.zeros(1))
 
 
 def norm(x: Array, weights: Weights, name: str, eps: float = 1e-5) -> Array:
-    """Return the layer norm."""
     centred = x - x.mean(-1, keepdims=True)
     scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
     return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
@@ -79,7 +72,6 @@ def patches(pixels: Array, kernel: Array) -> Array:
 
 
 def clip_vision(pixels: Array, state: Weights, *, heads: int, layers: int, act: Callable[[Array], Array]) -> Array:
-    """Return the projected embedding of pixels, of length 1, by the weights of a CLIPModel of transformers."""
     w = below(state, "vision_model.")
     x = patches(pixels, w["embeddings.patch_embedding.weight"])
     first = np.broadcast_to(w["embeddings.class_embedding"], (len(x), 1, x.shape[-1]))
@@ -102,5 +94,4 @@ def clip_text(ids: Array, state: Weights, *, heads: int, layers: int, act: Calla
 
 
 def unit(x: Array) -> Array:
-    """Return x divided by its length."""
     return x / np.linalg.norm(x, axis=-1, keepdims=True)

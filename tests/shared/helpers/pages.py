@@ -15,16 +15,12 @@ READMES += [*PAGES, "bench/NOTEBOOK.md"]
 MINE = (
     ("engines/scoring/README.md", ("def score(",)),
     ("engines/sampling/README.md", ("from fluvial.core.transitions import", "def walk(")),
-    (
-        "engines/methods/README.md",
-        ("from ", "@dataclass(frozen=True)\nclass RewardWeighted", "def recipe("),
-    ),
+    ("engines/methods/README.md", ("from ", "@dataclass(frozen=True)\nclass RewardWeighted", "def recipe(")),
     ("models/README.md", ("from fluvial.core.guidance import", "from fluvial.models import Schedule", "class Dots")),
 )
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / name).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
@@ -37,7 +33,6 @@ def commands(name: str) -> list[list[str]]:
 
 
 def is_fluvials(words: Sequence[str]) -> bool:
-    """Return whether a command line starts fluvial or one of its benchmarks."""
     return words[0] == "fluvial" or any(word in words for word in ("fluvial.engines", "fluvial.bench"))
 
 

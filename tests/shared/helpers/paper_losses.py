@@ -52,17 +52,14 @@ class Scene:
     noise: Tensor | None  # [P, K, *event], of the last K steps, which a reward's gradient flows through
 
     def at(self, velocity: Velocity) -> Tensor:
-        """Return a policy's velocity at each item."""
         return velocity(self.x, self.level, self.sample)
 
     def extra(self, *names: str, default: Any = None) -> Any:
-        """Return the first number of this loss alone that the run has."""
         extra = self.settings.get("loss_extra", {})
         return next((extra[name] for name in names if name in extra), default)
 
 
 def mean(values: Tensor) -> Tensor:
-    """Return the mean over the event, `[P]`."""
     return values.flatten(1).sum(1) / values[0].numel()
 
 
@@ -133,7 +130,6 @@ def log_prob(scene: Scene, v: Tensor) -> Tensor:
 
 
 def clip(scene: Scene) -> tuple[float, float]:
-    """Return the range of the ratio."""
     low, high = (scene.settings.get(f"ratio_clip_{side}", 1e-3) for side in ("low", "high"))
     return 1 - low, 1 + high
 
@@ -296,14 +292,12 @@ def crd(scene: Scene) -> Tensor:
 
 
 def velocity_kl(scene: Scene, v: Tensor) -> Tensor:
-    """Return kl_coef |v - v_ref|^2 where the run has it, else 0."""
     if scene.settings.get("kl_kind") != "velocity_mse" or not scene.settings.get("kl_coef"):
         return torch.zeros_like(scene.level)
     return scene.settings["kl_coef"] * mean((v - scene.at(scene.reference)) ** 2)
 
 
 def kept(scene: Scene, loss: Tensor, advantage: Tensor) -> Tensor:
-    """Return the mean over the items; samples without advantage are left out where the run does so."""
     if not scene.settings.get("zero_advantage_filter"):
         return loss.mean()
     return loss[advantage != 0].mean()

@@ -114,7 +114,6 @@ def settings_of(name: str) -> Mapping[str, Any]:
 
 
 def _numbers(ranges: str) -> Iterator[int]:
-    """Yield the numbers of `3-5 8`: 3, 4, 5 and 8."""
     for part in ranges.split():
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -34,7 +34,6 @@ PARENTS = (
 
 
 def _router(*args: Any, **kwargs: Any) -> Any:
-    """Return a router whose decorators leave functions as they are."""
     return types.SimpleNamespace(post=lambda *args, **kwargs: lambda function: function)
 
 
@@ -99,7 +98,6 @@ def function(path: str, name: str, **names: Any) -> Any:
 
 
 def fields(path: str, name: str) -> set[str]:
-    """Return the fields of a class of a file of the wheel."""
     body = _node(path, name, ast.ClassDef).body
     return {each.target.id for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
 

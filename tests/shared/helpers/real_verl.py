@@ -36,12 +36,10 @@ def load() -> Any:
 
 
 def part(name: str) -> Any:
-    """Return a module of verl, after `load`."""
     return wheels.module(name)
 
 
 def other_engine_config() -> Any:
-    """Return the class FSDPEngineConfig of verl `OTHER`, after `load`."""
     file = wheels.install("verl", OTHER) / "verl" / "workers" / "config" / "engine.py"
     spec: Any = importlib.util.spec_from_file_location("verl.workers.config.engine_of_another_version", file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

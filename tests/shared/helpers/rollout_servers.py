@@ -26,25 +26,20 @@ MICRO_BATCH = 3
 
 
 class Server(NamedTuple):
-    """A server: its policy, what makes its samples, and its application."""
-
     policy: Policy
     batcher: Batcher[SampleOrder, RolloutSample]
     app: Any
 
     def ask(self, **body: Any) -> asgi.Answer:
-        """Return the response to a request."""
         return asyncio.run(asgi.call(self.app, "/rollout/generate", {"prompt": "1", **body}))
 
     def samples(self, **body: Any) -> list[RolloutSample]:
-        """Return the samples of a request that succeeds."""
         found = self.ask(**body)
         assert found.status == 200, found.value
         assert found.headers["content-type"] == "application/msgpack"
         return read_response(found.value)
 
     def problem(self, **body: Any) -> tuple[int, str]:
-        """Return status and text of a request that fails."""
         found = self.ask(**body)
         assert set(found.value) == {"detail", "error"}
         assert "\n" not in found.value["detail"]
@@ -58,7 +53,6 @@ def policy(
     module: nn.Module | None = None,
     guidance: Guidance = NO_GUIDANCE,
 ) -> Policy:
-    """Return a policy over the tiny net, or over another model."""
     model = tiny.Tiny(prediction) if model is None else model
     weights = ServedWeights(model.build().eval() if module is None else module, roots=())
     return Policy("tiny", model, weights, shape=tiny.SHAPE, steps=tiny.STEPS, guidance=guidance, device=torch.device("cpu"))
@@ -75,7 +69,6 @@ def served(
     admin: str = "",
     limits: ServeLimits | None = None,
 ) -> Server:
-    """Return a server of a policy."""
     of = policy() if of is None else of
     batcher = batches_of(of, micro_batch=micro_batch, linger=linger, most_waiting=most_waiting)
     atexit.register(batcher.close, wait=10.0)  # a thread within torch would abort the process at its end
@@ -85,18 +78,15 @@ def served(
 
 
 def trajectory(sample: RolloutSample) -> DitTrajectory:
-    """Return the trajectory of a sample that has one."""
     assert sample.dit_trajectory is not None
     return sample.dit_trajectory
 
 
 def log_probs(sample: RolloutSample) -> Tensor:
-    """Return the log-probabilities of a sample that has some."""
     assert sample.rollout_log_probs is not None
     return sample.rollout_log_probs
 
 
 def same(one: RolloutSample, other: RolloutSample) -> bool:
-    """Return whether two samples have the same numbers."""
     each = [(sample.generated_output, log_probs(sample), trajectory(sample).latents) for sample in (one, other)]
     return all(map(torch.equal, *each))

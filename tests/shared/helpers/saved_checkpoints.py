@@ -14,7 +14,6 @@ FINGERPRINT = {"seed": 0, "train": "full"}
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    """Return a state of some tensors: a matrix, one that is stored by columns, a number, and one of other bits."""
     return {
         "weight.a": torch.full((3, 4), value),
         "weight.b": torch.arange(6, dtype=torch.float32).reshape(2, 3).T * value,
@@ -25,40 +24,33 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 
 def options(one: World, update: int, keep: int = 5) -> dict[str, Any]:
-    """Return the further arguments of a save."""
     meta = {"update": update, "numbers": [1, 2.5, None, 1e-5], "text": "é"}
     return {"meta": meta, "update": update, "fingerprint": FINGERPRINT, "world": one, "keep": keep}
 
 
 def save(folder: checkpoint.Folder, one: World, *, update: int, keep: int = 5) -> checkpoint.Folder:
-    """Save the state of an update, whose values are its number."""
     return checkpoint.save(folder, state(float(update)), **options(one, update, keep))
 
 
 def load(path: Path | str, one: World, **changed: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Load a checkpoint into a state of other values."""
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
     return loaded, checkpoint.load(path, loaded, fingerprint={**FINGERPRINT, **changed}, world=one)
 
 
 def holds(path: Path | str, one: World, value: float) -> bool:
-    """Return whether a checkpoint is whole and of these values, to the bit."""
     loaded, _ = load(path, one)
     return all(torch.equal(loaded[name], tensor) for name, tensor in state(value).items())
 
 
 def found(folder: Path | str) -> list[str]:
-    """Return everything there is in a folder."""
     fs, path = url_to_fs(str(folder))
     return sorted(name.rpartition("/")[2] for name in fs.ls(path, detail=False))
 
 
 def last(path: Path | str) -> str:
-    """Return the last part of a path or URL."""
     return str(path).rpartition("/")[2]
 
 
 def files(path: Path | str) -> tuple[AbstractFileSystem, dict[str, str]]:
-    """Return the filesystem of a checkpoint, and its files: paths by name."""
     fs, root = url_to_fs(str(path))
     return fs, {file.rpartition("/")[2]: file for file in fs.find(root)}

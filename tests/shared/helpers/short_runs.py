@@ -10,14 +10,12 @@ curves, as_svg = charts.curves, charts.as_svg  # for the tests that look at them
 
 
 def one_pixel(path: Path, charts: Any) -> None:
-    """Write an image of one pixel in place of the charts."""
     from PIL import Image
 
     Image.new("RGB", (1, 1)).save(path)
 
 
 def only_title(figure: Any, title: str, unit: str = "", labels: Any = ()) -> str:
-    """Return the title in place of a chart."""
     return f"<figure><figcaption>{title}</figcaption></figure>"
 
 

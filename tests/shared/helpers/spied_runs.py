@@ -20,8 +20,6 @@ FAST = OptimizerConfig(lr=0.05)
 
 
 class Update(NamedTuple):
-    """What an optimizer update was made of."""
-
     items: Any
     weight: Tensor
     over: float  # what the sum of its losses is divided by
@@ -29,8 +27,6 @@ class Update(NamedTuple):
 
 
 class Spied(tiny.Run):
-    """A run that notes its trajectories, its preferences, and what each update was made of."""
-
     def __init__(self, config: TrainConfig, world: World, job: Any = None) -> None:
         super().__init__(config, world, job)
         self.trajectories: list[Trajectory] = []
@@ -58,7 +54,6 @@ class Spied(tiny.Run):
         trainer.engine.update, trainer.loop.learn, trainer.sampler.pair_up = noted, learnt, paired  # type: ignore
 
     def velocity(self, items: Any) -> Tensor:
-        """Return the velocity of the policy as it is, or of the adapter that computes."""
         with self.trainer.engine.inference() as module:
             cond = self.trainer.job.model.encode([self.prompts[int(i)] for i in items.sample])
             return self.trainer.job.model.predict(module, items.x, items.level, cond)

@@ -23,8 +23,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """A sampler, what it is checked against, and where it may be evaluated."""
-
     name: str
     bind: Callable[[float], Sampler]  # eta -> the sampler with its hyper-parameters bound
     reference: Callable[[float, float, float], tuple[float, float, float]]  # (level, next, eta) -> (a, b, std)

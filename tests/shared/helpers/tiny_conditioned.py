@@ -20,8 +20,6 @@ from fluvial.models.tiny.pipelines import PARTS, build, build_network, find_call
 
 
 class ConditionedCase(NamedTuple):
-    """One pipeline: how to build and call it."""
-
     make: Callable[[], Any]
     media: tuple[str, ...]  # arguments that are images, videos or sounds
     call: dict[str, Any]
@@ -105,7 +103,6 @@ def euler(name: str) -> ConditionedCase:
 
 
 def qwen_edit(name: str) -> ConditionedCase:
-    """Return the row of a Qwen-Image-Edit of two blocks."""
     return of(name, partial(build, name, transformer=partial(build_network, "QwenImageTransformer2DModel", num_layers=2)))
 
 
@@ -164,7 +161,6 @@ def without_scaling(patch: Any) -> None:
 
 
 def load(folder: Path) -> Any:
-    """Return diffusers' pipeline of a folder."""
     from diffusers import DiffusionPipeline
 
     absent = {name: None for name, kind in entries(folder).items() if kind is None}
@@ -172,7 +168,6 @@ def load(folder: Path) -> Any:
 
 
 def save(name: str, folder: Path) -> Path:
-    """Save a pipeline to a folder with random weights, unless it is there, and return the folder."""
     if not folder.exists():
         make = ADAPTED[name] if name in ADAPTED else ROWS[name].make
         stored.copy_of(f"conditioned-{name}", folder, partial(write_random, make))
@@ -180,7 +175,6 @@ def save(name: str, folder: Path) -> Path:
 
 
 def write_random(make: Callable[[], Any], folder: Path) -> None:
-    """Save a pipeline with random weights, the same at every call."""
     with quietly():
         write(random_weights(make, 0.1), folder)
 
@@ -201,7 +195,6 @@ def draw(folder: Path, name: str, argument: str, seed: int, row: ConditionedCase
 
 
 def draw_image(file: Path, seed: int, size: tuple[int, int] = (16, 16)) -> Path:
-    """Write an image of random pixels, and return its file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
     return file

@@ -28,14 +28,10 @@ PROMPTS, HELDOUT = ("0", "1", "2", "3"), ("4", "5")
 
 
 class TinyCond(NamedTuple):
-    """A batch of prompts."""
-
     rows: Tensor  # [B, 6]
 
 
 class Block(nn.Module):
-    """A linear layer and a bend."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(24, 24)
@@ -75,16 +71,13 @@ class Tiny:
     weights: Path | None = None
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the net with random weights."""
         return Net(self.seed)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return both blocks."""
         blocks = module.get_submodule("blocks")
         return [*blocks.children()]
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of every sample."""
         return SHAPE
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
@@ -95,41 +88,33 @@ class Tiny:
         return Schedule(torch.linspace(0.02, 0.99, steps + 1), torch.linspace(900, 100, steps))
 
     def check_prompt(self, prompt: str) -> None:
-        """Accept a digit or the empty prompt."""
         if prompt not in ("", *PROMPTS, *HELDOUT):
             raise ValueError(f"prompt {prompt!r} is no digit")
 
     def encode(self, prompts: Sequence[str]) -> TinyCond:
-        """Return digits one-hot, zeros for the empty prompt."""
         return TinyCond(torch.stack([torch.eye(7)[int(prompt or "6")][:6] for prompt in prompts]))
 
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: TinyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return the net's output."""
         return module(x, cond.rows, sigma)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return grey images."""
         return (latents.float() / 2 + 0.5).clamp(0, 1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, guidance: Tensor | float, /) -> Tensor:
-        """Apply classifier-free guidance."""
         return classifier_free(v, v_uncond, guidance)
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score each sample by its brightness, which differs for every sample."""
     return images.mean((1, 2, 3)).cpu()
 
 
 def contrast(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score each sample by its contrast, in another range than its brightness."""
     return 100 * images.flatten(1).std(1).cpu()
 
 
 def drawn(key: Key, prompts: Sequence[Prompt]) -> Tensor:
-    """Return clean samples for supervised training."""
     return normal(key, (len(prompts), *SHAPE)).clamp(-1, 1)
 
 
@@ -150,7 +135,6 @@ def job(prediction: Prediction = "velocity", **changes: Any) -> Job:
 
 
 def config(out: Path, /, **changes: Any) -> TrainConfig:
-    """Return the configuration of a run of one rollout of two groups of two."""
     values: dict[str, Any] = {
         "engine.micro_batch": 2,
         "engine.update_micro_batch": "rollout",
@@ -176,11 +160,9 @@ class Run:
         self.trainer.engine.update = noted  # type: ignore[method-assign]
 
     def rollout(self) -> dict[str, Any]:
-        """Make a rollout and its updates; return their record."""
         return self.trainer.update()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the trained parameters, and those of an adapter that is not trained."""
         return {name: tensor.clone() for name, tensor in self.trainer.engine.sharded.shards().items()}
 
     def gradient(self) -> dict[str, Tensor]:

@@ -10,14 +10,10 @@ from fluvial.engines.engine.weights import gather
 
 
 class Info(NamedTuple):
-    """Diagnostics of the test's loss."""
-
     error: Tensor
 
 
 class Net(nn.Module):
-    """Two blocks and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -43,15 +39,12 @@ class Wide(nn.Module):
 
 
 def data(count: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return inputs, targets and weights."""
     generator = torch.Generator().manual_seed(count)
     items = {"x": torch.randn(count, 3, generator=generator), "y": torch.randn(count, generator=generator)}
     return items, torch.rand(count, generator=generator)
 
 
 def squared(module: nn.Module) -> Any:
-    """Return the test's loss of a module."""
-
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         error = (module(items["x"]) - items["y"]) ** 2
         return error, Info(error.detach())
@@ -70,7 +63,6 @@ def take_plain_step(loss: Any, net: nn.Module, *, items: int = 6, count: float |
 
 
 def take_updates(engine: Engine, count: int) -> list[float]:
-    """Take updates of two micro-batches and a rest, and return their losses."""
     items, weight = data(12)
     return [engine.update(items, squared(engine.module), weight, micro_batch=5).loss for _ in range(count)]
 

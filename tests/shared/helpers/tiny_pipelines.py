@@ -62,7 +62,6 @@ class TinyArchitecture(NamedTuple):
 
 
 def flow(**levels: Any) -> Any:
-    """Return Euler's scheduler of a flow with given settings."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(**levels)
@@ -179,39 +178,32 @@ def wan(*, experts: bool = False, timestep_per_token: bool = False) -> Any:
 
 
 def qwen_image() -> Any:
-    """Build a tiny Qwen-Image."""
     network = build_network("QwenImageTransformer2DModel", num_layers=2)
     return build("QwenImagePipeline", transformer=network, scheduler=flow(**MOVING, shift_terminal=0.02))
 
 
 def z_image() -> Any:
-    """Build a tiny Z-Image."""
     network = build_network("ZImageTransformer2DModel", n_layers=2, n_kv_heads=2, axes_lens=[96, 32, 24])
     return build("ZImagePipeline", transformer=network)
 
 
 def classifier_free(scale: float) -> dict[str, Any]:
-    """Return the arguments of classifier-free guidance for most pipelines."""
     return {"guidance_scale": scale, "negative_prompt": ""}
 
 
 def true_guidance(scale: float) -> dict[str, Any]:
-    """Return the arguments of classifier-free guidance for networks that have a guidance input too."""
     return {"guidance_scale": 2.5, "true_cfg_scale": scale, "negative_prompt": ""}
 
 
 def norm_keeping(scale: float) -> dict[str, Any]:
-    """Return the arguments of guidance for Qwen-Image."""
     return {"true_cfg_scale": scale}
 
 
 def with_negatives(x: Tensor) -> dict[str, Any]:
-    """Return arguments for a pipeline that does not repeat a negative prompt."""
     return {"max_sequence_length": TEXT, "negative_prompt": [""] * len(x)}
 
 
 def counted_from_none(scale: float) -> dict[str, Any]:
-    """Return the arguments of guidance for a pipeline in which scale 0 means none."""
     return {"guidance_scale": scale - 1}
 
 
@@ -226,24 +218,20 @@ def without_negative(scale: float) -> dict[str, Any]:
 
 
 def ddim(settings: Any) -> Any:
-    """Return a DDIM scheduler with a UNet's settings, whose steps are those of the adapter."""
     from diffusers import DDIMScheduler
 
     return DDIMScheduler.from_config(settings, clip_sample=False)
 
 
 def flow_euler(settings: Any) -> Any:
-    """Return Euler's scheduler with Wan's shift."""
     return flow(shift=settings["flow_shift"])
 
 
 def video(x: Tensor) -> dict[str, Any]:
-    """Return the arguments for a video with the number of frames of the initial noise."""
     return {"num_frames": 2 * x.shape[2] - 1, "max_sequence_length": TEXT}
 
 
 def load_both(pipeline: Any, folder: Path) -> None:
-    """Load the LoRA of both experts."""
     pipeline.load_lora_weights(folder / "transformer")
     pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
 
@@ -251,14 +239,7 @@ def load_both(pipeline: Any, folder: Path) -> None:
 # The last block of SD3 drops the text tokens after attention.
 SD3_IDLE = ("transformer_blocks.1.attn.add_q_proj", "transformer_blocks.1.attn.norm_added_q")
 
-UNET = TinyArchitecture(
-    StableDiffusion,
-    stable_diffusion,
-    without_negative,
-    asked=lambda x: {},
-    scheduler=ddim,
-    exact=False,
-)
+UNET = TinyArchitecture(StableDiffusion, stable_diffusion, without_negative, asked=lambda x: {}, scheduler=ddim, exact=False)
 
 # The last block of Qwen-Image drops the text tokens.
 QWEN_IDLE = tuple(
@@ -298,7 +279,6 @@ ROWS: dict[str, TinyArchitecture] = {
 
 
 def save(row: TinyArchitecture, folder: Path) -> Path:
-    """Save a row's pipeline with random weights, the same at every call; return its folder."""
     names = [name for name, known in ROWS.items() if known is row]
     if names:
         return stored.copy_of(f"adapted-{names[0]}", folder, partial(_make, row))
@@ -315,12 +295,10 @@ each_row = pytest.mark.parametrize("name", [long(name) if row.variant else name 
 
 
 def opened(name: str, folder: Path, **options: Any) -> Pipeline:
-    """Return a row's adapter."""
     return open_model(folder, **{"text_tokens": TEXT, "device": "cpu", **ROWS[name].options, **options})
 
 
 def theirs(row: TinyArchitecture, folder: Path) -> Any:
-    """Return a row's pipeline as diffusers opens it."""
     from diffusers import DiffusionPipeline
 
     index = json.loads((folder / "model_index.json").read_text())
@@ -335,7 +313,6 @@ def theirs(row: TinyArchitecture, folder: Path) -> Any:
 def images_of(
     row: TinyArchitecture, pipeline: Any, model: Pipeline, x: Tensor, prompts: Sequence[str], scale: float
 ) -> Tensor:
-    """Return the images of diffusers' pipeline for given initial noise."""
     size = [model.vae_scale * side for side in x.shape[-2:]]
     given = {"prompt": list(prompts), "height": size[0], "width": size[1], "latents": row.latents(x)}
     options = {"num_inference_steps": STEPS, "output_type": "pt"}
@@ -343,7 +320,6 @@ def images_of(
 
 
 def conditions(model: Pipeline, prompts: Sequence[str], scale: float) -> Any:
-    """Return the conditioning of prompts, with guidance if the scale is not 1."""
     cond = model.encode(prompts)
     if scale == 1:
         return cond
@@ -353,8 +329,6 @@ def conditions(model: Pipeline, prompts: Sequence[str], scale: float) -> Any:
 def sampled(
     model: Pipeline, module: nn.Module, x: Tensor, cond: Any, schedule: Schedule, *, eta: float | None = None, **options: Any
 ) -> Trajectory:
-    """Return a rollout of a model: deterministic without eta; with it, stochastic and recorded."""
-
     def velocity(x: Tensor, sigma: Tensor, step: int) -> Tensor:
         timestep = schedule.timesteps[step].expand(len(x))
         return guided_velocity(model, module, x, sigma, cond, timestep=timestep, **options)
@@ -368,12 +342,10 @@ def sampled(
 
 
 def noisy(model: Pipeline, schedule: Schedule, eta: float) -> Sampler:
-    """Return the stochastic sampler for a model's prediction."""
     if model.prediction == "epsilon":
         return partial(transitions.ddim, eta=eta)
     return partial(transitions.flow_sde, eta=eta, sigma_max=float(schedule.levels[1]))
 
 
 def start(model: Pipeline, count: int, size: tuple[int, ...]) -> Tensor:
-    """Return initial noise."""
     return normal(fold_in(key(0), torch.arange(count)), (count, *model.latent_shape(*size)))

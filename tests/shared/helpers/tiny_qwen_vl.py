@@ -24,7 +24,6 @@ MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer with the tokens of media."""
     found = qwen_tokenizer()
     found.add_tokens(list(MEDIA), special_tokens=True)
     found.chat_template = CHAT
@@ -32,7 +31,6 @@ def tokenizer() -> Any:
 
 
 def config(kind: str) -> Any:
-    """Return the settings of a Qwen2-VL or a Qwen2.5-VL of two layers."""
     import transformers
 
     tokens = tokenizer()
@@ -63,7 +61,6 @@ def config(kind: str) -> Any:
 
 
 def save_base(folder: Path, kind: str) -> None:
-    """Save settings and tokenizer of the model that a reward was finetuned from."""
     config(kind).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
@@ -78,8 +75,6 @@ def backbone(kind: str, *, extra: int, seed: int = 0) -> Any:
 
 
 def published(model: Any, *, old: bool = True) -> dict[str, Tensor]:
-    """Return the tensors of a model by their names in a state dict of transformers 4.45, or since 4.52."""
-
     def name_of(name: str) -> str:
         if not old:
             return f"model.{name}"
@@ -100,7 +95,6 @@ def head(prefix: str, outputs: int, *, seed: int) -> dict[str, Tensor]:
 
 
 def save_video_reward(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Save VideoReward's weights and settings."""
     (folder / "checkpoint-11352").mkdir(parents=True)
     torch.save(tensors, folder / "checkpoint-11352" / "model.pth")
     settings = {

@@ -72,9 +72,7 @@ ROWS: dict[str, ReplayedCase] = {
     ),
     # One call for both halves of guidance, and time between 0 and 1.
     "aura-flow": ReplayedCase(
-        partial(built, "AuraFlowPipeline", shift=1.73),
-        {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24},
-        ATTENTION,
+        partial(built, "AuraFlowPipeline", shift=1.73), {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 24}, ATTENTION
     ),
     "flux2": ReplayedCase(
         flux2,
@@ -94,7 +92,6 @@ ROWS: dict[str, ReplayedCase] = {
 
 
 def opened(name: str, folder: Path, **options: Any) -> AnyPipeline:
-    """Return the model of a row, of four steps, opened from a folder."""
     call = dict(ROWS[name].options)
     size = {"height": call.pop("height"), "width": call.pop("width"), "steps": 4, "scale": call.pop("guidance_scale")}
     return AnyPipeline(folder, **{**size, "call": call, **options})

@@ -13,7 +13,6 @@ from fluvial.models.tiny.encoders import clip_tokenizer
 
 
 def images(count: int = 3, height: int = 41, width: int = 53, *, seed: int = 0) -> Tensor:
-    """Return images `[count, 3, height, width]` that are smooth in places and rough in others, in steps of 1/255."""
     noise = uniform(key(seed), (count, 3, height, width))
     ramp = torch.linspace(0, 1, width) * torch.linspace(1, 0, height)[:, None]
     return ((noise * 0.5 + ramp * torch.linspace(0.2, 1, count)[:, None, None, None]).clamp(0, 1) * 255).round() / 255
@@ -55,8 +54,19 @@ def randomise(model: Any, *, seed: int = 0, scale: float = 0.3) -> Any:
     return model.eval()
 
 
+def word_tokenizer(words: list[str], first: str, last: str, **names: str) -> Any:
+    """Return a tokenizer of words that puts each text between two of them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=names["unk_token"]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [(word, words.index(word)) for word in (first, last)]
+    made.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", special_tokens=ends)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
 def clip_settings() -> dict[str, Any]:
-    """Return the settings of the image processor of a CLIP that sees 30 x 30 pixels."""
     from fluvial.models.rewards.shared.pixels import CLIP_MEAN, CLIP_STD
 
     return {
@@ -74,7 +84,6 @@ def clip_settings() -> dict[str, Any]:
 
 
 def clip(*, act: str = "quick_gelu") -> Any:
-    """Return a CLIPModel of two layers per tower."""
     from transformers import CLIPConfig, CLIPModel
 
     common = {
@@ -110,5 +119,4 @@ def save_clip(folder: Path) -> Any:
 
 
 def write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of an image processor."""
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))

@@ -13,7 +13,6 @@ RATE = 400
 
 
 def save(folder: Path) -> Path:
-    """Save ACE-Step to a folder with random weights, unless it is there, and return the folder."""
     if not folder.exists():
         stored.copy_of("sounds-ace-step", folder, _make)
     return folder
@@ -30,13 +29,11 @@ def loud(audios: Tensor, prompts: list[str], audio_rate: int) -> Tensor:
 
 
 def even(audios: Tensor, prompts: list[str]) -> Tensor:
-    """Return how much of a sound is in its first half."""
     assert audios.ndim == 3
     first, second = audios.square().flatten(1).chunk(2, dim=1)
     return first.sum(1) / (first.sum(1) + second.sum(1))
 
 
 def texts(file: Path) -> Path:
-    """Write a file of three prompts."""
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("rain", "a drum", "two birds at dawn")))
     return file

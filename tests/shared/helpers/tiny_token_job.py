@@ -17,40 +17,31 @@ TOKENS = 8
 
 
 class ToyCond(NamedTuple):
-    """Conditioning of the transformer."""
-
     text: Tensor  # [B, 4, 6]
     pooled: Tensor  # [B, 5]
 
 
 class Toy:
-    """The model protocol over `tiny_transformers.flux`."""
-
     prediction: Prediction = "velocity"
     lora_targets = ("to_q", "to_k", "to_v", "proj_mlp")
     weights: Path | None = None
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Return the transformer with random weights."""
         return tiny_transformers.flux()
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Return the blocks of both kinds."""
         return tiny_transformers.blocks(module)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return one token per pixel of height."""
         return (height, width)
 
     def schedule(self, steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Return the schedule of the handwriting model."""
         return Handwriting(None).schedule(steps)
 
     def check_prompt(self, prompt: str) -> None:
         """Accept any prompt."""
 
     def encode(self, prompts: Sequence[str]) -> ToyCond:
-        """Return noise, seeded by the length of the prompt."""
         drawn = [torch.randn(29, generator=torch.Generator().manual_seed(len(prompt))) for prompt in prompts]
         rows = torch.stack(drawn)
         return ToyCond(rows[:, :24].unflatten(1, (4, 6)), rows[:, 24:])
@@ -58,25 +49,20 @@ class Toy:
     def predict(
         self, module: nn.Module, x: Tensor, sigma: Tensor, cond: ToyCond, *, timestep: Tensor | None = None
     ) -> Tensor:
-        """Return the transformer's output."""
         return tiny_transformers.flux_velocity(module, {"x": x, "text": cond.text, "pooled": cond.pooled, "time": sigma})
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the latents as grey images."""
         return latents.float().sigmoid()[:, None].expand(-1, 3, -1, -1)
 
     def guide(self, v: Tensor, v_uncond: Tensor, scale: Tensor) -> Tensor:
-        """Return classifier-free guidance."""
         return classifier_free(v, v_uncond, scale)
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the mean brightness, a reward that differs from sample to sample."""
     return images.mean((1, 2, 3)).cpu()
 
 
 def job() -> Job:
-    """Return a job whose reward is brightness."""
     prompts = ("a", "bb", "ccc")
     return Job(
         Toy(),

@@ -48,12 +48,10 @@ def qwen() -> nn.Module:
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks."""
     return [block for name in ("transformer_blocks", "single_transformer_blocks") for block in getattr(module, name, [])]
 
 
 def data(tokens: int = 8) -> dict[str, Tensor]:
-    """Return latents of `tokens` tokens, 4 text tokens, times and targets."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:
@@ -69,7 +67,6 @@ def data(tokens: int = 8) -> dict[str, Tensor]:
 
 
 def flux_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
-    """Return the transformer's output."""
     tokens = items["x"].shape[1]
     ids = torch.stack([torch.zeros(tokens), torch.arange(tokens) // 2, torch.arange(tokens) % 2], dim=1)
     return module(
@@ -84,7 +81,6 @@ def flux_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
 
 
 def qwen_velocity(module: nn.Module, items: dict[str, Tensor]) -> Tensor:
-    """Return the transformer's output."""
     batch, tokens = items["x"].shape[:2]
     return module(
         hidden_states=items["x"],
@@ -110,8 +106,6 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 def loss_of(velocity: Callable[[nn.Module, dict[str, Tensor]], Tensor], module: nn.Module) -> Any:
-    """Return a loss: the mean squared error of each sample."""
-
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         error = ((velocity(module, items) - items["target"]) ** 2).mean((1, 2))
         return error, Info(error.detach())

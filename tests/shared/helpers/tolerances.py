@@ -26,8 +26,6 @@ OPERATIONS = {
 
 
 class Tolerance(TypedDict):
-    """What `torch.testing.assert_close` is given."""
-
     rtol: float
     atol: float
 

@@ -17,7 +17,6 @@ FOLDERS = ("core", "kernels", "engines", "models", "bench")
 
 
 def find_used() -> dict[str, set[str]]:
-    """Return the keywords of all calls of each name, by its full name."""
     used: dict[str, set[str]] = {}
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.py"):
@@ -35,7 +34,6 @@ def find_used() -> dict[str, set[str]]:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the local and the full name of each import from torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -57,7 +55,6 @@ def _full_name(node: ast.AST, imported: dict[str, str]) -> str | None:
 
 
 def resolve(name: str) -> Any:
-    """Return what a full name stands for; AttributeError if this torch lacks it."""
     found, path = importlib.import_module("torch"), "torch"
     for part in name.split(".")[1:]:
         path = f"{path}.{part}"
@@ -72,7 +69,6 @@ def resolve(name: str) -> Any:
 
 
 def parameters(name: str) -> list[str] | None:
-    """Return the names of a function's parameters; None if they are not known, or if it takes any."""
     try:
         known = inspect.signature(resolve(name)).parameters
     except (TypeError, ValueError):

@@ -88,7 +88,6 @@ def engine_config(*, kind: Any = None, **changes: Any) -> Any:
 
 
 def optimizer_config(**changes: Any) -> Any:
-    """Return verl's own FSDPOptimizerConfig."""
     config = real_verl.part("verl.workers.config.optimizer").FSDPOptimizerConfig
     return config(**{"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 1e6, "total_training_steps": 10, **changes})
 
@@ -127,8 +126,6 @@ def build(
 
 
 class Made(NamedTuple):
-    """A rollout of the tiny pipeline of a name."""
-
     name: str
     model: Pipeline
     cond: Any
@@ -185,7 +182,6 @@ def batch(made: Made, **more: Any) -> Any:
 
 
 def conditioning(name: str, cond: Any) -> dict[str, Tensor]:
-    """Return a model's conditioning in verl-omni's field names."""
     if isinstance(cond, Guided):
         negative = conditioning(name, cond.uncond)
         return {**conditioning(name, cond.cond), **{f"negative_{key}": value for key, value in negative.items()}}
@@ -196,7 +192,6 @@ def conditioning(name: str, cond: Any) -> dict[str, Tensor]:
 
 
 def infer(engine: Any, data: Any) -> dict[str, Tensor]:
-    """Return what the model says of a batch, without gradient."""
     with engine.eval_mode():
         found: dict[str, Tensor] = engine.infer_batch(data)["model_output"]
     return found
@@ -243,19 +238,13 @@ def move(module: nn.Module, *, seed: int = 3) -> None:
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:
-    """Return the full gradients that an engine holds, by parameter."""
     return {name: gather(p.grad).clone() for name, p in engine.module.named_parameters() if p.grad is not None}
 
 
 def items(made: Made) -> RecordedSteps:
-    """Return the recorded steps of a rollout as a flat set of items."""
     trajectory, levels = made.trajectory._replace(log_prob=made.log_prob_old), made.schedule.levels
     return recorded_steps(
-        trajectory,
-        made.schedule,
-        made.sampler(levels[:-1], levels[1:]),
-        made.advantage,
-        torch.ones(len(made.advantage)),
+        trajectory, made.schedule, made.sampler(levels[:-1], levels[1:]), made.advantage, torch.ones(len(made.advantage))
     )
 
 
@@ -286,12 +275,10 @@ class Own:
         return v.view_as(x)
 
     def other(self, items: Any, cond: Any, adapter: str | None) -> Tensor:
-        """Return the prediction of another adapter, or of the base model, at each item."""
         with torch.no_grad(), use_adapter(self.engine.module, adapter):
             return self.predict(items.x, items, cond)
 
     def update(self, items: Any, cond: Any, method: Any, *, micro_batch: int = 4) -> float:
-        """Take a step and return the loss."""
         self.before = self.weights()
 
         def loss(part: Any) -> Any:
@@ -301,7 +288,6 @@ class Own:
         return self.engine.update(items, loss, items.weight, count=size, micro_batch=micro_batch, pad_to=size).loss
 
     def weights(self) -> dict[str, Tensor]:
-        """Return all parameters."""
         return {name: gather(p.detach()).clone() for name, p in self.engine.module.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:

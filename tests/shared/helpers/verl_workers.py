@@ -46,7 +46,6 @@ class Worker:
         self.engine.initialize()
 
     def infer(self, data: TensorDict, *, no_lora_adapter: bool = False) -> dict[str, Tensor]:
-        """Return the outputs of a batch (`infer_batch` with `compute_loss` False)."""
         data = self._with_defaults(data, self.config.infer_micro_batch_size_per_gpu)
         adapter = self.engine.disable_adapter() if no_lora_adapter else nullcontext()
         with self.engine.eval_mode(disable_auto_offload=False), adapter:
@@ -55,7 +54,6 @@ class Worker:
         return output["model_output"]
 
     def update(self, data: TensorDict, *, mini_batches: int = 1) -> list[dict[str, Any]]:
-        """Train on a batch in mini-batches (`train_mini_batch`), and return the metrics of each."""
         size, found = len(data) // mini_batches, []
         with self.engine.train_mode(disable_auto_offload=False):
             for i in range(mini_batches):
@@ -79,8 +77,6 @@ class Worker:
 
 
 def loss_of(per_step: Callable[[dict[str, Tensor], Any], Tensor]) -> Loss:
-    """Return a loss function as `diffusion_loss` wraps the losses of one step."""
-
     def loss(*, model_output: dict[str, Tensor], data: Any, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
         value = per_step(model_output, data)
         return value / data["gradient_accumulation_steps"] * data["sp_size"], {"actor/loss": value.detach().item()}
@@ -89,13 +85,11 @@ def loss_of(per_step: Callable[[dict[str, Tensor], Any], Tensor]) -> Loss:
 
 
 def kl(output: dict[str, Tensor], mean: Tensor) -> Tensor:
-    """Return the mean of `|mean - other mean|^2 / (2 std_dev_t^2)`, of the losses kl and distill_kl."""
     away = (output["prev_sample_mean"] - mean).square().flatten(1).mean(1)
     return (away / (2 * output["std_dev_t"].flatten() ** 2)).mean()
 
 
 def diffusion_nft(output: dict[str, Tensor], data: Any, *, beta: float, clip: float, ref: float) -> Tensor:
-    """Return the loss diffusion_nft (arXiv 2509.16117) with the distance to the base model."""
     x0, xt, t = output["x0"], output["xt"], output["t_expanded"]
     v, old, base = (output[f"{name}prediction"] for name in ("forward_", "old_", "ref_forward_"))
 
@@ -109,7 +103,6 @@ def diffusion_nft(output: dict[str, Tensor], data: Any, *, beta: float, clip: fl
 
 
 def dpo(output: dict[str, Tensor], data: Any, *, beta: float) -> Tensor:
-    """Return the loss dpo (arXiv 2311.12908); rows are chosen, rejected, chosen, ..."""
     assert bool((data["sample_level_rewards"][0::2] >= data["sample_level_rewards"][1::2]).all())
     target = output["noise"] - output["latent"]
     own, ref = ((v - target).square().flatten(1).mean(1) for v in (output["noise_pred"], data["ref_noise_pred"]))

@@ -57,32 +57,26 @@ async def between(function: Callable[[], Result], /) -> Result:
 
 
 def served(*roots: Path, name: str = "served", dtype: torch.dtype = torch.float32) -> Served:
-    """Return a server of the tiny net."""
     return Served(base().eval().to(dtype), roots, name)
 
 
 def ask(server: Served, path: str, **value: Any) -> asgi.Answer:
-    """Return the answer to a POST."""
     return asyncio.run(asgi.call(server.app, path, value))
 
 
 def engine_of(module: nn.Module, world: World, **sharding: Any) -> Engine:
-    """Return an engine that trains a module."""
     return Engine(module, TINY.blocks(module), OptimizerConfig(), world, updates=1, sharding=EngineConfig(**sharding))
 
 
 def listed(server: Served) -> Any:
-    """Return what GET /v1/list_loras says."""
     return asyncio.run(asgi.call(server.app, "/v1/list_loras")).value
 
 
 def base() -> nn.Module:
-    """Return the tiny net."""
     return TINY.build()
 
 
 def moved_base() -> nn.Module:
-    """Return the tiny net with other weights."""
     return Tiny(seed=1).build()
 
 
@@ -98,7 +92,6 @@ def adapted(module: nn.Module, *adapters: str, product: Product = "factors") -> 
 
 
 def run(module: nn.Module) -> Tensor:
-    """Return the velocity of five fixed samples, without gradient."""
     dtype = next(module.parameters()).dtype
     x, rows = torch.linspace(-2, 2, 5 * 16).reshape(5, 1, 4, 4), torch.eye(6)[:5]
     with torch.no_grad():

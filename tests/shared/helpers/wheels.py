@@ -61,12 +61,10 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for a module of one of the packages."""
         known = name.split(".")[0] in self.names
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        """Return a mock object."""
         return mock.MagicMock(name=spec.name, __spec__=spec, __path__=[])
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -84,7 +82,6 @@ def empty_packages(folder: Path, names: Iterable[str]) -> None:
 
 
 def module(name: str) -> Any:
-    """Return a module of a wheel, without the warnings of the packages that it imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)

@@ -33,7 +33,6 @@ def config(out: Path, ahead: int) -> TrainConfig:
 
 
 def told(records: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return numbers of records that depend on samples, rewards and weights."""
     return [[record["reward"]["mean"], record["grad_norm"], record["staleness"]] for record in records]
 
 

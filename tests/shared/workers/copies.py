@@ -23,7 +23,6 @@ KINDS: dict[str, dict[str, Any]] = {"copies": {}, "shards": {"replicas": 1}}  # 
 
 
 def adapted() -> nn.Module:
-    """Return a net with two adapters that change its output."""
     module = Wide()
     add_lora(module, LoraConfig(rank=2, alpha=3.0), ("first", "last"), adapters=("default", "old"))
     perturb(module, "default", seed=0)
@@ -32,15 +31,12 @@ def adapted() -> nn.Module:
 
 
 def start(world: World, **sharding: Any) -> Engine:
-    """Return an engine before its first update."""
     module = adapted()
     config = OptimizerConfig(lr=1e-3, ema_decay=0.9)
     return Engine(module, [module.get_submodule("first")], config, world, updates=9, sharding=EngineConfig(**sharding))
 
 
 def loss_of(module: nn.Module) -> Any:
-    """Return a loss whose target depends on the other adapter and on none."""
-
     def loss(items: dict[str, Tensor]) -> tuple[Tensor, Info]:
         with torch.no_grad():
             with use_adapter(module, "old"):
@@ -71,7 +67,6 @@ def train(engine: Engine) -> list[bool]:
 
 
 def restored(path: Path, world: World, **sharding: Any) -> Engine:
-    """Return an engine with the state of a checkpoint."""
     engine = start(world, **sharding)
     state = optree.tree_map(torch.empty_like, engine.state())
     counters = checkpoint.load(path, state, fingerprint={}, world=world)
@@ -80,7 +75,6 @@ def restored(path: Path, world: World, **sharding: Any) -> Engine:
 
 
 def checkpoints(world: World, folder: str) -> dict[str, Any]:
-    """Train each kind and save it; restore each as the other and train on; return what was seen."""
     found: dict[str, Any] = {}
     ends: dict[str, dict[str, Tensor]] = {}
     for kind, sharding in KINDS.items():

@@ -28,7 +28,6 @@ def run(pids: str, restarts: int, *args: str) -> None:
 
 
 def rank(pids: str, args: tuple[str, ...]) -> None:
-    """Run the command line as one of the ranks."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # not the agent's handlers
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,8 +18,6 @@ SIGMA = (0.9, 0.95, 0.85, 0.99, 0.1, 0.2, 0.3, 0.4)
 
 
 class Info(NamedTuple):
-    """What the update reports of each sample."""
-
     error: Tensor
 
 
@@ -54,7 +52,6 @@ def update(folder: Path, out: Path, world: World) -> dict[str, Tensor]:
 
 
 def exported(world: World, folder: str, to: str) -> None:
-    """Update the pipeline in a folder; write its gradients and what is exported to another."""
     gradients = update(Path(folder), Path(to), world)
     if world.is_main:
         save_file(gradients, Path(to) / "gradients.safetensors")

@@ -20,17 +20,14 @@ from fluvial.models.lora import adapter_parameters, blend_adapter, copy_adapter,
 
 
 def full(module: nn.Module, adapter: str) -> list[Tensor]:
-    """Return an adapter's tensors, gathered."""
     return [gather(parameter).detach().clone() for parameter in adapter_parameters(module, adapter).values()]
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    """Return whether two states are the same to the bit."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def adapters(module: nn.Module, engine: Engine, world: World) -> dict[str, Any]:
-    """Return what an update, a copy and a blend do to three adapters."""
     start = {name: full(module, name) for name in ("default", "old", "ref")}
     mine = {name: tensor[2 * world.rank :][:2] for name, tensor in inputs(4).items()}
     engine.update(mine, loss_of(module, ("old", None)), torch.ones(2), count=4, micro_batch=1, pad_to=2)
@@ -54,7 +51,6 @@ def adapters(module: nn.Module, engine: Engine, world: World) -> dict[str, Any]:
 
 
 def full_disk(module: nn.Module, out: Path, world: World) -> list[Any]:
-    """Return what each rank says when the disk is full at the second file."""
     save, calls = exporting.save_tensors, []
 
     def failing(*args: Any, **kwargs: Any) -> None:

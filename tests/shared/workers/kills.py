@@ -43,7 +43,6 @@ class Bucket(DirFileSystem):
         return path.removeprefix("bucket://")
 
     def cp_file(self, path1: str, path2: str, **options: Any) -> None:
-        """Copy as a service does: what is read is the one or the other, never half of it."""
         beside = Path(os.environ["BUCKET"], f"copy-{os.getpid()}")
         beside.write_bytes(Path(self._join(path1)).read_bytes())
         os.replace(beside, self._join(path2))
@@ -56,7 +55,6 @@ class Fault:
         self.left, self.full = k, full
 
     def __call__(self, *, removes: bool = False) -> None:
-        """Count an operation that is about to be made."""
         self.left -= 1
         if self.left >= 0:
             return
@@ -66,8 +64,6 @@ class Fault:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     def strike(self) -> None:
-        """Watch this process from now on."""
-
         def audit(event: str, args: tuple[Any, ...]) -> None:
             if event in CHANGES and not (event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)):
                 self(removes=event in REMOVES)
@@ -102,8 +98,6 @@ class Torn:
 
 
 def torn(create: Any, fault: Fault) -> Any:
-    """Return a place's `create` whose files are torn."""
-
     @contextmanager
     def created(self: storage.CheckpointStore, draft: storage.Draft, file: str) -> Iterator[Torn]:
         with create(self, draft, file) as stream:
@@ -113,12 +107,10 @@ def torn(create: Any, fault: Fault) -> Any:
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
-    """Return the state that belongs to a number."""
     return {"a": torch.full((64, 64), value), "b": torch.tensor(value)}
 
 
 def save(folder: Any, world: World, update: int, value: float, *, keep: int = 1) -> None:
-    """Save a value as an update; in the background if the world is one for that."""
     told: dict[str, Any] = {"update": update, "fingerprint": FINGERPRINT, "keep": keep, "world": world}
     if world.group is None:
         checkpoint.save(folder, state(value), {"value": value}, **told)
@@ -229,7 +221,6 @@ def any_moment(root: Path, *, rounds: int, url: bool, background: bool) -> dict[
 
 
 def explore(folder: str, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return {name: result, or an error} of {name: [work, options]}."""
     results = {}
     works: dict[str, Callable[..., dict[str, Any]]] = {"every": every_moment, "any": any_moment}
     for i, (name, (work, options)) in enumerate(cases.items()):

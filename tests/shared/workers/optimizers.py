@@ -20,7 +20,6 @@ def updates(world: World, name: Any) -> dict[str, Any]:
 
 
 def updates_in_bfloat16(world: World) -> dict[str, Any]:
-    """Return the state after three updates of weights that are held in bfloat16."""
     config, sharding = OptimizerConfig(lr=0.01, ema_decay=0.9), EngineConfig(masters="bfloat16")
     return _updated(Engine(Wide(), config=config, world=world, updates=20, sharding=sharding), world)
 

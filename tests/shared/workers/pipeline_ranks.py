@@ -35,14 +35,10 @@ SHORT = (("sd3", 1), ("sana", 1), ("flux", 2))  # in every run of the tests; the
 
 
 class Info(NamedTuple):
-    """Diagnostics of the update, per sample."""
-
     error: Tensor
 
 
 class Update(NamedTuple):
-    """Results of one update of a pipeline."""
-
     velocity: Tensor  # [copies, B, *event], of every rank's samples, as every rank of a group has them
     log_prob: Tensor  # [copies, B], of a step to a given next sample
     loss: float
@@ -50,7 +46,6 @@ class Update(NamedTuple):
 
 
 def save(root: Path, name: str) -> None:
-    """Save a pipeline below a folder, once."""
     if (root / name).exists():
         return
     if name in WITH_ADAPTER:
@@ -60,7 +55,6 @@ def save(root: Path, name: str) -> None:
 
 
 def opened(root: Path, name: str) -> tuple[DiffusionModel, tuple[int, ...]]:
-    """Return a pipeline's model and the shape of one sample."""
     if name in WITH_ADAPTER:
         row = tiny_pipelines.ROWS[name]
         model: DiffusionModel = open_model(root / name, text_tokens=tiny_pipelines.TEXT, device="cpu", **row.options)
@@ -132,7 +126,6 @@ def _sampler(model: DiffusionModel, schedule: Schedule) -> Sampler:
 
 
 def updates(world: World, folder: str, to: str, runs: list[Any]) -> None:
-    """Update pipelines of a folder, and write the results of the ranks to another."""
     root, out = Path(folder), Path(to)
     warnings.simplefilter("ignore")  # deprecations within diffusers
     losses = {}

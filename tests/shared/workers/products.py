@@ -15,7 +15,6 @@ ODD = (1, 2, 3, 7)
 
 
 def products(left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    """Return the products that networks are made of."""
     return {
         "linear": F.linear(left[0], right[0]),
         "batched": torch.bmm(left, right.mT),

@@ -25,11 +25,9 @@ class Noting:
         self.inner, self.address, self.sent = inner, inner.address, list[str]()
 
     def get(self, path: str) -> Any:
-        """Return the answer."""
         return self.inner.get(path)
 
     def post(self, path: str, value: Any) -> Any:
-        """Note the files, and return the answer."""
         buckets = [Path(json.loads(text)["file"]) for text in value.get("serialized_named_tensors", ())]
         folders = [Path(value[name]) for name in ("model_path", "lora_path") if name in value]
         files = [*buckets, *(file for folder in folders for file in sorted(folder.rglob("*.safetensors")))]

@@ -33,12 +33,10 @@ def sharded(value: float, world: World) -> dict[str, DTensor]:
 
 
 def told(update: int, world: World) -> dict[str, Any]:
-    """Return the further arguments of a save."""
     return {"meta": {}, "update": update, "fingerprint": FINGERPRINT, "world": world, "keep": 9}
 
 
 def wrong(folder: Path, world: World) -> list[str]:
-    """Load the first two, and name the shards that are not what they were."""
     names = []
     for update in (1, 2):
         expected = sharded(float(update), world)
@@ -49,7 +47,6 @@ def wrong(folder: Path, world: World) -> list[str]:
 
 
 def message(call: Any) -> str:
-    """Return what a call that must fail says."""
     try:
         call()
     except RunError as error:
@@ -58,7 +55,6 @@ def message(call: Any) -> str:
 
 
 def saves(folder: Path, world: World) -> dict[str, Any]:
-    """Save update 1 in the foreground and 2 in the background, and fail on rank 1 in both."""
     behind = world.background()
     checkpoint.save(folder, plain(sharded(1.0, world)), **told(1, world))
     state = sharded(2.0, world)
@@ -83,7 +79,6 @@ def saves(folder: Path, world: World) -> dict[str, Any]:
 
 
 def plain(state: dict[str, DTensor]) -> dict[str, Tensor]:
-    """Return the same tensors, as the type that a state has."""
     return {**state}
 
 
@@ -102,7 +97,6 @@ def dies(folder: Path, world: World) -> None:
 
 
 def killed(folder: Path) -> dict[str, Any]:
-    """Kill rank 1 in the background of a save; say what rank 0 says, and what is there then and after another save."""
     first, second = forks.on_ranks(2, lambda world: dies(folder, world), catch=True)
     assert second.signal == signal.SIGKILL
     listed = [path.name for path in checkpoint.list_checkpoints(folder)]
@@ -118,7 +112,6 @@ def killed(folder: Path) -> dict[str, Any]:
 
 
 def damaged(folder: Path, world: World) -> str:
-    """Return what a rank says of a checkpoint with a changed bit."""
     loaded = sharded(0.0, world)
     return message(lambda: checkpoint.load(folder / "000001", plain(loaded), fingerprint=FINGERPRINT, world=world))
 

@@ -4,14 +4,7 @@ from functools import partial
 from typing import Any
 
 from fluvial.bench.counting import Collectives, HostReads
-from fluvial.bench.update.cases import (
-    SIZES,
-    Case,
-    build_engine,
-    build_published,
-    make_rollout,
-    update_engine,
-)
+from fluvial.bench.update.cases import SIZES, Case, build_engine, build_published, make_rollout, update_engine
 from fluvial.bench.update.measure import count_update, gradient_distance
 from fluvial.engines.engine.engine import EngineConfig
 from fluvial.engines.engine.world import World
@@ -29,7 +22,6 @@ SHAPES = [(2, 1), (4, 2), (6, 3)]
 
 
 def case(steps: int, *, guidance: bool = True, train: Any = "full") -> Case:
-    """Return a rollout of a tiny transformer."""
     return Case(SIZES["tiny"], train, steps, guidance, samples=SAMPLES, micro_batch=SAMPLES)
 
 
@@ -104,6 +96,5 @@ def peaks(world: World) -> dict[int, int]:
 
 
 def measure(world: World) -> dict[str, Any]:
-    """Return {counts, gradients, peaks}."""
     result = {"counts": counts(world), "gradients": gradients(world), "peaks": peaks(world)}
     return result

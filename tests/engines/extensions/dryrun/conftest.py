@@ -7,5 +7,4 @@ from fluvial.engines.extensions.simulate import device
 
 @pytest.fixture(autouse=True, scope="session")
 def registered() -> None:
-    """Register the device."""
     device.register()

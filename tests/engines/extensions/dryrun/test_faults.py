@@ -15,21 +15,20 @@ from fluvial.engines.run.recipes import RECIPES
 from fluvial.models.handwriting.model import Handwriting
 
 pytestmark = pytest.mark.simulated
-Predict = Callable[..., Tensor]
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, around: Callable[[Predict], Predict]) -> None:
-    """Change the prediction of the built-in model."""
-    monkeypatch.setattr(Handwriting, "predict", around(Handwriting.predict))
+def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Change every prediction: a function of it and of the samples."""
+    predict = Handwriting.predict
+
+    def changed(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return change(predict(self, module, x, *args, **kwargs), x)
+
+    monkeypatch.setattr(Handwriting, "predict", changed)
 
 
 def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both devices, and the phase that it ends."""
-
-    def around(predict: Predict) -> Predict:
-        return lambda self, module, x, *args, **kwargs: predict(self, module, x, *args, **kwargs) * torch.ones(x.shape)
-
-    planted(monkeypatch, around)
+    planted(monkeypatch, lambda v, x: v * torch.ones(x.shape))
     report = dry_run(RECIPES["grpo"]())
     assert report.error is not None
     assert "cpu" in report.error
@@ -39,16 +38,7 @@ def test_a_tensor_left_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its line, once per step."""
-
-    def around(predict: Predict) -> Predict:
-        def read(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            out = predict(self, module, x, *args, **kwargs)
-            return out / max(float(out.abs().max()), 1.0)
-
-        return read
-
-    planted(monkeypatch, around)
+    planted(monkeypatch, lambda v, x: v / max(float(v.abs().max()), 1.0))
     report = dry_run(RECIPES["grpo"]())
     reads = [wait for wait in report.phase("rollout").waits if wait.kind == "read"]
     assert "test_faults.py" in reads[0].line
@@ -58,15 +48,7 @@ def test_a_read_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its line, in the rollout and in the update."""
-
-    def around(predict: Predict) -> Predict:
-        def scaled(self: Any, module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return predict(self, module, x, *args, **kwargs) * torch.ones(x.shape[-1]).to(x.device)
-
-        return scaled
-
-    planted(monkeypatch, around)
+    planted(monkeypatch, lambda v, x: v * torch.ones(x.shape[-1]).to(x.device))
     report = dry_run(RECIPES["grpo"]())
     for name in ("rollout", "update"):
         lines = [wait.line for wait in report.phase(name).waits if wait.kind == "blocking copy to the device"]
@@ -76,28 +58,23 @@ def test_a_blocking_copy_in_the_loop_over_steps_is_found(monkeypatch: pytest.Mon
 
 
 def test_an_extra_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters that are freed between two micro-batches."""
     config = with_values(RECIPES["grpo"](), {"engine.update_micro_batch": 8})
     config = with_values(config, {"engine.replicas": 1, "engine.compute": "bfloat16"})  # sharded by FSDP2
     check(dry_run(config, ranks=8), units=5)
+    predict = Handwriting.predict
 
-    def around(predict: Predict) -> Predict:
-        def freed(self: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
-            if torch.is_grad_enabled():
-                for unit in module.modules():
-                    if hasattr(unit, "reshard"):
-                        unit.reshard()
-            return predict(self, module, *args, **kwargs)
+    def freed(self: Any, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        for unit in module.modules() if torch.is_grad_enabled() else ():
+            if hasattr(unit, "reshard"):
+                unit.reshard()
+        return predict(self, module, *args, **kwargs)
 
-        return freed
-
-    planted(monkeypatch, around)
+    monkeypatch.setattr(Handwriting, "predict", freed)
     with pytest.raises(AssertionError, match=r"gathers of an update, expected 5"):
         check(dry_run(config, ranks=8), units=5)
 
 
 def test_a_micro_batch_that_does_not_fit_is_found() -> None:
-    """On a GPU that has room for one of 8 and not for one of 256."""
     gpu = Accelerator(memory=64 * 2**20)
     config = with_values(RECIPES["grpo"](), {"engine.micro_batch": 8, "engine.update_micro_batch": 8})
     check(dry_run(config, accelerator=gpu))

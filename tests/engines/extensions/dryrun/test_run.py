@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fluvial.engines.cli.main import run as command_line
 from fluvial.engines.extensions.dryrun.passes import Repeated
-from fluvial.engines.extensions.dryrun.report import Report, draw
+from fluvial.engines.extensions.dryrun.report import draw
 from fluvial.engines.extensions.dryrun.run import _complete, dry_run
 from fluvial.engines.extensions.simulate.collectives import describe_call
 from fluvial.engines.extensions.simulate.device import GIB, Accelerator
@@ -31,11 +31,10 @@ from fluvial.models.lora import Dora, Lokr, LoraConfig, LowRank
 
 pytestmark = pytest.mark.simulated
 UNITS = {"handwriting": 5, "handwriting-unet": 7, "words": 5, "edit-words": 5}
-SPECIAL = {"sft", "dpo", "distill"}
+SMALL = {"engine.micro_batch": 2, "engine.update_micro_batch": "rollout"}
 
 
 def recipe(name: str) -> TrainConfig:
-    """Return the run of a recipe for its built-in model."""
     return RECIPES[name](teacher=BASE) if name == "distill" else RECIPES[name]()
 
 
@@ -55,9 +54,7 @@ def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
     height, width, *frames = tiny_pipelines.ROWS[name].sizes[0]
     config = RECIPES[recipe or ("ddpo" if name in ("sd1", "sdxl") else "grpo")](str(saved))
     pipeline = PipelineConfig(height=height, width=width, frames=(*frames, 1)[0], text_cache=folder / "texts")
-    return with_values(
-        config, {"train": "lora", "engine.micro_batch": 2, "engine.update_micro_batch": "rollout", "pipeline": pipeline}
-    )
+    return with_values(config, {"train": "lora", "pipeline": pipeline, **SMALL})
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
@@ -87,19 +84,9 @@ def test_pipelines_without_an_adapter_run(name: str, ranks: int, tmp_path: Path)
     config = replace(RECIPES["grpo"](str(tmp_path / name)), prompts=prompts, rewards=("jpeg",))
     call = tuple(f"{option}={json.dumps(value)}" for option, value in options.items())
     rollout = SamplingConfig(prompts=2, group=2, steps=3, window=AllSteps(), guidance=Guidance(scale))
-    changes: dict[str, Any] = {
-        "pipeline.height": height,
-        "pipeline.width": width,
-        "pipeline.call": call,
-        "sampling": rollout,
-    }
-    passes: dict[str, Any] = {
-        "engine.micro_batch": 2,
-        "engine.update_micro_batch": "rollout",
-        "updates": 1,
-        "passes.minibatches": 1,
-    }
-    report = dry_run(replace(config, train="lora", **passes, **changes), ranks=ranks)
+    changes: dict[str, Any] = {"pipeline.height": height, "pipeline.width": width, "pipeline.call": call}
+    passes: dict[str, Any] = {"updates": 1, "passes.minibatches": 1, **SMALL}
+    report = dry_run(with_values(config, {"train": "lora", "sampling": rollout, **passes, **changes}), ranks=ranks)
     check(report)
     assert report.phase("rollout").flops > 0
     assert any("which are on the host here" in note for note in report.notes)
@@ -128,38 +115,26 @@ def test_adapters_with_images_run(name: str, tmp_path: Path) -> None:
     pipeline = PipelineConfig(**size, text_cache=tmp_path / "texts")
     given: dict[str, Any] = {"prompts": (str(tmp_path / "prompts.jsonl"),), "rewards": ("jpeg",)}
     given |= {"train": "lora", "pipeline": pipeline}
-    report = dry_run(
-        with_values(config, {**given, "engine.micro_batch": 2, "engine.update_micro_batch": "rollout"}), ranks=2
-    )
+    report = dry_run(with_values(config, {**given, **SMALL}), ranks=2)
     check(report)
     assert report.phase("rollout").flops > 0
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "reshard": {"comm": "reshard"},
-    "block": {"checkpointing": "block"},
-    "phases": {"offload": "phases"},
-    "always": {"offload": "always"},
-    "hybrid": {"replicas": 2},
-    "every": {"grad_sync": "every"},
-}
+ENGINES = {"comm": "reshard", "checkpointing": "block", "offload": "always", "replicas": 2, "grad_sync": "every"}
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_setting_of_the_engine_runs(name: str) -> None:
-    """On 8 ranks."""
-    config = RECIPES["grpo"]()
-    report = dry_run(with_values(config, {f"engine.{field}": value for field, value in ENGINES[name].items()}), ranks=8)
+@pytest.mark.parametrize(("field", "value"), [*ENGINES.items(), ("offload", "phases")])
+def test_every_setting_of_the_engine_runs(field: str, value: Any) -> None:
+    report = dry_run(with_values(RECIPES["grpo"](), {f"engine.{field}": value}), ranks=8)
     assert report.error is None
     assert report.fits
-    if name == "phases":  # the optimizer's state is on the host during the rollout
+    if value == "phases":  # the optimizer's state is on the host during the rollout
         assert report.phase("rollout").before < report.phase("update").before or report.phase("rollout").peak > 0
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4"])
 @pytest.mark.parametrize("form", [LowRank(), Dora(), Lokr()], ids=str)
 def test_every_form_of_an_adapter_runs(form: Any, base: Any) -> None:
-    """On 8 ranks with whole copies, with one read-back per update."""
     config = replace(RECIPES["grpo"](), train="lora", lora=LoraConfig(rank=4, form=form))
     report = dry_run(with_values(config, {"engine.base": base}), ranks=8)
     check(report)
@@ -178,7 +153,6 @@ def test_buffers_of_a_pipeline_are_on_the_device(comm: str, offload: str, tmp_pa
 
 
 def test_ranks_that_share_a_sample_send_its_tokens(tmp_path: Path) -> None:
-    """Each computes with half of them, so its passes are shorter."""
     config = adapter("qwen-image", tmp_path)
     alone = dry_run(config, ranks=8)
     shared = dry_run(with_values(config, {"engine.context_parallel": 2}), ranks=8)
@@ -207,10 +181,7 @@ def test_timesteps_that_are_drawn_on_the_device_are_read_once_per_update(tmp_pat
 
 
 def test_rollouts_ahead_ask_no_other_rank_from_their_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks agree which of two experts run, where they share them: in the passes of the main thread.
-
-    A collective of the thread of rollouts could meet one of the main thread of another rank.
-    """
+    """It could meet one of another rank's main thread, whose passes agree on which of two experts run."""
     collective, found = SimulatedMode._collective, list[tuple[str, str]]()
 
     def noted(mode: SimulatedMode, func: Any, args: tuple, kwargs: dict[str, Any], *, fake: bool) -> Any:
@@ -253,47 +224,31 @@ def test_gathers_of_an_update_are_those_promised() -> None:
     assert gathers(resharded.phase("update")) > 2 * UNITS["handwriting"]
 
 
-COMPARING: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo with a KL": ("grpo", {"coef": 0.1}),
-    "grpo with an EMA-KL": ("grpo", {"ema_coef": 0.1}),
-    "grpo with both": ("grpo", {"coef": 0.1, "ema_coef": 0.1}),
-    "dppo with a KL": ("dppo", {"coef": 0.1}),
-    "guard with a KL": ("guard", {"coef": 0.1}),
-    "nft": ("nft", {}),
-    "nft with a KL": ("nft", {"coef": 0.1}),
-    "awm": ("awm", {}),
-    "dgpo": ("dgpo", {}),
-    "dgpo with a KL": ("dgpo", {"coef": 0.1}),
-    "crd": ("crd", {}),
-    "dpo": ("dpo", {}),
-}
+COMPARING: list[tuple[str, dict[str, Any]]] = [
+    *(("grpo", kl) for kl in ({"coef": 0.1}, {"ema_coef": 0.1}, {"coef": 0.1, "ema_coef": 0.1})),
+    *((name, {"coef": 0.1}) for name in ("dppo", "guard", "nft", "dgpo")),
+    *((name, {}) for name in ("nft", "awm", "dgpo", "crd", "dpo")),
+]
 
 
-def comparing(name: str) -> TrainConfig:
+def comparing(base: str, kl: dict[str, Any]) -> TrainConfig:
     """Return a run that compares policies, sharded by FSDP2, with one update per rollout."""
-    base, kl = COMPARING[name]
     config = with_values(RECIPES[base](), {"passes.epochs": 1, "passes.minibatches": 1})
     engine = replace(config.engine, replicas=1, compute="bfloat16")
     return with_values(config, {**{f"kl.{k}": v for k, v in kl.items()}, "engine": engine})
 
 
-@pytest.mark.parametrize("name", COMPARING)
-def test_an_update_that_compares_policies_gathers_each_unit_once(name: str) -> None:
+@pytest.mark.parametrize(("base", "kl"), COMPARING, ids=str)
+def test_an_update_that_compares_policies_gathers_each_unit_once(base: str, kl: dict[str, Any]) -> None:
     """For the predictions of the other policies and its own passes together; gradients are reduced once, too."""
-    report = dry_run(comparing(name), ranks=8)
+    report = dry_run(comparing(base, kl), ranks=8)
     check(report, units=UNITS["handwriting"])
     assert reductions(report.phase("update")) == UNITS["handwriting"]
-
-
-def test_a_reference_of_its_own_is_gathered_once_besides_the_policy() -> None:
-    """With full fine-tuning, and not at the same time."""
-    config = replace(comparing("grpo with a KL"), train="full")
-    report = dry_run(config, ranks=8)
-    check(report, units=2 * UNITS["handwriting"])
+    if (base, kl) == COMPARING[0]:  # a reference of its own is gathered once besides the policy
+        check(dry_run(replace(comparing(base, kl), train="full"), ranks=8), units=2 * UNITS["handwriting"])
 
 
 def test_a_report_is_a_table_json_and_an_image(tmp_path: Path) -> None:
-    """Each with every phase, and with what is not simulated."""
     report = dry_run(RECIPES["grpo"](), ranks=8)
     names = ["build", "rollout", "decode", "rewards", "update", "evaluation", "checkpoint"]
     assert [phase.name for phase in report.phases] == names
@@ -327,9 +282,7 @@ def test_passes_on_paper_count_like_those_that_run(tmp_path: Path, monkeypatch: 
 def test_samples_that_are_not_made_are_added(tmp_path: Path) -> None:
     """A run of ten times as many samples holds ten times as many trajectories."""
     config = RECIPES["grpo"]()
-    few = with_values(
-        config, {"engine.micro_batch": 4, "engine.update_micro_batch": "rollout", "sampling.prompts": 2, "sampling.group": 4}
-    )
+    few = with_values(config, {**SMALL, "engine.micro_batch": 4, "sampling.prompts": 2, "sampling.group": 4})
     many = with_values(few, {"sampling.prompts": 20})
     reports = [dry_run(each) for each in (few, many)]
     stored = [report.phase("update").stored for report in reports]
@@ -364,11 +317,5 @@ def test_the_command_says_whether_it_fits(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "memory.svg").is_file()
     assert command_line([*words, "--gpu-memory-gib", "6.05"]) == 1
     assert "does not fit" in capsys.readouterr().err
-
-
-def test_a_larger_gpu_changes_nothing_but_the_verdict() -> None:
-    """The peak is the program's."""
-    small: Report = dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=2**20))
-    large = dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=80 * GIB))
-    assert small.peak == large.peak
-    assert (small.fits, large.fits) == (False, True)
+    small, large = (dry_run(RECIPES["grpo"](), accelerator=Accelerator(memory=size)) for size in (2**20, 80 * GIB))
+    assert (small.peak == large.peak, small.fits, large.fits) == (True, False, True)

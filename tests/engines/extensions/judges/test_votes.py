@@ -32,16 +32,13 @@ class People:
         self.open()
 
     def open(self) -> None:
-        """Start the server, again where it is stopped."""
         self.service = VoteService(VoteFolder(self.folder))
         self.app = application(self.service, key=KEY)
 
     def ask(self, path: str, **value: Any) -> Any:
-        """Return what the page is answered."""
         return asyncio.run(asgi.call(self.app, path, value, headers={"authorization": f"Bearer {KEY}"})).value
 
     def vote(self, most: int = 1000) -> int:
-        """Vote on what there is, and return how often."""
         for number in range(most):
             shown = self.ask("/next", voter="ann")["pair"]
             if shown is None:
@@ -51,7 +48,6 @@ class People:
         return most
 
     def reward(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Votes:
-        """Return a reward that asks the server every few milliseconds."""
         monkeypatch.setattr(votes, "EVERY", 0.005)
         monkeypatch.setattr(votes, "LINE_AFTER", 0.0)
         monkeypatch.setenv("VOTES_KEY", KEY)
@@ -70,25 +66,19 @@ def people(tmp_path: Path) -> People:
 
 
 def values(scores: "Future[list[float]]") -> Tensor:
-    """Return scores that are there in time."""
     return torch.tensor(scores.result(20), dtype=torch.float64)
 
 
 def test_scores_are_the_strengths_by_the_votes(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each group on its own, while others wait."""
     reward = people.reward(monkeypatch, prior=0.25)
     one, other = reward(IMAGES, PROMPTS, 0), reward(IMAGES, ["an ox"] * 4, 1)
     assert not one.done()
     assert people.vote() == 8
-    for scores, (name, group) in zip((one, other), people.service.groups.items(), strict=True):
+    assert values(reward(torch.zeros(4, 1, 4, 4), PROMPTS, 0)).tolist() == [0, 0, 0, 0]  # equal ones need no vote
+    for scores, (name, group) in zip((one, other), [*people.service.groups.items()][:2], strict=True):
         expected = bradley_terry(torch.tensor(group.wins), prior=0.25)
         assert torch.equal(values(scores), expected), name
         assert expected[0] < expected[3]
-
-
-def test_equal_images_have_scores_at_once(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the blank images have that a run tries its rewards on."""
-    assert values(people.reward(monkeypatch)(torch.zeros(4, 1, 4, 4), PROMPTS, 0)).tolist() == [0, 0, 0, 0]
 
 
 def test_the_same_images_are_not_voted_on_twice(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +110,6 @@ def test_groups_without_votes_are_given_up(people: People, monkeypatch: pytest.M
 def test_what_is_waited_for_is_one_line(
     people: People, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line a minute, of the first rank."""
     reward = people.reward(monkeypatch)
     scores, said = reward(IMAGES, PROMPTS, 0), ""
     while "\n" not in said:
@@ -141,11 +130,9 @@ def test_a_server_that_fails_is_an_error_of_the_group(people: People, monkeypatc
         reward(IMAGES, PROMPTS, 0)
 
 
-@pytest.mark.parametrize(("options", "says"), [({"wait": 0}, "wait is 0"), ({"prior": 0}, "prior is 0")])
-def test_wrong_options_are_refused(
-    people: People, monkeypatch: pytest.MonkeyPatch, options: dict[str, float], says: str
-) -> None:
-    with pytest.raises(UsageError, match=says):
-        people.reward(monkeypatch, **options)
+def test_wrong_options_are_refused(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wait", "prior"):
+        with pytest.raises(UsageError, match=f"{name} is 0"):
+            people.reward(monkeypatch, **{name: 0})
     with pytest.raises(UsageError, match="it takes images, and these are videos"):
         people.reward(monkeypatch)(torch.zeros(4, 3, 2, 4, 4), PROMPTS, 0)

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import re
 from itertools import combinations
 from typing import Any
 
@@ -26,14 +25,12 @@ PROMPTS = ["a cat"] * 4
 
 
 def images(*reds: int) -> Tensor:
-    """Return images of given red values."""
     made = torch.zeros(len(reds), 3, 4, 6)
     made[:, 0] = torch.tensor(reds).view(-1, 1, 1) / 255
     return made
 
 
 def shown(request: Any) -> list[int]:
-    """Return the red values of the images of a request."""
     content = json.loads(request.body)["messages"][0]["content"]
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
     files = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
@@ -93,9 +90,8 @@ def test_videos_and_edits_have_their_own_questions() -> None:
     assert shown(server.transport.requests[0]) == [77, 10, 200]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("text", "kind", "value"),
-    [
+def test_verdicts() -> None:
+    for text, kind, value in (
         ("<answer>Image 1 is better</answer>", "Image", 1),
         ("<answer>\nimage 2 is better.\n</answer>", "Image", 0),
         ("Image 1 is better", "Image", 0.5),
@@ -103,11 +99,8 @@ def test_videos_and_edits_have_their_own_questions() -> None:
         ("Edited Image 2 is better, because", "Edited image", 0),
         ("Edited image 1 is better <answer>so</answer>", "Edited image", 1),
         ("", "Image", 0.5),
-    ],
-)
-def test_verdicts(text: str, kind: str, value: float) -> None:
-    """In the answer's tags; of edits, anywhere."""
-    assert verdict(text, kind) == value
+    ):
+        assert verdict(text, kind) == value, text
 
 
 def test_a_failed_comparison_does_not_count() -> None:
@@ -128,11 +121,6 @@ def test_a_failed_comparison_does_not_count() -> None:
 def test_unified_reward_2_has_three_scores() -> None:
     """By Pref-GRPO's pattern, divided by 5; what a reply lacks is NaN, and so is a mean without it."""
     full = "Alignment Score (1-5): 4.5\nCoherence Score (1-5): 3\nStyle Score (1-5): 5"
-    assert re.findall(r"(\w+) Score \(1-5\):\s*([0-5](?:\.\d+)?)", full) == [
-        ("Alignment", "4.5"),
-        ("Coherence", "3"),
-        ("Style", "5"),
-    ]
     replies = chat_reply(full), chat_reply("Alignment Score (1-5): 2")
     found = UnifiedReward2(client(*replies, in_flight=1), model="m")(images(1, 2), PROMPTS[:2])
     assert found["alignment"].tolist() == pytest.approx([0.9, 0.4])

@@ -36,7 +36,6 @@ def asked(out: Path, share: float) -> TrainConfig:
 
 @pytest.mark.long
 def test_a_run_trains_with_the_settings_that_fit(tmp_path: Path) -> None:
-    """And says what each saves."""
     said = io.StringIO()
     config = asked(tmp_path, 0.9)
     with Trainer(config, handwriting_jobs.job(), console=Console(file=said, width=200)) as trainer:
@@ -57,19 +56,11 @@ def test_ever_less_memory_quantises_and_then_ends_in_one_line(tmp_path: Path) ->
     assert "\n" not in str(error.value)
 
 
-def test_without_a_memory_nothing_changes(tmp_path: Path) -> None:
-    config = handwriting_jobs.config(tmp_path)
-    assert fit_config(config, ranks=1, device=CPU) == (config, None)
-
-
 def test_the_text_encoders_of_a_pipeline_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into a cache of the run, unless one is named."""
     saved = tiny_pipelines.save(tiny_pipelines.ROWS["sd3"], tmp_path / "sd3")
     pipeline = PipelineConfig(height=64, width=64)
-    config = with_values(
-        RECIPES["grpo"](str(saved)), {"out": tmp_path, "train": "lora", "engine.micro_batch": 2, "pipeline": pipeline}
-    )
-    config = with_values(config, {"engine.fit": "24GiB"})
+    changes = {"out": tmp_path, "train": "lora", "engine.micro_batch": 2, "pipeline": pipeline, "engine.fit": "24GiB"}
+    config = with_values(RECIPES["grpo"](str(saved)), changes)
     found, _ = fit_config(config, ranks=1, device=CPU)
     assert found.pipeline.text_cache == tmp_path / "encoded" / "texts"
     assert found.pipeline.text_base == "auto"
@@ -93,15 +84,13 @@ def test_text_encoders_are_quantised_where_they_do_not_fit(tmp_path: Path) -> No
         assert (found.engine.base, found.pipeline.text_base) == ("int8", base)
 
 
-@pytest.mark.parametrize(("model", "says"), [("words", "there is no transformer 'words'"), ("UNET", "inputs of UNet2D")])
-def test_networks_without_a_closed_form_are_refused(tmp_path: Path, model: str, says: str) -> None:
-    config = handwriting_jobs.config(tmp_path, **{"engine.fit": "24GiB"})
-    if model == "UNET":
-        model = str(tiny_pipelines.save(tiny_pipelines.ROWS["sd1"], tmp_path / "sd1"))
-    with pytest.raises(UsageError, match=says):
-        fit_config(replace(config, model=model), ranks=1, device=CPU)
-
-
-def test_an_engine_alone_takes_settings() -> None:
+def test_what_has_no_closed_form_is_refused(tmp_path: Path) -> None:
+    """Without a memory nothing changes; and settings are chosen by training runs, not by an engine alone."""
+    plain, config = (handwriting_jobs.config(tmp_path, **more) for more in ({}, {"engine.fit": "24GiB"}))
+    assert fit_config(plain, ranks=1, device=CPU) == (plain, None)
+    unet = str(tiny_pipelines.save(tiny_pipelines.ROWS["sd1"], tmp_path / "sd1"))
+    for model, says in (("words", "there is no transformer 'words'"), (unet, "inputs of UNet2D")):
+        with pytest.raises(UsageError, match=says):
+            fit_config(replace(config, model=model), ranks=1, device=CPU)
     with init_world() as world, pytest.raises(UsageError, match=r"engine.fit is '24GiB'.*which training runs choose"):
         parallelize(torch.nn.Linear(2, 2), [], EngineConfig(fit="24GiB"), world)

@@ -40,15 +40,31 @@ def test_a_storage_counts_once_and_until_it_is_freed() -> None:
     assert live.peak == 400
 
 
-def test_what_was_there_before_can_be_left_out() -> None:
-    """Writing to it, viewing it and reading it do not bring it back; what is only read counts otherwise."""
+def test_what_counts(one: World) -> None:
+    """What was there before can be left out, whether it is written to, viewed or read; of a sharded tensor this rank's part.
+
+    On the meta device nothing else counts.
+    """
     before, other = torch.ones(100), torch.ones(10)
     with LiveStorages([before]) as live:
         before.add_(1)
         before[3:].sum()
         other.sum()
-    assert live.now == 40
-    assert live.peak == 44  # the sum
+    assert (live.now, live.peak) == (40, 44)  # with the sum
+    with LiveStorages() as live:
+        a = distribute_tensor(torch.zeros(6, 5), one.mesh, [Shard(0)])
+        b = a + 1
+        assert live.now == 2 * 6 * 5 * 4
+        del b
+        assert live.now == 6 * 5 * 4
+    with LiveStorages(meta=True) as live:
+        c = torch.zeros(1000, device="meta")
+        d = c + 1
+        torch.zeros(77)
+        del c
+        assert live.now == 4000
+        del d
+    assert (live.now, live.peak) == (0, 8000)
 
 
 def test_a_backward_pass_is_seen() -> None:
@@ -60,29 +76,6 @@ def test_a_backward_pass_is_seen() -> None:
         y.sum().backward()
         assert live.now == 8000  # y, and the gradient
     assert live.peak == 4 * 4000 + 2 * 4  # y, 2 w, cos(2 w), its product with the gradient; the sum and its gradient
-
-
-def test_a_sharded_tensor_counts_as_this_ranks_part(one: World) -> None:
-    """And not as shapes that were only asked for."""
-    with LiveStorages() as live:
-        a = distribute_tensor(torch.zeros(6, 5), one.mesh, [Shard(0)])
-        b = a + 1
-        assert live.now == 2 * 6 * 5 * 4
-        del b
-        assert live.now == 6 * 5 * 4
-
-
-def test_on_the_meta_device_nothing_else_counts() -> None:
-    """What would be allocated."""
-    with LiveStorages(meta=True) as live:
-        a = torch.zeros(1000, device="meta")
-        b = a + 1
-        torch.zeros(77)
-        del a
-        assert live.now == 4000
-        del b
-    assert live.now == 0
-    assert live.peak == 8000
 
 
 def net(train: str, *, meta: bool) -> Net:
@@ -109,7 +102,6 @@ LIES: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 def test_what_an_engine_holds_is_accounted_for(one: World, train: str, lies: dict[str, Any], ema_decay: float) -> None:
-    """To the byte: weights, moments, average and gradients."""
     config, sharding = OptimizerConfig(ema_decay=ema_decay), EngineConfig(**lies)
     shapes = net(train, meta=True)
     options: dict[str, Any] = {"optimizer": config, "engine": sharding, "device": CPU, "activations": [Stretch(0, 0)]}
@@ -131,42 +123,22 @@ def on_paper(
 ) -> Accounting:
     """Return the account of the test's net: two blocks of 9 + 3 weights, and a head of 3 + 1."""
     module = Net()
-    return account(
-        module,
-        list(module.blocks),
-        optimizer=OptimizerConfig(ema_decay=0.9),
-        engine=EngineConfig(**lies),
-        device=CPU,
-        ranks=ranks,
-        activations=STRETCHES,
-        trajectory=100,
-        micro_batches=micro_batches,
-        reference=reference,
-        phase=phase,
-    )
+    kept: dict[str, Any] = {"optimizer": OptimizerConfig(ema_decay=0.9), "device": CPU, "activations": STRETCHES}
+    asked: dict[str, Any] = {"micro_batches": micro_batches, "reference": reference, "phase": phase, "ranks": ranks}
+    return account(module, list(module.blocks), engine=EngineConfig(**lies), trajectory=100, **kept, **asked)
 
 
 def test_the_account_is_that_on_paper() -> None:
     """Two ranks of one replica: of 3 rows the first has 2, of 1 row 1."""
     shard = 2 * (2 * 3 + 2) + 3 + 1
-    assert on_paper(ranks=2, compute="bfloat16") == Accounting(
-        parameters=4 * shard,
-        buffers=0,
-        moments=8 * shard + 4 * 6,
-        average=4 * shard,
-        reference=0,
-        gradients=4 * shard,
-        gathered=2 * 28,
-        unsharded_gradients=4 * 28 - 4 * shard,
-        communication=4 * 12 - 40,  # when the first unit is reduced, its activations are freed
-        activations=1000,
-        trajectory=100,
-        host=0,
-    )
+    shards: Any = dict.fromkeys(("parameters", "average", "gradients"), 4 * shard)
+    communicated: Any = {"gathered": 2 * 28, "unsharded_gradients": 4 * 28 - 4 * shard}
+    communicated["communication"] = 4 * 12 - 40  # when the first unit is reduced, its activations are freed
+    others: Any = {"buffers": 0, "moments": 8 * shard + 4 * 6, "reference": 0, "trajectory": 100, "host": 0}
+    assert on_paper(ranks=2, compute="bfloat16") == Accounting(**shards, **communicated, **others, activations=1000)
 
 
 def test_each_setting_changes_what_it_should() -> None:
-    """And nothing else."""
     plain = on_paper(ranks=2)
     changes: list[tuple[dict[str, Any], dict[str, int]]] = [
         ({"comm": "reshard"}, {"gathered": 4 * 28}),  # there are but two blocks
@@ -241,7 +213,6 @@ class Wide(nn.Module):
 
 
 def live(count: int, *, grad: bool = True, **lies: Any) -> int:
-    """Return the peak of 8 rows through a number of wide blocks."""
     with torch.device("meta"):
         module, x = Wide(count), torch.zeros(8, 16)
     before = copy.deepcopy(module)
@@ -265,9 +236,5 @@ def test_activations_grow_with_the_blocks_by_what_they_save() -> None:
     between = live(9, checkpointing="selective") - live(8, checkpointing="selective")
     assert row * 16 < between <= row * (256 + 16)
     assert live(9, compute="bfloat16") - live(8, compute="bfloat16") == row * (256 + 16) // 2
-
-
-def test_activations_need_a_module_without_values() -> None:
-    """One with values would be computed with."""
     with pytest.raises(ValueError, match="expected it on the meta device"):
         activations(Net(), [], lambda made: made(torch.zeros(2, 3)), engine=EngineConfig(), device=CPU, grad=True)

@@ -1,8 +1,10 @@
 """Rollouts ahead of a trainer: bounds, monotony and closed forms of the model, and what `fluvial plan` says of it."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -29,7 +31,6 @@ ROUNDING = 1e-9
 
 
 def drawn(run: Sequence[tuple[float, float]], push: float, ahead: int) -> Timeline:
-    """Return a simulated run of (rollout, update) seconds."""
     return simulate([a for a, _ in run], [b for _, b in run], push=push, ahead=ahead)
 
 
@@ -58,7 +59,6 @@ def test_events_follow_from_each_other(run: list[tuple[float, float]], push: flo
 
 @given(RUNS, PUSHES, AHEAD)
 def test_more_updates_ahead_are_never_slower(run: list[tuple[float, float]], push: float, ahead: int) -> None:
-    """Every update ends no later with K + 1 than with K."""
     one, more = drawn(run, push, ahead), drawn(run, push, ahead + 1)
     assert all(b <= a + ROUNDING * a for a, b in zip(one.learnt, more.learnt, strict=True))
 
@@ -80,7 +80,6 @@ def test_equal_times_have_a_closed_form(rollout: float, update: float, push: flo
 
 @given(st.integers(1, 64), st.integers(1, 20), AHEAD, st.floats(0, 1))
 def test_more_servers_are_never_slower(samples: int, servers: int, ahead: int, spread: float) -> None:
-    """With whole samples per server, and the same random times."""
     config = AheadConfig(rollout_seconds=10, update_seconds=3, push_seconds=1, samples=samples, spread=spread)
     one, more = (run_of(config, servers=count, ahead=ahead).seconds for count in (servers, servers + 1))
     assert more <= one * (1 + ROUNDING)
@@ -88,16 +87,12 @@ def test_more_servers_are_never_slower(samples: int, servers: int, ahead: int, s
 
 @given(SECONDS, st.integers(1, 100), st.integers(1, 200))
 def test_the_largest_share_of_whole_samples_decides(seconds: float, samples: int, parts: int) -> None:
-    """As much as an even share or more, and one sample at least."""
     found = share_seconds(seconds, samples, parts)
     assert found >= seconds / min(parts, samples) * (1 - ROUNDING)
     assert round(found * samples / seconds) == -(-samples // parts)
 
 
 def test_random_times_have_their_mean_and_spread() -> None:
-    """Log-normal; without a spread every time is the mean."""
-    from random import Random
-
     found = times(5.0, 0.5, Random(0), 20_000)
     mean = sum(found) / len(found)
     assert mean == pytest.approx(5.0, rel=0.02)
@@ -106,15 +101,10 @@ def test_random_times_have_their_mean_and_spread() -> None:
 
 
 def test_the_least_servers_and_updates_ahead_are_found() -> None:
-    """By trying all of them."""
     config = AheadConfig(rollout_seconds=120, update_seconds=40, push_seconds=3, samples=64, spread=0.3)
     found = least(config)
-    busy = [
-        (servers, ahead)
-        for servers in range(1, 9)
-        for ahead in range(config.ahead + 1)
-        if run_of(config, servers=servers, ahead=ahead).idle <= config.idle
-    ]
+    every = itertools.product(range(1, 9), range(config.ahead + 1))
+    busy = [(count, ahead) for count, ahead in every if run_of(config, servers=count, ahead=ahead).idle <= config.idle]
     assert found == min(busy)
     assert found is not None
     assert found[1] == 2  # one update ahead is too few for times that differ
@@ -134,7 +124,6 @@ def test_gpus_are_divided_so_that_no_other_division_is_faster() -> None:
 
 
 def test_plan_prints_both_tables(capfd: pytest.CaptureFixture[str]) -> None:
-    """Servers by K, and divisions up to 1,024 GPUs."""
     typed = "plan --rollout-seconds 120 --update-seconds 40 --gpus 8 --push-seconds 3"
     assert cli.run(typed.split()) == 0
     text = capfd.readouterr().out
@@ -146,15 +135,11 @@ def test_plan_prints_both_tables(capfd: pytest.CaptureFixture[str]) -> None:
     assert "8 GPUs │" not in text
 
 
-@pytest.mark.parametrize(
-    ("typed", "line"),
-    [
-        ("--update-seconds 40", "--rollout-seconds is 0, expected the seconds of a measured run"),
-        ("--rollout-seconds 4 --update-seconds 1 --most-gpus 4 --server-gpus 4", "--most-gpus is 4, expected more than"),
-        ("--rollout-seconds 4 --update-seconds 1 --ahead -1", "ahead is -1, expected"),
-    ],
-)
-def test_wrong_seconds_are_refused(typed: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """In one line that says what to set."""
-    assert cli.run(["plan", *typed.split()]) == 2
-    assert line in capfd.readouterr().err
+def test_wrong_seconds_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for typed, line in {
+        "--update-seconds 40": "--rollout-seconds is 0, expected the seconds of a measured run",
+        "--rollout-seconds 4 --update-seconds 1 --most-gpus 4 --server-gpus 4": "--most-gpus is 4, expected more than",
+        "--rollout-seconds 4 --update-seconds 1 --ahead -1": "ahead is -1, expected",
+    }.items():
+        assert cli.run(["plan", *typed.split()]) == 2
+        assert line in capfd.readouterr().err

@@ -35,7 +35,6 @@ LEAVES = {name: leaves_of(run) for name, run in RUNS.items()}
 
 
 def per_rollout(leaves: Leaves) -> int:
-    """Return the number of updates per rollout."""
     return int(leaves.get("passes.minibatches", 1) * leaves.get("passes.epochs", 1))
 
 
@@ -52,7 +51,6 @@ def places(leaves: Leaves) -> int:
 
 
 def trained(leaves: Leaves) -> int:
-    """Return the number of steps of a sample that are trained on."""
     low, high = window(leaves)
     kind, sampler = leaves["sampling.window.kind"], leaves["sampling.sampler.kind"]
     # The schedule of Stable Diffusion ends below an alpha_bar of 1, so that its last DDIM step takes noise.
@@ -78,12 +76,10 @@ def samples_per_update(leaves: Leaves) -> float:
 
 
 def shares_noise(leaves: Leaves) -> bool:
-    """Return whether samples that are compared start from the same noise."""
     return bool(leaves["sampling.shared_noise"] or leaves["sampling.window.kind"] == "branches")
 
 
 def first_of(*names: str) -> Callable[[Leaves], Any]:
-    """Return the value of the first of these settings that there is."""
     return lambda leaves: next((leaves[name] for name in names if leaves.get(name) is not None), None)
 
 
@@ -207,7 +203,6 @@ def told(run: PublishedRun, value: Any, settings: tuple[str, ...] = ()) -> bool:
 
 
 def is_said(name: str, field: str, value: Any) -> bool:
-    """Return whether a run has a published value, or names the deviation."""
     run, leaves = RUNS[name], LEAVES[name]
     if run.needs:
         return _is_stated(run, leaves, field, value)
@@ -285,7 +280,6 @@ SPECIAL: dict[str, Callable[[PublishedRun, Leaves, Any], bool]] = {
 
 
 def _is_stated(run: PublishedRun, leaves: Leaves, field: str, value: Any) -> bool:
-    """Return whether a run of a method that fluvial lacks states a value."""
     if field == "rewards" or not isinstance(value, int | float | list):
         return True
     plain = [
@@ -311,6 +305,5 @@ def test_the_list_has_all_runs() -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_every_published_number_is_run_or_named(name: str) -> None:
-    """A number that differs from the configuration is a deviation."""
     unsaid = [(field, value) for run, field, value in stated() if run == name and not is_said(name, field, value)]
     assert not unsaid

@@ -49,15 +49,12 @@ class Model(tiny.Tiny):
     text_tokens = 6
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of an image, or of a video."""
         return (1, height, width) if frames == 1 else (1, frames, height, width)
 
     def prompt_tokens(self, cond: tiny.TinyCond) -> Tensor:
-        """Return the number of columns up to the last that is set."""
         return (cond.rows != 0).long().argmax(1) + 1
 
     def trimmed(self, cond: tiny.TinyCond, tokens: int) -> tiny.TinyCond:
-        """Return the first columns; the net takes six."""
         return tiny.TinyCond(cond.rows * (torch.arange(6) < tokens))
 
 
@@ -65,12 +62,7 @@ MODEL = Model()
 
 
 class RequestCase(NamedTuple):
-    """Another value of a field that a sample depends on.
-
-    Args:
-        rollout, guidance, sampling, stochastic, requests: fields that are changed, of each object.
-        same: the samples are the same as without, so that only the request differs.
-    """
+    """Another value of a field that a sample depends on."""
 
     rollout: dict[str, Any] = {}  # noqa: RUF012
     guidance: dict[str, Any] = {}  # noqa: RUF012
@@ -81,13 +73,13 @@ class RequestCase(NamedTuple):
 
 
 def shaped(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return a shape with its schedule."""
     return {"shape": shape, "schedule": MODEL.schedule(tiny.STEPS, shape)}
 
 
 GUIDED = {"scale": 2.0, "negative": "4"}
 PROMPTS = [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("1")]
 AGAINST = [Prompt("1", negative="5"), Prompt("1", negative="3"), Prompt("2"), Prompt("1", negative="5")]
+TWO = {"initial_ids": (0, 0, 1, 1), "prompts": [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("2")]}
 # By object and field. Each object is one that `generate` takes, so that a sample depends on nothing else but the weights.
 CARRIED: dict[str, list[RequestCase]] = {
     "Requests.prompts": [RequestCase(requests={"prompts": [Prompt("3")] * COUNT})],
@@ -96,38 +88,19 @@ CARRIED: dict[str, list[RequestCase]] = {
     "Requests.initial_ids": [RequestCase(requests={"initial_ids": (2, 2, 0, 0)})],
     "Prompt.text": [RequestCase(requests={"prompts": [Prompt("0"), Prompt("3"), Prompt("0"), Prompt("1")]})],
     "Prompt.negative": [RequestCase(guidance=GUIDED, requests={"prompts": AGAINST})],
-    "Guidance.scale": [
-        RequestCase(guidance=GUIDED),
-        RequestCase(guidance={**GUIDED, "scale": 3.5}),
-        RequestCase(guidance={"scale": 0.0}),
-    ],
-    "Guidance.negative": [
-        RequestCase(guidance={**GUIDED, "negative": ""}),
-        RequestCase(guidance={**GUIDED, "negative": "2"}),
-    ],
+    "Guidance.scale": [RequestCase(guidance=each) for each in (GUIDED, {**GUIDED, "scale": 3.5}, {"scale": 0.0})],
+    "Guidance.negative": [RequestCase(guidance={**GUIDED, "negative": text}) for text in ("", "2")],
     "Guidance.forwards": [RequestCase(guidance={**GUIDED, "forwards": "two"}, same=True)],
     "Sampling.shape": [RequestCase(sampling=shaped((1, 2, 8))), RequestCase(sampling=shaped((1, 4, 2, 2)))],
     "Sampling.schedule": [RequestCase(sampling={"schedule": MODEL.schedule(6, tiny.SHAPE)})],
     "Sampling.guidance": [RequestCase(guidance=GUIDED)],
     "Sampling.stochastic": [RequestCase(rollout={"sampler": Ode()}, stochastic=None)],
     "Sampling.autocast": [RequestCase(sampling={"autocast": True})],
-    "Sampling.prefix": [
-        RequestCase(
-            sampling={"prefix": SharedPrefix(1, 2)},
-            stochastic={"window": (1, 2)},
-            requests={"initial_ids": (0, 0, 1, 1), "prompts": [Prompt("1"), Prompt("1"), Prompt("2"), Prompt("2")]},
-        )
-    ],
+    "Sampling.prefix": [RequestCase(sampling={"prefix": SharedPrefix(1, 2)}, stochastic={"window": (1, 2)}, requests=TWO)],
     "Sampling.text_tokens": [RequestCase(sampling={"text_tokens": 2})],
     "Sampling.after": [RequestCase(sampling={"after": Tail(fraction=0.5)}, stochastic={"window": (0, 1)})],
-    "Sampling.reuse": [
-        RequestCase(sampling={"reuse": "all"}, same=True),
-        RequestCase(sampling={"reuse": "outside_blocks"}, same=True),
-    ],
-    "Sampling.final": [
-        RequestCase(sampling={"final": False}, stochastic={"window": (1,)}),
-        RequestCase(sampling={"final": False}),
-    ],
+    "Sampling.reuse": [RequestCase(sampling={"reuse": name}, same=True) for name in ("all", "outside_blocks")],
+    "Sampling.final": [RequestCase(sampling={"final": False}, stochastic=each) for each in ({"window": (1,)}, {})],
     "StochasticSteps.transition": [
         *(RequestCase(rollout={"sampler": Stochastic(name, eta=ETA)}) for name in ("cps", "dance_sde", "wan_sde")),
         RequestCase(rollout={"sampler": Stochastic(eta=0.9)}),
@@ -141,6 +114,9 @@ CARRIED: dict[str, list[RequestCase]] = {
     "StochasticSteps.reduction": [RequestCase(stochastic={"reduction": "sum"})],
     "StochasticSteps.keep_velocity": [RequestCase(stochastic={"keep_velocity": True})],
 }
+# A size is of the plan, and there of its shape.
+OF_PROMPTS: dict[str, Any] = {"image": b"png", "video": b"gif", "audio": b"wav", "weight": 2.0, "tag": "counting"}
+OF_PROMPTS |= {"source": "a.txt", "metadata": {"count": 3}, "size": Size(4, 4)}
 # A value that changes nothing of what is asked for: of the update, of rewards and metrics, or a choice of kernels.
 LOCAL: dict[str, RequestCase] = {
     "Guidance.gradient": RequestCase(guidance={**GUIDED, "gradient": "conditional"}),
@@ -148,28 +124,13 @@ LOCAL: dict[str, RequestCase] = {
     "StochasticSteps.implementation": RequestCase(stochastic={"implementation": "reference"}),
     **{
         f"Prompt.{name}": RequestCase(requests={"prompts": [replace(prompt, **{name: value}) for prompt in PROMPTS]})
-        for name, value in cast(
-            dict[str, Any],
-            {
-                "image": b"png",
-                "video": b"gif",
-                "audio": b"wav",
-                "weight": 2.0,
-                "tag": "counting",
-                "source": "a.txt",
-                "metadata": {"count": 3},
-                "size": Size(4, 4),  # of the plan, and there of its shape
-            },
-        ).items()
+        for name, value in OF_PROMPTS.items()
     },
 }
 # No run with servers has them.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Sampling.solver": ({"sampling.sampler": Ode("unipc")}, r"sampling.sampler.solver is 'unipc', expected euler: servers"),
-    "Sampling.eta": (
-        {"sampling.sampler": SaSolver(0.5)},
-        r"sampling.sampler.solver is 'sa_solver', expected euler: servers",
-    ),
+    "Sampling.eta": ({"sampling.sampler": SaSolver(0.5)}, r"sampler.solver is 'sa_solver', expected euler: servers"),
     "Sampling.step_cache": (
         {"rollout.step_cache": 0.1, "sampling.window": RandomWindow(2), "engine.compile": False},
         r"rollout.step_cache is 0\.1, expected 0: .*servers",
@@ -181,7 +142,6 @@ OF_PIPELINES = {"Prompt.media"}
 
 
 def test_the_tables_have_every_field_of_what_samples_are_made_from() -> None:
-    """A new one is carried, refused, or nothing to the server."""
     known = [*CARRIED, *LOCAL, *REFUSED, *UNUSED, *OF_PIPELINES]
     made = {
         f"{kind.__name__}.{field.name}" for kind in (Sampling, StochasticSteps, Guidance, Prompt) for field in fields(kind)
@@ -196,7 +156,6 @@ def server() -> rollout_servers.Server:
 
 
 def asked_for(row: RequestCase) -> tuple[Requests, Sampling, SamplingConfig]:
-    """Return what a row asks for."""
     config = SamplingConfig(**{"steps": tiny.STEPS, "sampler": Stochastic(eta=ETA), **row.rollout})
     schedule = row.sampling.get("schedule", MODEL.schedule(tiny.STEPS, tiny.SHAPE))
     stochastic = None
@@ -219,7 +178,6 @@ class Made(NamedTuple):
 
 
 def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Return the samples of a row, by the server and in process."""
     requests, sampling, config = asked_for(row)
     bodies, replies, transport = list[Any](), list[bytes](), asgi.Transport(server.app)
     handle = transport.handle_request
@@ -257,18 +215,15 @@ def made(row: RequestCase, server: rollout_servers.Server, world: World, monkeyp
 
 
 def bits(chunk: Chunk) -> list[Tensor]:
-    """Return all numbers of a chunk."""
     return optree.tree_leaves((chunk.trajectory, chunk.images))
 
 
 def same(one: list[Tensor], two: list[Tensor]) -> bool:
-    """Return whether numbers have the same shapes and bits."""
     return len(one) == len(two) and all(torch.equal(*pair) for pair in zip(one, two, strict=True))
 
 
 @pytest.fixture(scope="module")
 def plain(server: rollout_servers.Server, one: World) -> Made:
-    """The samples of no change, and of guidance alone."""
     with pytest.MonkeyPatch.context() as patch:
         return made(RequestCase(), server, one, patch)
 
@@ -286,41 +241,19 @@ def test_a_server_is_told_everything_that_a_sample_depends_on(
     assert row.same or not same(bits(found.inside), bits(plain.inside))
 
 
-@pytest.mark.parametrize(
-    ("window", "final", "count"),
-    [((0,), False, 2), ((1,), False, 2), ((1,), True, 3), ((3,), True, 2), ((1, 2), False, 3), ((0, 2), False, 4)],
-)
 def test_the_latents_of_a_reply_are_those_of_the_recorded_steps(
-    window: tuple[int, ...],
-    final: bool,
-    count: int,
-    server: rollout_servers.Server,
-    one: World,
-    monkeypatch: pytest.MonkeyPatch,
+    server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step has two, and W steps in a row W + 1; the final ones are sent only where they are needed."""
-    row = RequestCase(stochastic={"window": window}, sampling={"final": final})
-    samples = [sample for reply in made(row, server, one, monkeypatch).replies for sample in read_response(reply)]
-    assert [len(cast(Any, sample.dit_trajectory).latents) for sample in samples] == [count] * COUNT
+    rows = ((0,), False, 2), ((1,), False, 2), ((1,), True, 3), ((3,), True, 2), ((1, 2), False, 3), ((0, 2), False, 4)
+    for window, final, count in rows:
+        row = RequestCase(stochastic={"window": window}, sampling={"final": final})
+        samples = [sample for reply in made(row, server, one, monkeypatch).replies for sample in read_response(reply)]
+        assert [len(cast(Any, sample.dit_trajectory).latents) for sample in samples] == [count] * COUNT, window
 
 
-@pytest.mark.parametrize(
-    ("changes", "final"),
-    [
-        ({}, False),
-        ({"rollout.store": Path("stored")}, True),
-        ({"method": Nft(), "train": "lora", "sampling.sampler": Ode()}, True),
-        ({"rewards": ("latent",)}, True),
-        ({"rollout.source": "", "rollout.servers": ServersConfig()}, True),
-    ],
-)
 def test_final_latents_are_asked_for_where_they_are_needed(
-    changes: dict[str, Any],
-    final: bool,
-    server: rollout_servers.Server,
-    one: World,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By rewards of latents, objectives on clean samples, and a store; not for one that trains on recorded steps."""
 
@@ -329,44 +262,49 @@ def test_final_latents_are_asked_for_where_they_are_needed(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(client, "_direct", lambda url: asgi.Transport(server.app))
-    asked = {"sampling": SamplingConfig(2, 2, steps=tiny.STEPS), "rollout.source": URL}
-    config = tiny.config(tmp_path / "run", **{**asked, "rollout.servers": ServersConfig(patience=1), **changes})
-    job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
-    with Trainer(config, job, one) as trainer:
-        root = key(1)
-        plan = trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0)
-        assert plan.sampling.final == final
+    rows: list[tuple[dict[str, Any], bool]] = [
+        ({}, False),
+        ({"rollout.store": Path("stored")}, True),
+        ({"method": Nft(), "train": "lora", "sampling.sampler": Ode()}, True),
+        ({"rewards": ("latent",)}, True),
+        ({"rollout.source": "", "rollout.servers": ServersConfig()}, True),
+    ]
+    for changes, final in rows:
+        asked = {"sampling": SamplingConfig(2, 2, steps=tiny.STEPS), "rollout.source": URL}
+        config = tiny.config(tmp_path / "run", **{**asked, "rollout.servers": ServersConfig(patience=1), **changes})
+        job = tiny.job(model=MODEL, rewards={"brightness": tiny.brightness, "latent": latent})
+        with Trainer(config, job, one) as trainer:
+            root = key(1)
+            assert trainer.sampler.plan(root, trainer.sampler.prompts(root, 0), 0).sampling.final == final
 
 
 def test_images_of_prompts_are_sent_with_their_arguments() -> None:
-    """One request per prompt and images, be the text the same."""
     media = [{"mask_image": b"m", "image": number} for number in (b"1", b"1", b"2")]
-    prompts = [Prompt("1", media=each) for each in media]
-    asking = Asking("fluvial", "flow_sde", ETA, "velocity", SIZES)
-    schedule = MODEL.schedule(tiny.STEPS, tiny.SHAPE)
-    orders = asking.orders(
-        Requests(prompts, (5, 6, 7), key(1)), Sampling(tiny.SHAPE, schedule, Guidance()), micro_batch=COUNT, guided=False
-    )
+    asking, sampling = Asking("fluvial", "flow_sde", ETA, "velocity", SIZES), plain_sampling()
+    requests = Requests([Prompt("1", media=each) for each in media], (5, 6, 7), key(1))
+    orders = asking.orders(requests, sampling, micro_batch=COUNT, guided=False)
     assert [order.ids for order in orders] == [(5, 6), (7,)]
     for order, image in zip(orders, ("MQ==", "Mg=="), strict=True):
-        asked = asking.request(order, key(1), Sampling(tiny.SHAPE, schedule, Guidance()), version=0)
+        asked = asking.request(order, key(1), sampling, version=0)
         assert asked.image_path == ("data:image/png;base64,bQ==", f"data:image/png;base64,{image}")
         assert asked.fluvial.media == ("mask_image", "image")
+
+
+def plain_sampling() -> Sampling:
+    return Sampling(tiny.SHAPE, MODEL.schedule(tiny.STEPS, tiny.SHAPE), Guidance())
 
 
 class Unbuilt(Model):
     """A model without a network."""
 
     def build(self, *, empty: bool = False) -> NoReturn:
-        """Fail."""
         raise AssertionError("the network is built")
 
 
 def test_each_image_of_a_list_is_sent() -> None:
     """With the argument that they all are; sglang, which makes one sample per request, is sent no names."""
     prompts = [Prompt("1", media={"image": (b"1", b"2"), "mask_image": b"m"})] * 2
-    schedule = MODEL.schedule(tiny.STEPS, tiny.SHAPE)
-    sampling = Sampling(tiny.SHAPE, schedule, Guidance())
+    sampling = plain_sampling()
     for kind, ids in (("fluvial", [(5, 6)]), ("sglang", [(5,), (6,)])):
         asking = Asking(kind, "flow_sde", ETA, "velocity", SIZES)  # type: ignore[arg-type]
         orders = asking.orders(Requests(prompts, (5, 6), key(1)), sampling, micro_batch=COUNT, guided=False)
@@ -391,7 +329,6 @@ def test_a_folder_of_frames_is_sent_to_no_server(one: World, tmp_path: Path) -> 
 def test_what_samples_do_not_depend_on_stays_with_the_trainer(
     name: str, server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metadata and images of a prompt are there for the rewards."""
     row = LOCAL[name]
     found = made(row, server, one, monkeypatch)
     without = made(RequestCase(guidance=GUIDED if row.guidance else {}), server, one, monkeypatch)
@@ -403,52 +340,42 @@ def test_what_samples_do_not_depend_on_stays_with_the_trainer(
 def test_a_server_with_another_schedule_is_found_out(
     server: rollout_servers.Server, one: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its levels are no field of a request."""
     levels = MODEL.schedule(tiny.STEPS, tiny.SHAPE).levels ** 1.1
     row = RequestCase(sampling={"schedule": MODEL.schedule(tiny.STEPS, tiny.SHAPE)._replace(levels=levels)})
     with pytest.raises(RunError, match=r"was made at sigma .* serve with the trainer's scheduler and shift"):
         made(row, server, one, monkeypatch)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "StochasticSteps.transition"])
-def test_what_no_server_can_do_is_refused_when_the_run_is_configured(name: str) -> None:
+def test_what_no_server_can_do_is_refused_when_the_run_is_configured() -> None:
     """In one line that names the field; without servers it is taken."""
-    custom = (
-        {"sampling.sampler": Stochastic(own_sampler, eta=ETA)},
-        r"sampling.sampler is '.*own_sampler', expected one of flow_sde",
-    )
-    changes, says = REFUSED.get(name, custom)
-    needed = {"method": Grpo() if name.startswith(("Stochastic", "Sampling.step")) else Nft(), "train": "lora", **changes}
-    tiny.config(Path("out"), **needed)
-    with pytest.raises(UsageError, match=says) as caught:
-        tiny.config(Path("out"), **needed, **{"rollout.source": URL})
-    assert "\n" not in str(caught.value)
+    custom = {"sampling.sampler": Stochastic(own_sampler, eta=ETA)}
+    own = {"StochasticSteps.transition": (custom, r"sampling.sampler is '.*own_sampler', expected one of flow_sde")}
+    for name, (changes, says) in {**REFUSED, **own}.items():
+        method = Grpo() if name.startswith(("Stochastic", "Sampling.step")) else Nft()
+        needed = {"method": method, "train": "lora", **changes}
+        tiny.config(Path("out"), **needed)
+        with pytest.raises(UsageError, match=says) as caught:
+            tiny.config(Path("out"), **needed, **{"rollout.source": URL})
+        assert "\n" not in str(caught.value)
 
 
 def own_sampler(level: Any, level_next: Any, *, eta: float) -> Any:
-    """Raise: a sampler of this process that nobody calls."""
     raise AssertionError
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["nft", "--sampling.sampler", "ode", "--sampling.sampler.solver", "unipc"], "--sampling.sampler.solver is 'unipc'"),
-        long(
-            ["nft", "--sampling.sampler", "sa_solver"], "'sa_solver', expected euler: servers return Euler's latents alone"
-        ),
-        long(
-            ["grpo", "--sampling.window", "random", "--rollout.step-cache", "0.1"], "--rollout.step-cache is 0.1, expected 0"
-        ),
-        long(["grpo", "--sampling.sampler", "test_conditions:own_sampler"], "expected one of flow_sde"),
+        ("nft --sampling.sampler ode --sampling.sampler.solver unipc", "--sampling.sampler.solver is 'unipc'"),
+        long("grpo --sampling.window random --rollout.step-cache 0.1", "--rollout.step-cache is 0.1, expected 0"),
+        long("grpo --sampling.sampler test_conditions:own_sampler", "expected one of flow_sde"),
     ],
 )
 def test_the_command_line_refuses_it_before_anything_is_loaded(
-    args: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    args: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the exit code 2, and without a request."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     out = tmp_path / "run"
-    assert cli.run(["train", *args, "--model", "handwriting", "--rollout.source", URL, "--out", str(out)]) == 2
+    assert cli.run(["train", *args.split(), "--model", "handwriting", "--rollout.source", URL, "--out", str(out)]) == 2
     assert says in launch.one_line(capsys.readouterr().err)
     assert not out.exists()

@@ -14,11 +14,7 @@ RUN = ("--updates", str(UPDATES), *launch.SMALL)
 
 
 class Run:
-    """A trainer and its server, as processes that are killed and started again.
-
-    Args:
-        folder: folder of the run, and of the weights that the server is given.
-    """
+    """A trainer and its server, as processes that are killed and started again."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.out, self.weights, self.stack, self.port = folder / "out", folder / "weights", stack, launch.free_port()
@@ -28,27 +24,23 @@ class Run:
         self.trainer = self.started_trainer()
 
     def started_server(self) -> launch.Process:
-        """Start the server at its address, and wait until it listens."""
         options = ("--port", str(self.port), "--micro-batch", "4", "--weights-root", str(self.weights))
         process = self.started("serve", "handwriting", *options)
         process.address()
         return process
 
     def started_trainer(self) -> launch.Process:
-        """Start the trainer, or resume it where it has begun."""
         if (self.out / "config.json").exists():
             return self.started("train", "handwriting", "--out", str(self.out), "--resume")
         served = ("--rollout.source", f"http://127.0.0.1:{self.port}", "--rollout.servers.weights-folder", str(self.weights))
         return self.started("train", "handwriting", "--out", str(self.out), *RUN, *served)
 
     def started(self, *args: str) -> launch.Process:
-        """Start a process that ends with the test."""
         self.processes.append(self.stack.enter_context(launch.start(*args)))
         return self.processes[-1]
 
     @property
     def records(self) -> int:
-        """Number of lines of the records so far."""
         metrics = self.out / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
@@ -62,14 +54,12 @@ class Run:
         self.resume()
 
     def resume(self) -> None:
-        """Resume a trainer that has ended in one line."""
         if self.trainer.poll() not in (None, 0):
             assert self.trainer.returncode == 1, self.trainer.stderr
             launch.one_line(self.trainer.stderr)
             self.trainer = self.started_trainer()
 
     def kill(self, victim: str) -> None:
-        """Kill the server or the trainer, and start it again."""
         process = self.server if victim == "server" else self.trainer
         process.kill()
         process.wait(30)

@@ -43,18 +43,13 @@ def config(ahead: int) -> TrainConfig:
 
 
 class Sync:
-    """Gives servers the weights of each version; some take others over.
-
-    Args:
-        bad: versions that a server, by its place, gets wrong.
-    """
+    """Gives servers the weights of each version; some take others over."""
 
     def __init__(self, fakes: Sequence[FakeRollouts], bad: dict[int, set[int]]) -> None:
         self.fakes, self.bad = fakes, bad
         self.pushed: list[int] = []
 
     def push(self, engine: Holder, version: int, peers: Sequence[Any], *, adapter: str = "default") -> dict[str, str]:
-        """Copy the weights."""
         self.pushed.append(version)
         given = {
             name: tensor.clone() for name, tensor in gather_weights(engine.module, adapter=None, merge=False, dtype=None)
@@ -86,7 +81,6 @@ class Run:
 def opened(
     world: World, monkeypatch: pytest.MonkeyPatch, *, ahead: int, bad: dict[int, set[int]] | None = None
 ) -> Iterator[Run]:
-    """Yield a run whose samples two servers make."""
     fakes = [FakeRollouts(tiny.Tiny().build()) for _ in range(2)]
     with loopback(fakes[0]) as first, loopback(fakes[1]) as second:
         served = {"rollout.source": f"{first},{second}", "rollout.servers": ServersConfig(timeout=5, patience=1)}
@@ -105,14 +99,12 @@ def opened(
 
 
 def inside(world: World, ahead: int) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return the same run in this process."""
     with Trainer(config(ahead), tiny.job(), world) as trainer:
         records = [[record["reward"], record.get("staleness")] for record in trainer]
         return records, {name: shard.clone() for name, shard in trainer.engine.sharded.shards().items()}
 
 
 def same(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
-    """Return whether two sets of weights have the same bits."""
     return one.keys() == two.keys() and all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
@@ -152,7 +144,6 @@ def test_a_server_that_gets_a_later_version_wrong_is_left_out(
 
 @pytest.mark.parametrize("ahead", [long(0), 1])
 def test_servers_that_all_get_a_version_wrong_end_the_run(one: World, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
-    """In one line; nothing is learnt from their samples."""
     with opened(one, monkeypatch, ahead=ahead, bad={0: {1}, 1: {1}}) as run:
         run.trainer.update()
         with pytest.raises(RunError, match=r"log-probabilities are up to [^\n]* from the trainer's own, above .* 0\.001"):

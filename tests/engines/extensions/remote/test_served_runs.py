@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,9 +103,7 @@ def test_a_run_with_images_in_its_prompts_has_the_bits_of_one_without_a_server(
         capfd.readouterr()
         wrong = ["--rollout.source", bare.address(), *folder]
         assert cli.run([*run, *wrong, "--out", str(tmp_path / "wrong")]) == 2
-        says = (
-            "takes no images with a prompt, and the run's prompts have image, mask_image: use fluvial serve, with --prompts"
-        )
+        says = "takes no images with a prompt, and the run's prompts have image, mask_image: use fluvial serve"
         assert says in launch.one_line(capfd.readouterr().err)
     assert launch.weights(tmp_path / "served") == launch.weights(tmp_path / "inside")
     differences = [record["handshake"]["log_prob_difference"] for record in launch.records(tmp_path / "served")[:1]]
@@ -124,14 +123,12 @@ def test_a_server_that_is_killed_in_mid_run_loses_nothing(tmp_path: Path) -> Non
         return 1 - images.flatten(1).mean(1)
 
     small = SamplingConfig(prompts=2, group=2, steps=3, window=RandomWindow(1, high=2))
-    config = TrainConfig(
-        tmp_path / "inside",
-        updates=3,
-        tracker="none",
-        method=Grpo(sampling=small),
-        engine=MachineConfig(micro_batch=2, update_micro_batch="rollout"),
-        evaluation=EvaluationConfig(final_samples=2, every=0),
+    engine, evaluation = (
+        MachineConfig(micro_batch=2, update_micro_batch="rollout"),
+        EvaluationConfig(every=0, final_samples=2),
     )
+    settings: dict[str, Any] = {"method": Grpo(sampling=small), "engine": engine, "evaluation": evaluation}
+    config = TrainConfig(tmp_path / "inside", updates=3, tracker="none", **settings)
     job = replace(handwriting(), rewards={"dark": dark})
     train(config, job)
     calls.clear()

@@ -54,14 +54,7 @@ NEAR = 1e-5  # of log-probs, in nats per dimension
 
 
 class Sglang:
-    """Handler of a server whose samples sglang's own code makes, in its layout of latents.
-
-    Args:
-        layout: how latents are laid out.
-        image: function of an image that returns it as sglang's VAE does.
-        model, shape: adapter of the network, and shape of its samples.
-        order: order in which it takes the images of a prompt.
-    """
+    """Handler of a server whose samples sglang's own code makes, in its layout of latents."""
 
     def __init__(
         self, layout: Layout, image: Any, *, model: Any = None, shape: tuple[int, ...] = tiny.SHAPE, order: int = 1
@@ -74,7 +67,6 @@ class Sglang:
         self.schedulers = real_sglang.part("models.schedulers.scheduling_flow_match_euler_discrete")
 
     def __call__(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answer a request."""
         body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
         if handler.path != "/rollout/generate":
             respond(handler, json.dumps({"model_path": "tiny"}).encode())
@@ -83,15 +75,13 @@ class Sglang:
         with self.one:
             self.asked.append(self.api._build_sampling_kwargs(request))
             batch, images = self.made(self.asked[-1])
-        result = SimpleNamespace(
-            output=images, metrics=None, peak_memory_mb=0.0, rollout_trajectory_data=batch.rollout_trajectory_data
-        )
+        result = SimpleNamespace(output=images, metrics=None, peak_memory_mb=0.0)
+        result.rollout_trajectory_data = batch.rollout_trajectory_data
         found = self.api._build_response("request", request.prompt, request.seed, request.rollout, result)
         respond(handler, msgpack.packb([each.model_dump() for each in found]), media="application/msgpack")
 
     @torch.no_grad()
     def made(self, asked: dict[str, Any]) -> tuple[Any, torch.Tensor]:
-        """Return a request after sglang's denoising loop, and its images."""
         hooks = self.hooks
         count, schedule = asked["num_outputs_per_prompt"], self.model.schedule(asked["num_inference_steps"], self.shape)
         scheduler = self.schedulers.FlowMatchEulerDiscreteScheduler()
@@ -104,9 +94,8 @@ class Sglang:
         batch = SimpleNamespace(**{**optional, **names}, scheduler=scheduler, generator=noise, latents=latents)
         config = SimpleNamespace(shard_latents_for_sp=lambda batch, latents: (latents, False))
         hooks.prepare_rollout_if_enabled(batch=batch, pipeline_config=config)
-        hooks.init_rollout_env_if_enabled(
-            batch=batch, image_kwargs={}, pos_cond_kwargs={}, neg_cond_kwargs={}, guidance=None
-        )
+        env: dict[str, Any] = {"image_kwargs": {}, "pos_cond_kwargs": {}, "neg_cond_kwargs": {}, "guidance": None}
+        hooks.init_rollout_env_if_enabled(batch=batch, **env)
         guidance = Guidance(asked["guidance_scale"], asked.get("negative_prompt", ""))
         media = {"image": tuple(map(self.read, asked["image_path"]))[:: self.order]} if "image_path" in asked else {}
         cond = guidance.encode(self.model, [Prompt(asked["prompt"], media=media)] * count, None)
@@ -115,13 +104,8 @@ class Sglang:
             v = guided_velocity(self.model, self.module, x, level, cond, timestep=timestep.expand(count))
             step = hooks.rollout_step_kwargs(batch)
             latents = scheduler.step(self.layout.of_event(v), timestep, latents, **step, return_dict=False)[0]
-        hooks.finalize_rollout_if_enabled(
-            batch=batch,
-            latents=latents,
-            num_inference_steps=len(scheduler.timesteps),
-            final_timestep=scheduler.timesteps.new_zeros(()),
-            pipeline_config=config,
-        )
+        end = {"num_inference_steps": len(scheduler.timesteps), "final_timestep": scheduler.timesteps.new_zeros(())}
+        hooks.finalize_rollout_if_enabled(batch=batch, latents=latents, pipeline_config=config, **end)
         return batch, self.image(self.model.decode(self.layout.to_event(latents, self.shape)))
 
 
@@ -140,19 +124,11 @@ def image_loader() -> Callable[[str], bytes]:
 
 @contextmanager
 def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator[Remote]:
-    """Open the client of a server that has the weights already."""
     sync = SimpleNamespace(push=lambda *args, **kwargs: {}, repeat=lambda peer: None, close=lambda: None)
     with loopback(server) as url:
-        source = Remote(
-            RolloutConfig(source=url, servers=ServersConfig(timeout=60, patience=1)),
-            sampling,
-            server.model,
-            behaviour=lambda: nullcontext(server.module),
-            adapter=lambda version: "default",
-            world=world,
-            sizes={},
-            sync=cast(Any, sync),
-        )
+        options: dict[str, Any] = {"adapter": lambda version: "default", "world": world, "sizes": {}, "sync": sync}
+        config = RolloutConfig(source=url, servers=ServersConfig(timeout=60, patience=1))
+        source = Remote(config, sampling, server.model, behaviour=lambda: nullcontext(server.module), **options)
         try:
             source.push(cast(Engine, SimpleNamespace(world=world)), 0)
             yield source
@@ -161,7 +137,6 @@ def source_of(server: Sglang, sampling: ReadingConfig, world: World) -> Iterator
 
 
 def planned(world: World, rollout: ReadingConfig, /, **changes: Any) -> RolloutPlan:
-    """Return the first rollout of a run."""
     config = tiny.config(cast(Any, None), sampling=rollout, **changes, **{"engine.micro_batch": MICRO_BATCH})
     with Trainer(config, tiny.job(), world) as trainer:
         root = key(1)
@@ -190,12 +165,8 @@ def test_replies_of_sglang_are_read(one: World, monkeypatch: pytest.MonkeyPatch,
     server = Sglang(layout, lambda images: images.unsqueeze(2) if layout is TOKENS else images)
     with source_of(server, asked, one) as source:
         made = list(source.generate(plan.requests, plan.sampling, micro_batch=MICRO_BATCH))
-        found = source.compare_with_servers(
-            plan.requests._replace(
-                prompts=[plan.requests.prompts[0]] * MICRO_BATCH, ids=list(range(MICRO_BATCH)), key=key(8)
-            ),
-            plan.sampling,
-        )
+        alike, ids = [plan.requests.prompts[0]] * MICRO_BATCH, list(range(MICRO_BATCH))
+        found = source.compare_with_servers(Requests(alike, ids, key(8)), plan.sampling)
     assert found.kind == "sglang"
     assert found.largest < NEAR
     window = asked.window.count(asked.steps) - (name == "cps")  # whose last step is deterministic
@@ -235,31 +206,18 @@ def test_sglang_edits_images(one: World, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_sglang_takes_the_image_alone(one: World) -> None:
     """A mask has no place in its requests; a server of fluvial without images is told apart from it."""
-
-    class Conditioned(tiny.Tiny):
-        """A model of prompts with images."""
-
-    model = Conditioned()
     for takes in (("image", "mask_image"), ("control_image",)):
-        Conditioned.takes = takes  # type: ignore[attr-defined]
-        with (
-            pytest.raises(UsageError, match=r"takes no images with a prompt, .* have .*image.*: use fluvial serve"),
-            source_of(Sglang(PLAIN, None, model=model), SamplingConfig(prompts=2, group=2), one),
-        ):
-            pass
+        server = Sglang(PLAIN, None, model=type("Conditioned", (tiny.Tiny,), {"takes": takes})())
+        with pytest.raises(UsageError, match=r"takes no images with a prompt, .* have .*image.*: use fluvial serve"):
+            source_of(server, SamplingConfig(prompts=2, group=2), one).__enter__()
 
 
 def test_sglang_holds_one_adapter_after_many_pushes(one: World, tmp_path: Path) -> None:
     """Its own function that loads an adapter drops the one of the same nickname; each push has a path that it loads."""
     held: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    pipeline = SimpleNamespace(
-        lora_adapters=held,
-        loaded_adapter_paths={},
-        loaded_adapter_alphas={},
-        server_args=SimpleNamespace(lora_path=None, pipeline_config=mock.MagicMock()),
-        modules=mock.MagicMock(),
-        device="cpu",
-    )
+    settings = SimpleNamespace(lora_path=None, pipeline_config=mock.MagicMock())
+    pipeline = SimpleNamespace(lora_adapters=held, server_args=settings, modules=mock.MagicMock(), device="cpu")
+    pipeline.loaded_adapter_paths, pipeline.loaded_adapter_alphas = {}, {}
     load = real_sglang.function(
         "multimodal_gen/runtime/pipelines_core/lora/pipeline.py",
         "load_lora_adapter",

@@ -37,17 +37,12 @@ def lora(one: World) -> Engine:
 
 
 def output(engine: Engine) -> torch.Tensor:
-    """Return what the trainer itself computes."""
     with engine.inference() as module:
         return run(module)
 
 
 def test_an_adapter_is_pushed_by_its_file(tmp_path: Path, one: World, lora: Engine) -> None:
-    """To the bit, again and again; the base is equal already, and is not sent.
-
-    It takes the place of the one before by its name, so that a server which keeps adapters by their names has one. Its path
-    is another each time, by which sglang knows that it has to be read again.
-    """
+    """To the bit; the base is equal, and is not sent. It has one name, and a path per push, so that sglang reads it."""
     server, sync, listed = served(tmp_path), WeightSync(one, folder=tmp_path), list[dict[str, str]]()
     for version in (3, 4, 5):
         move(lora, seed=version)
@@ -89,24 +84,20 @@ def test_all_weights_are_pushed(tmp_path: Path, one: World, method: Any, dtype: 
     assert (server.requests.count("/update_weights_from_tensor") > 2) == (method == "shared_memory")
 
 
-@pytest.mark.parametrize("method", ["disk", "shared_memory"])
-def test_an_adapter_may_be_pushed_merged(tmp_path: Path, one: World, lora: Engine, method: Any) -> None:
-    server, sync = served(tmp_path), WeightSync(one, folder=tmp_path, method=method)
-    assert sync.push(lora, 1, [server.client]) == {}
-    assert server.weights.adapters == {}
-    torch.testing.assert_close(run(server.weights.module), output(lora), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("product", ["factors", "merged"])
-def test_the_product_of_the_layers_travels(tmp_path: Path, one: World, product: Product) -> None:
-    """The two products differ in rounding, so the bits show which one the server takes."""
-    engine, server = engine_of(adapted(base(), product=product), one), served(tmp_path)
-    move(engine, seed=0)
-    WeightSync(one, folder=tmp_path, product=product).push(engine, 1, [server.client])
-    assert torch.equal(run(server.weights.module), output(engine))
-
-
-def test_another_adapter_than_the_trained_one_may_make_the_rollouts(tmp_path: Path, one: World) -> None:
+def test_an_adapter_is_pushed_as_it_computes(tmp_path: Path, one: World, lora: Engine) -> None:
+    """Merged; with the product of its layers, whose rounding the bits show; or another one than that which is trained."""
+    methods: tuple[Any, ...] = ("disk", "shared_memory")
+    for method in methods:
+        server = served(tmp_path)
+        assert WeightSync(one, folder=tmp_path, method=method).push(lora, 1, [server.client]) == {}
+        assert server.weights.adapters == {}
+        torch.testing.assert_close(run(server.weights.module), output(lora), rtol=1e-5, atol=1e-5)
+    products: tuple[Product, ...] = ("factors", "merged")
+    for product in products:
+        engine, server = engine_of(adapted(base(), product=product), one), served(tmp_path)
+        move(engine, seed=0)
+        WeightSync(one, folder=tmp_path, product=product).push(engine, 1, [server.client])
+        assert torch.equal(run(server.weights.module), output(engine))
     engine, server = engine_of(adapted(base(), "default", "old"), one), served(tmp_path)
     move(engine, seed=1)
     copy_adapter(engine.module, "default", "old")
@@ -148,8 +139,6 @@ class Pair(nn.ModuleDict):
 
 
 def test_both_networks_of_a_model_are_pushed(tmp_path: Path, one: World) -> None:
-    """As of Wan 2.2: each by its name, adapters and all weights."""
-
     lora = Engine(adapted(Pair(0, 1)), [], OptimizerConfig(), one, updates=1)
     for name, shard in lora.sharded.shards(trainable=True).items():
         shard.fill_(0.1 if "transformer_2" in name else 0.2)
@@ -187,23 +176,15 @@ def test_buffers_of_a_server_in_bfloat16_are_not_rounded(tmp_path: Path, one: Wo
 
 
 class Broken:
-    """A server that is down, or whose answers are changed on the way.
-
-    Args:
-        inner: client of the server.
-        path: path whose answers are changed.
-        answer: function from the answer to another, or the error that is raised.
-    """
+    """A server that is down, or whose answers are changed on the way."""
 
     def __init__(self, inner: Any, path: str, answer: Any) -> None:
         self.inner, self.path, self.answer, self.address = inner, path, answer, "http://broken"
 
     def get(self, path: str) -> Any:
-        """Return the answer, changed."""
         return self._changed(path, self.inner.get(path))
 
     def post(self, path: str, value: Any) -> Any:
-        """Return the answer, changed."""
         return self._changed(path, self.inner.post(path, value))
 
     def _changed(self, path: str, answer: Any) -> Any:
@@ -214,6 +195,7 @@ class Broken:
         return self.answer(answer)
 
 
+LORA = {"transformer.lora"}
 DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused")
 
 
@@ -224,16 +206,9 @@ DOWN = RunError("http://broken/v1/set_lora cannot be reached: Connection refused
         ("/v1/set_lora", lambda answer: {"success": False, "message": "no"}, "refused: no"),
         ("/get_weights_checksum", lambda answer: dict.fromkeys(answer, "0" * 64), "has other base weights"),
         ("/get_weights_checksum", lambda answer: {}, "has other base weights"),
-        (
-            "/get_weights_checksum",
-            lambda found: {**found, **dict.fromkeys({*found} & {"transformer.lora"}, "0")},
-            "another checksum",
-        ),
-        (  # it has restarted with other base weights since these were compared
-            "/get_weights_checksum",
-            lambda found: {**found, "transformer": "0"} if len(found) > 1 else found,
-            "another checksum",
-        ),
+        ("/get_weights_checksum", lambda found: {**found, **dict.fromkeys({*found} & LORA, "0")}, "another checksum"),
+        # It has restarted with other base weights since these were compared.
+        ("/get_weights_checksum", lambda found: found | {"transformer": "0"} if len(found) > 1 else found, "another che"),
         ("/v1/models", RunError("http://broken/v1/models did not answer"), "did not answer"),
     ],
 )
@@ -264,14 +239,10 @@ def test_an_adapter_without_a_checksum_has_to_be_listed(tmp_path: Path, one: Wor
         listed = True
 
         def post(self, path: str, value: Any) -> Any:
-            """Return the answer without adapters' checksums."""
             answer = self.inner.post(path, value)
-            return (
-                {name: "not_found" if ".lora" in name else sum for name, sum in answer.items()} if "sum" in path else answer
-            )
+            return answer | dict.fromkeys({*answer} & LORA, "not_found") if "sum" in path else answer
 
         def get(self, path: str) -> Any:
-            """Return the answer, with no adapters unless they are listed."""
             return self.inner.get(path) if self.listed or "list" not in path else {"loaded_adapters": []}
 
     sync = WeightSync(one, folder=tmp_path)
@@ -367,7 +338,6 @@ def test_a_server_holds_no_more_after_many_pushes(tmp_path: Path, one: World, lo
 
 
 def test_two_ranks_push_what_one_does(tmp_path: Path, one: World) -> None:
-    """The same bytes, and a server that computes the same."""
     main, other = launch.on_ranks(2, "workers.pushes:pushes", tmp_path / "two")
     alone = pushes.pushes(one, str(tmp_path / "one"))
     assert main == alone

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib.figure
@@ -16,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("charts")
 
 
 def coordinates(figure: str, colour: str) -> list[tuple[float, float]]:
-    """Return the points of the first path of a colour."""
     path = next(path for path in re.findall(r'<path d="([^"]*)"[^>]*style="([^"]*)"', figure) if f": {colour}" in path[1])
     return [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path[0])]
 
@@ -48,13 +48,7 @@ def test_a_figure_is_well_formed_and_its_text_is_text() -> None:
     assert len({name for found in names for name in found}) == sum(map(len, names))
 
 
-def test_the_same_chart_is_the_same_bytes() -> None:
-    chart = LineChart("t", {"a": [(0.0, 1.0), (1.0, 2.0)]})
-    assert line_chart(chart) == line_chart(chart)
-
-
 def numbers(figure: str) -> list[str]:
-    """Return the numbers beside the axes, in their order: those of x first."""
     return [text.strip() for text in re.findall(r"<text [^>]*>([^<]*)</text>", figure) if text.strip() != "updates"]
 
 
@@ -76,24 +70,19 @@ def test_sizes_begin_at_0_and_others_do_not() -> None:
 
 
 def test_a_lone_line_without_a_label_has_no_legend() -> None:
+    """And nothing to draw is no figure; the same chart is the same bytes."""
     points = [(1.0, 1.0)]
     assert "legend" not in line_chart(LineChart("t", {"": points}))
-    figure = line_chart(LineChart("t", {"a": points, "b": []}))
+    chart = LineChart("t", {"a": points, "b": []})
+    figure = line_chart(chart)
     assert figure.count("<i ") == 1, "a line without points has no key"
     assert f'background:{COLOURS[0]}"></i>a<' in figure
-
-
-def test_nothing_to_draw_is_no_figure() -> None:
-    assert (
-        line_chart(LineChart("t", {"a": []}))
-        == line_chart(LineChart("t", {}))
-        == bar_chart("t", {"a": {"b": 0.0}}, xlabel="x")
-        == ""
-    )
+    assert line_chart(chart) == figure
+    empty = line_chart(LineChart("t", {"a": []})), line_chart(LineChart("t", {})), bar_chart("t", {"a": {}}, xlabel="x")
+    assert empty == ("", "", "") == (*empty[:2], bar_chart("t", {"a": {"b": 0.0}}, xlabel="x"))
 
 
 def test_bars_are_as_high_as_their_share() -> None:
-    """Side by side, where there are several per position."""
     figure = bar_chart("t", {"a": {"x": 0.5, "y": 0.25}, "b": {"x": 0.125}}, xlabel="x")
     paths = re.findall(r'<path d="([^"]*)"[^>]*style="fill: (#\w+)', figure)
     heights = {}
@@ -106,7 +95,6 @@ def test_bars_are_as_high_as_their_share() -> None:
 
 
 def test_long_lines_are_thinned_to_means() -> None:
-    """The mean of the line stays, and so does its order."""
     points = [(float(i), float(i % 7)) for i in range(7 * MOST_POINTS)]
     found = thin(points)
     assert len(found) == MOST_POINTS
@@ -118,39 +106,24 @@ def test_long_lines_are_thinned_to_means() -> None:
 POINTS = {"mean": [(1.0, 0.5), (2.0, 0.75)]}
 
 
-@pytest.mark.parametrize(
-    ("lines", "columns", "rows"),
-    [([POINTS] * 5, 2, 3), ([POINTS, {"relative": []}], 1, 1), ([{}], 1, 1)],
-    ids=["five", "a line without points", "no lines"],
-)
-def test_curves_are_a_png_as_wide_as_a_page_of_text(
-    lines: list[dict[str, list[tuple[float, float]]]], columns: int, rows: int, tmp_path: Path
-) -> None:
-    """Two charts per row; charts without points are left out, if there are others."""
-    curves(tmp_path / "curves.png", [LineChart("t", each) for each in lines])
-    with Image.open(tmp_path / "curves.png") as drawn:
-        drawn.load()  # raises if the file is cut short
-        assert (drawn.format, drawn.size) == ("PNG", (517 * columns, 341 * rows))
-
-
-def test_each_line_has_its_points_and_its_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few points are marked, so that a single evaluation is seen."""
+def test_curves_are_a_png_as_wide_as_a_page_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two charts per row; those without points are left out, if there are others. Each line has its points and its label."""
+    cases: list[tuple[int, int, list[Any]]] = [(2, 3, [POINTS] * 5), (1, 1, [POINTS, {"relative": []}]), (1, 1, [{}])]
+    for columns, rows, charts in cases:
+        curves(tmp_path / "curves.png", [LineChart("t", each) for each in charts])
+        with Image.open(tmp_path / "curves.png") as image:
+            image.load()  # raises if the file is cut short
+            assert (image.format, image.size) == ("PNG", (517 * columns, 341 * rows))
     drawn: list[matplotlib.figure.Figure] = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
     many = [(float(x), float(x * x)) for x in range(30)]
-    shown = [
-        LineChart("reward", {"mean": [(3.0, 0.5)]}, "per sample"),
-        LineChart("norm", {"": many}, y="from_zero"),
-    ]
+    shown = [LineChart("reward", {"mean": [(3.0, 0.5)]}, "per sample"), LineChart("norm", {"": many}, y="from_zero")]
     curves(tmp_path / "curves.png", shown)
-    (figure,) = drawn
-    one, other = figure.axes
+    one, other = drawn[0].axes
     assert (one.get_title(loc="left"), other.get_title(loc="left")) == ("reward", "norm")
     assert (one.get_xlabel(), one.get_ylabel()) == ("updates", "per sample")
-    assert one.get_lines()[0].get_label() == "mean"
-    assert np.asarray(one.get_lines()[0].get_xydata()).tolist() == [[3.0, 0.5]]
-    assert np.asarray(other.get_lines()[0].get_xydata()).tolist() == [list(point) for point in many]
-    assert (one.get_lines()[0].get_marker(), other.get_lines()[0].get_marker()) == ("o", "None")
-    assert one.get_legend() is not None
-    assert other.get_legend() is None
-    assert other.get_ylim()[0] == 0
+    first, second = one.get_lines()[0], other.get_lines()[0]
+    assert (first.get_label(), first.get_marker(), second.get_marker()) == ("mean", "o", "None")
+    assert np.asarray(first.get_xydata()).tolist() == [[3.0, 0.5]]
+    assert np.asarray(second.get_xydata()).tolist() == [list(point) for point in many]
+    assert (one.get_legend() is not None, other.get_legend(), other.get_ylim()[0]) == (True, None, 0)

@@ -19,14 +19,7 @@ from fluvial.engines.run.log.sounds import write_wave
 from fluvial.engines.run.process.run_folder import RunFolder, claim, write_json
 
 EVIL = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">&'\""
-CONFIG = {
-    "model": EVIL,
-    "train": "lora",
-    "updates": 4,
-    "seed": 0,
-    "objective": {"name": "clipped"},
-    "rollout": {"sampler": "flow_sde", "steps": 4},
-}
+CONFIG = {"model": EVIL, "train": "lora", "updates": 4, "seed": 0, "rollout": {"sampler": "flow_sde", "steps": 4}}
 
 ROW = {"evaluator": EVIL, "part": "all", "name": "", "samples": 1000, "mean": 0.75, "exact": 0.375, "std": 0.1}
 COMPARED = {"base_mean": 0.25, "win_rate": 0.9, "difference": 0.5, "low": 0.4375, "high": 0.5625}
@@ -42,7 +35,6 @@ SUMMARY = {
 
 
 def update(number: int, **changes: Any) -> dict[str, Any]:
-    """Return the record of an update, in which all is well."""
     return {
         "update": number,
         "samples": 8 * number,
@@ -65,7 +57,6 @@ def update(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def evaluation(number: int, score: float) -> dict[str, Any]:
-    """Return the record of an evaluation."""
     return {"update": number, "score": {EVIL: score}, "exact": {EVIL: score / 2}, "drift": 0.1 * number}
 
 
@@ -79,12 +70,8 @@ def run(tmp_path: Path) -> Path:
         folder.log(record)
     images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     prompts = [EVIL, "a red fox", "a blue fox"]
-    for name, scores in (
-        ("before", [0.0, 0.5, 1.0]),
-        ("after", [1.0, 1.0, 1.0]),
-        ("best", [1.0] * 3),
-        ("worst", [0.25] * 3),
-    ):
+    sheets = {"before": [0.0, 0.5, 1.0], "after": [1.0] * 3, "best": [1.0] * 3, "worst": [0.25] * 3}
+    for name, scores in sheets.items():
         folder.samples(name, images, prompts, scores, title=name)
     folder.warn(f"a warning {EVIL}")
     write_json(out / "summary.json", SUMMARY)
@@ -116,34 +103,16 @@ def test_the_page_holds_everything_and_runs_nothing(run: Path) -> None:
     elements = Elements(page.page(run))
     assert not {"script", "iframe", "object", "base", "form"} & set(elements.found)
     assert len(elements.found["img"]) == 2 * 3 + 3 + 3
-    assert all(
-        (image["src"] or "").startswith(("data:image/png;base64,", "data:image/jpeg;base64,"))
-        for image in elements.found["img"]
-    )
-    attributes = {name for found in elements.found.values() for element in found for name in element}
-    assert not {name for name in attributes if name.startswith("on")}
-    addresses = [
-        element[name]
-        for found in elements.found.values()
-        for element in found
-        for name in ("href", "src")
-        if name in element
-    ]
-    assert all((address or "").startswith("data:") for address in addresses)
+    images = [image["src"] or "" for image in elements.found["img"]]
+    assert all(image.startswith(("data:image/png;base64,", "data:image/jpeg;base64,")) for image in images)
+    attributes = [item for found in elements.found.values() for element in found for item in element.items()]
+    assert not [name for name, _ in attributes if name.startswith("on")]
+    assert all((value or "").startswith("data:") for name, value in attributes if name in ("href", "src"))
     parts = ["Reward while training", "|log ratio| by step", "Advantages", "12.5\u00a0% → 37.5\u00a0%", "2.000"]
     for part in (*parts, "+0.500 [+0.438, +0.562]", "a warning", "a red fox"):
         assert part in elements.text, part
-    first = [
-        "<b>run",
-        "0.250 → 0.750",
-        "95 % interval",
-        "0.600 → 0.900",
-        "Warnings",
-        "Before and after",
-        "Curves",
-        "Summary",
-    ]
-    places = [elements.text.index(part) for part in first]
+    first = "<b>run", "0.250 → 0.750", "95 % interval", "0.600 → 0.900", "Warnings", "Before and after", "Curves"
+    places = [elements.text.index(part) for part in (*first, "Summary")]
     assert places == sorted(places)
     assert elements.text.count(EVIL) >= 4 + 3  # prompts with their images; model, tag, evaluator and version
 
@@ -171,11 +140,7 @@ def test_the_largest_changes_come_first(run: Path) -> None:
     index.write_text(json.dumps(rows))
     pairs = re.findall(r'<div class="pair">(.*?)</figcaption>', page.page(run), re.DOTALL)
     found = [re.findall(r"<span>(before|after) <b(.*?)>(.*?)</b>", pair) for pair in pairs]
-    assert [[score for _, _, score in pair] for pair in found] == [
-        ["1.000", "1.750"],
-        ["0.500", "0.250"],
-        ["0", "0"],
-    ]
+    assert [[score for _, _, score in pair] for pair in found] == [["1.000", "1.750"], ["0.500", "0.250"], ["0", "0"]]
     assert [colour for pair in found for _, colour, _ in pair] == ["", ' class="good"', "", ' class="bad"', "", ""]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import launch
 from helpers import tiny_jobs as tiny
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -51,7 +52,6 @@ ARGUMENTS = {
 
 @pytest.fixture(autouse=True)
 def no_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what this machine knows of trackers."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "SWANLAB_MODE", "SWANLAB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -60,7 +60,6 @@ def no_logins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packages with the names of trackers."""
     kept = {name: sys.modules.pop(name, None) for name in ARGUMENTS}
     for name, arguments in ARGUMENTS.items():
         (tmp_path / "packages" / name).mkdir(parents=True)
@@ -74,7 +73,6 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def calls(name: str) -> list[Any]:
-    """Return the calls of a fake."""
     found: list[Any] = sys.modules[name].calls
     return found
 
@@ -115,7 +113,6 @@ def test_a_tracker_gets_numbers_images_and_settings(tmp_path: Path, name: str) -
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, name: str) -> None:
-    """The id is kept in the run folder. Another run has another."""
     folder(tmp_path / "run", name)
     folder(tmp_path / "run", name, update=1)
     folder(tmp_path / "other" / "run", name)
@@ -145,7 +142,6 @@ def test_a_login_or_a_mode_takes_a_tracker_online(tmp_path: Path, monkeypatch: p
 
 
 def test_tensorboard_gets_images_and_settings(tmp_path: Path) -> None:
-    """And needs no id."""
     folder(tmp_path / "run", "tensorboard")
     assert not (tmp_path / "run" / "tracker.json").exists()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -201,24 +197,22 @@ def test_a_tracker_that_fails_is_reported_once_and_left_alone_after_three_failur
 
     asked, said = used((), "llll")
     assert asked == ["start"]
-    assert said == [
-        "tracker mine:Broken failed (ConnectionError: no network); training goes on, and metrics.jsonl holds every number"
-    ]
+    goes_on = "training goes on, and metrics.jsonl holds every number"
+    assert said == [f"tracker mine:Broken failed (ConnectionError: no network); {goes_on}"]
     asked, said = used(("start", "images"), "llillll")
     assert asked == ["start", "log", "log", "images", "log", "log", "log"]
     assert len(said) == 1
     asked, said = used(("start", "log"), "l")
     assert asked == ["start", "log", "finish"]
-    assert said == ["tracker mine:Broken failed (SystemExit: 1); training goes on, and metrics.jsonl holds every number"]
+    assert said == [f"tracker mine:Broken failed (SystemExit: 1); {goes_on}"]
 
 
 def test_a_run_with_a_broken_tracker_of_ones_own_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its report has the warning. The tracker is named by its module."""
     monkeypatch.setattr(Broken, "works", ("start",))
     name = f"{Broken.__module__}:Broken"
-    summary = train(
-        tiny.config(tmp_path / "run", tracker=name, **{"evaluation.samples": 2, "evaluation.final_samples": 4}), tiny.job()
-    )
+    few = {"evaluation.samples": 2, "evaluation.final_samples": 4}
+    summary = train(tiny.config(tmp_path / "run", tracker=name, **few), tiny.job())
     assert summary["updates"] == 1
     report = (tmp_path / "run" / "report.html").read_text()
     assert f"tracker {name} failed (ConnectionError: no network)" in report
@@ -227,28 +221,24 @@ def test_a_run_with_a_broken_tracker_of_ones_own_ends_well(tmp_path: Path, monke
     assert json.loads((tmp_path / "run" / "config.json").read_text())["tracker"] == name
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_missing_package_is_named_with_its_extra(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_tracker_that_cannot_be_had_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line, exit code 2, before anything is written; a folder of its name in the working folder is no package."""
-    monkeypatch.setattr(trackers, "find_spec", lambda found: None)
-    with pytest.raises(UsageError, match=f"tracker is '{name}': {name} is not installed; pip install 'fluvial.{name}.'"):
-        trackers.find(name)
-    monkeypatch.undo()
-    (tmp_path / name).mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    if sys.modules.get(name) is None and not any((Path(entry) / name / "__init__.py").exists() for entry in sys.path):
-        with pytest.raises(UsageError, match="is not installed"):
-            trackers.find(name)
-
-
-def test_a_tracker_that_there_is_not_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The nearest name is said, and no run folder is made."""
+    """A package that is missing is named with its extra; a folder of its name in the working folder is none."""
+    for name in ARGUMENTS:
+        with monkeypatch.context() as patch:
+            patch.setattr(trackers, "find_spec", lambda found: None)
+            says = f"tracker is '{name}': {name} is not installed; pip install 'fluvial.{name}.'"
+            with pytest.raises(UsageError, match=says):
+                trackers.find(name)
+        (tmp_path / name).mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        if sys.modules.get(name) is None and not any((Path(entry) / name / "__init__.py").exists() for entry in sys.path):
+            with pytest.raises(UsageError, match="is not installed"):
+                trackers.find(name)
     out = tmp_path / "run"
     assert cli.run(["train", "grpo", "--tracker", "tensorbord", "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    said = launch.one_line(capsys.readouterr().err)
     assert "tracker is 'tensorbord', expected one of none, tensorboard, wandb, trackio, swanlab, or module:name" in said
     assert "did you mean 'tensorboard'?" in said
     assert not out.exists()

@@ -35,28 +35,26 @@ PAGES: dict[str, tuple[dict[str, str], int]] = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_web_page_changes_nothing(page: str) -> None:
-    server, (headers, status) = servers.served(), PAGES[page]
-    for path in (*CHANGES, "/rollout/generate"):
-        answer = asyncio.run(asgi.call(server.app, path, {}, headers=headers))
-        assert (answer.status, set(answer.value)) == (status, {"detail", "error"}), answer
-    assert (server.policy.weights.released, server.policy.version) == (False, 0)
-
-
-def test_a_page_whose_name_is_bound_to_this_address_reads_nothing() -> None:
-    """DNS rebinding: for the browser it is the page's own site, so that it would let it read the answers."""
+def test_a_web_page_changes_nothing() -> None:
     server = servers.served()
+    for page, (headers, status) in PAGES.items():
+        for path in (*CHANGES, "/rollout/generate"):
+            answer = asyncio.run(asgi.call(server.app, path, {}, headers=headers))
+            assert (answer.status, set(answer.value)) == (status, {"detail", "error"}), page
+    assert (server.policy.weights.released, server.policy.version) == (False, 0)
+    # DNS rebinding: for the browser it is the page's own site, so that it would let it read the answers.
     for path in ("/v1/models", "/v1/model_info", "/v1/list_loras"):
         assert asyncio.run(asgi.call(server.app, path, headers={"host": "evil.example:30000"})).status == 421
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:30000", "127.0.0.1:30000", "127.0.0.5", "[::1]:30000"])
-def test_programs_on_this_machine_are_obeyed(host: str) -> None:
-    server = servers.served()
-    headers = {"host": host, "content-type": "application/json; charset=utf-8"}
-    assert asyncio.run(asgi.call(server.app, STOP, {}, headers=headers)).status == 200
-    assert server.policy.weights.released
+def test_programs_on_this_machine_are_obeyed() -> None:
+    """And probes are answered under any name."""
+    for host in ("localhost", "LOCALHOST:30000", "127.0.0.1:30000", "127.0.0.5", "[::1]:30000"):
+        server, headers = servers.served(), {"host": host, "content-type": "application/json; charset=utf-8"}
+        assert asyncio.run(asgi.call(server.app, STOP, {}, headers=headers)).status == 200
+        assert server.policy.weights.released
+    for path in ("/health", "/health_generate"):
+        assert asyncio.run(asgi.call(servers.served().app, path, headers={"host": "10.1.2.3:30000"})).status == 200
 
 
 def test_with_a_key_a_server_may_have_any_name() -> None:
@@ -69,11 +67,6 @@ def test_with_a_key_a_server_may_have_any_name() -> None:
     assert status(**{**key, "authorization": ""}) == 401
     assert status(**key, origin="http://evil.example") == 403
     assert status(**key) == 200
-
-
-def test_probes_are_answered_under_any_name() -> None:
-    for path in ("/health", "/health_generate"):
-        assert asyncio.run(asgi.call(servers.served().app, path, headers={"host": "10.1.2.3:30000"})).status == 200
 
 
 def all_servers(folder: Path) -> dict[str, tuple[Any, str, dict[str, str]]]:
@@ -90,26 +83,20 @@ def all_servers(folder: Path) -> dict[str, tuple[Any, str, dict[str, str]]]:
     }
 
 
-@pytest.mark.parametrize("name", ["rollouts", "weights", "images", "rewards", "rewards of UniRL", "votes"])
-def test_a_body_of_too_many_values_is_never_decoded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_too_many_values_is_never_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would become an object: a body of 60 MB took gigabytes, and minutes in which nothing else was answered."""
-
-    def decode(*args: Any, **options: Any) -> Any:
-        raise AssertionError
-
-    monkeypatch.setattr(shared, "decode", decode)
-    app, path, headers = all_servers(tmp_path)[name]
+    monkeypatch.setattr(shared, "decode", lambda *args, **options: pytest.fail("decoded"))
     body = b'{"prompt": "1", "x": [' + b"0," * shared.MOST_VALUES + b"0]}"
-    answer = asyncio.run(asgi.call(app, path, body=body, headers=headers))
-    assert answer.status == 413
-    assert "the request has more than 250000 values: send less at once" in answer.value["detail"]
+    for name, (app, path, headers) in all_servers(tmp_path).items():
+        answer = asyncio.run(asgi.call(app, path, body=body, headers=headers))
+        assert answer.status == 413, name
+        assert "the request has more than 250000 values: send less at once" in answer.value["detail"]
 
 
 @pytest.mark.parametrize("name", ["rollouts", "rewards"])
 def test_probes_are_answered_while_a_large_body_is_decoded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding goes on until they are answered."""
     app, path, headers = all_servers(tmp_path)[name]
     decode, begun, answered = shared.decode, threading.Event(), threading.Event()
 

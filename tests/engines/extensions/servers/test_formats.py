@@ -31,34 +31,27 @@ LIMITS = Limits(most_pixels=100)
 
 
 def file(value: int = 0, size: tuple[int, int] = (4, 2), kind: str = "PNG") -> str:
-    """Return a grey image as base64."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (value, value, value)).save(buffer, kind)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def computed(body: Any, limits: Limits = LIMITS) -> list[Sample]:
-    """Return the samples of a body of /compute."""
     return flow_factory(decode(json.dumps(body).encode(), Compute), limits)
 
 
 def scored(body: Any) -> list[ScoreRequest]:
-    """Return the samples of a body of /score."""
     return unirl(decode(json.dumps(body).encode(), Score), LIMITS)
 
 
-def test_images_of_flow_factory() -> None:
+def test_requests_of_flow_factory() -> None:
     found = computed({"prompt": ["a", "b"], "image": [file(1), file(2, kind="JPEG")], "video": None})
     assert [sample.prompt.text for sample in found] == ["a", "b"]
     images, prompts = batch_of(found)
     assert images.shape == (2, 3, 2, 4)
     assert torch.allclose(images[:, 0, 0, 0] * 255, torch.tensor([1.0, 2.0]))
     assert texts(prompts) == ["a", "b"]
-
-
-def test_videos_and_conditions_of_flow_factory() -> None:
-    body = {"prompt": ["a"], "video": [[file(1), file(2), file(3)]], "condition_images": [[file(9)]]}
-    (sample,) = computed(body)
+    (sample,) = computed({"prompt": ["a"], "video": [[file(1), file(2), file(3)]], "condition_images": [[file(9)]]})
     assert sample.image.shape == (3, 3, 2, 4)
     assert sample.image[0, :, 0, 0].tolist() == [1, 2, 3]
     assert isinstance(sample.prompt.image, bytes)
@@ -66,7 +59,6 @@ def test_videos_and_conditions_of_flow_factory() -> None:
 
 
 def test_requests_of_unirl() -> None:
-    """The last turn counts."""
     turns = [{"text": "no"}, {"text": "a", "image_b64": file(5)}]
     body = {"requests": [{"history": turns, "required_rewards": ["x", "y", "x"], "metadata": {"tag": "t"}}]}
     (request,) = scored(body)
@@ -82,15 +74,11 @@ IMAGE = file()
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ([], 400, "the body: Expected `object`, got `array`"),
         ({}, 400, "missing required field `prompt`"),
-        ({"prompt": "a", "image": [IMAGE]}, 400, "prompt: Expected `array`, got `str`"),
         ({"prompt": [], "image": []}, 400, "prompt: Expected `array` of length >= 1"),
-        ({"prompt": [1], "image": [IMAGE]}, 400, r"prompt\[0\]: Expected `str`, got `int`"),
         ({"prompt": ["a"]}, 400, "expected one of them"),
         ({"prompt": ["a"], "image": [IMAGE], "video": [[IMAGE]]}, 400, "expected one of them"),
         ({"prompt": ["a", "b"], "image": [IMAGE]}, 400, "2 prompts and 1 of image"),
-        ({"prompt": ["a"], "image": "abc"}, 400, "image: Expected `array [|] null`, got `str`"),
         ({"prompt": ["a"], "image": ["?"]}, 400, "is not base64"),
         ({"prompt": ["a"], "image": ["é"]}, 400, "is not base64"),
         ({"prompt": ["a"], "image": ["aGVsbG8="]}, 400, "is no image file, expected one of PNG"),
@@ -100,11 +88,7 @@ IMAGE = file()
         ({"prompt": ["a"] * 13, "image": [IMAGE] * 13}, 413, "more than 0.0001 megapixels: send fewer at once"),
         ({"prompt": ["a"], "video": [[IMAGE, file(size=(2, 4))]]}, 400, "frames of several sizes"),
         ({"prompt": ["a"], "video": [[]]}, 400, "has no frames"),
-        (
-            {"prompt": ["a"], "image": [IMAGE], "condition_images": [[IMAGE, IMAGE]]},
-            400,
-            "length <= 1",
-        ),
+        ({"prompt": ["a"], "image": [IMAGE], "condition_images": [[IMAGE, IMAGE]]}, 400, "length <= 1"),
         ({"prompt": ["a"], "image": [IMAGE], "condition_videos": [[]]}, 400, "condition_videos is set"),
     ],
 )
@@ -114,46 +98,31 @@ def test_wrong_requests_to_compute(body: Any, status: int, says: str) -> None:
     assert getattr(error.value, "status", 400) == status
 
 
-@pytest.mark.parametrize(
-    ("request_", "says"),
-    [
-        (1, r"requests\[0\]: Expected `object`, got `int`"),
-        ({"history": [], "required_rewards": ["x"]}, "history: Expected `array` of length >= 1"),
-        (
-            {"history": [{"text": "a", "video_path": "/etc/passwd"}], "required_rewards": ["x"]},
-            "has a video",
-        ),
-        ({"history": [{"text": "a"}], "required_rewards": ["x"]}, "image_b64 is missing"),
-        ({"history": [{"image_b64": IMAGE}], "required_rewards": ["x"]}, "text is missing"),
-        ({"history": [{"text": "a", "image_b64": IMAGE}]}, "missing required field `required_rewards`"),
-        (
-            {"history": [{"text": "a", "image_b64": IMAGE}], "required_rewards": ["x"], "metadata": []},
-            "metadata: Expected `object [|] null`",
-        ),
-    ],
-)
-def test_wrong_requests_to_score(request_: Any, says: str) -> None:
-    with pytest.raises((RequestError, WireError), match=says) as error:
-        scored({"requests": [request_]})
-    assert getattr(error.value, "status", 400) == 400
-
-
-def test_a_bomb_is_refused_by_its_header() -> None:
-    """A file of a few hundred bytes would become 10 GB."""
-    with pytest.raises(RequestError) as error:
+def test_wrong_requests_to_score() -> None:
+    """And an image that is a bomb is refused by its header."""
+    history = {"history": [{"text": "a", "image_b64": IMAGE}]}
+    wrong: dict[str, dict[str, Any]] = {
+        "history: Expected `array` of length >= 1": {"history": []},
+        "has a video": {"history": [{"text": "a", "video_path": "/etc/passwd"}]},
+        "image_b64 is missing": {"history": [{"text": "a"}]},
+        "text is missing": {"history": [{"image_b64": IMAGE}]},
+        r"metadata: Expected `object [|] null`": {**history, "metadata": []},
+    }
+    for says, request in wrong.items():
+        with pytest.raises((RequestError, WireError), match=says) as error:
+            scored({"requests": [{"required_rewards": ["x"], **request}]})
+        assert getattr(error.value, "status", 400) == 400
+    with pytest.raises(WireError, match="missing required field `required_rewards`"):
+        scored({"requests": [history]})
+    with pytest.raises(RequestError) as bombed:
         computed({"prompt": ["a"], "image": [base64.b64encode(bomb(60_000)).decode()]}, Limits())
-    assert error.value.status in (400, 413)
+    assert bombed.value.status in (400, 413)
 
 
+NAMES = "prompt", "image", "video", "requests", "history", "text", "image_b64", "required_rewards"
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from([IMAGE, "a", "", "text"]),
-    lambda inner: (
-        st.lists(inner, max_size=2)
-        | st.dictionaries(
-            st.sampled_from(["prompt", "image", "video", "requests", "history", "text", "image_b64", "required_rewards"]),
-            inner,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner),
     max_leaves=10,
 )
 

@@ -39,24 +39,20 @@ def start(command: str, port: int = 0) -> launch.Process:
 
 
 def end(server: launch.Process) -> None:
-    """End a server by SIGTERM, which has written nothing to stderr."""
     server.send_signal(signal.SIGTERM)
     assert server.wait(30) == 0
     assert server.stderr == ""
 
 
 def ask(url: str, body: Any) -> list[RolloutSample]:
-    """Return the samples of a request."""
-    request = urllib.request.Request(
-        f"{url}/rollout/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/rollout/generate", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.headers["content-type"] == "application/msgpack"
         return read_response(reply.read())
 
 
 def test_a_rollout_server_is_killed_and_started_again() -> None:
-    """The bits are those of before."""
     with start("serve") as server:
         url = server.address()
         before = ask(url, BODY)
@@ -71,7 +67,6 @@ def test_a_rollout_server_is_killed_and_started_again() -> None:
 
 
 def test_a_reward_server_is_asked_killed_and_started_again() -> None:
-    """The client waits for it."""
     images, prompts = torch.rand(5, 3, 8, 8), ["x"] * 5
     expected = fake_servers.lightness(images, prompts).float()
     with start("serve-rewards") as server:
@@ -94,7 +89,6 @@ def test_a_reward_server_is_asked_killed_and_started_again() -> None:
 
 
 def test_a_process_refuses_damaged_weights_and_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a client without the admin key, and files elsewhere."""
     monkeypatch.setenv("ADMIN", "secret")
     monkeypatch.setenv("OTHER", "other")
     (network := tmp_path / "bad" / "transformer").mkdir(parents=True)
@@ -147,62 +141,45 @@ def test_a_training_run_loses_nothing_when_its_server_is_killed(tmp_path: Path) 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        ("serve", "serve needs the name of a model, got nothing, expected one of handwriting"),
-        ("serve handwritng", "did you mean 'handwriting'?"),
-        ("serve ./nothing", "./nothing"),
-        ("serve handwriting --micro-batch 0", "--micro-batch is 0, expected an integer >= 1"),
-        ("serve handwriting --deadline 0", "--deadline is 0"),
-        ("serve handwriting --dtype float8", "float8"),
-        ("serve handwriting --weights nothing", "nothing"),
-        ("serve-rewards", "serve-rewards needs the names of rewards"),
-        ("serve-rewards nothing", "rewards is 'nothing', expected one of "),
-        ("serve-rewards jpeg=2", "reward 'jpeg' has the weight 2, and a server gives plain scores"),
-        ("serve-rewards jpeg --batch 0", "--batch is 0, expected an integer >= 1"),
-        *(
-            (f"{command} {flags}", says)
-            for command in ("serve handwriting", "serve-rewards jpeg")
-            for flags, says in {
-                "--port 70000": "--port is 70000, expected an integer in [0, 65535]",
-                "--linger-ms -1": "--linger-ms is -1",
-                "--host 0.0.0.0": "host is 0.0.0.0, which other machines reach, and there is no API key",
-                "--portt 1": "unknown flag --portt",
-            }.items()
-        ),
-    ],
-)
+WRONG = {
+    "serve": "serve needs the name of a model, got nothing, expected one of handwriting",
+    "serve handwritng": "did you mean 'handwriting'?",
+    "serve ./nothing": "./nothing",
+    "serve handwriting --micro-batch 0": "--micro-batch is 0, expected an integer >= 1",
+    "serve handwriting --deadline 0": "--deadline is 0",
+    "serve handwriting --dtype float8": "float8",
+    "serve handwriting --weights nothing": "nothing",
+    "serve-rewards": "serve-rewards needs the names of rewards",
+    "serve-rewards nothing": "rewards is 'nothing', expected one of ",
+    "serve-rewards jpeg=2": "reward 'jpeg' has the weight 2, and a server gives plain scores",
+    "serve-rewards jpeg --batch 0": "--batch is 0, expected an integer >= 1",
+}
+WRONG_OF_BOTH = {
+    "--port 70000": "--port is 70000, expected an integer in [0, 65535]",
+    "--linger-ms -1": "--linger-ms is -1",
+    "--host 0.0.0.0": "host is 0.0.0.0, which other machines reach, and there is no API key",
+    "--portt 1": "unknown flag --portt",
+}
+
+
 def test_wrong_input_is_one_line(
-    typed: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A port in use is found before anything is loaded."""
     monkeypatch.delenv("FLUVIAL_SERVE_KEY", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert cli.run(typed.split()) == 2
-    assert says in launch.one_line(capsys.readouterr().err)
 
+    def refused(rows: dict[str, str]) -> None:
+        for typed, says in rows.items():
+            assert cli.run(typed.split()) == 2, typed
+            assert says in launch.one_line(capsys.readouterr().err)
 
-@pytest.mark.parametrize("typed", ["serve handwriting", "serve-rewards jpeg"])
-def test_a_port_in_use_is_found_before_anything_is_loaded(
-    typed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    refused(WRONG)
     monkeypatch.setattr(opening, "open_policy", lambda *args, **options: pytest.fail("loaded"))
     with fake_servers.loopback(lambda handler: None) as url:
-        assert cli.run([*typed.split(), "--port", url.rpartition(":")[2]]) == 2
-    assert "cannot be listened on" in launch.one_line(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("typed", "flag"),
-    [
-        ("serve --help", "--micro-batch"),
-        ("serve handwriting --help", "--micro-batch"),
-        ("serve-rewards --help", "--most-megapixels"),
-    ],
-)
-def test_help_is_the_fields(typed: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(typed.split()) == 0
-    assert flag in capsys.readouterr().out
+        wrong = {**WRONG_OF_BOTH, f"--port {url.rpartition(':')[2]}": "cannot be listened on"}
+        for command in ("serve words", "serve-rewards jpeg"):
+            refused({f"{command} {flags}": says for flags, says in wrong.items()})
 
 
 FIRST, LAST = 500, 3_000  # requests after which memory is read; it varies by 30 kB between them
@@ -210,7 +187,6 @@ GROWTH = 200  # bytes per request; an object that stays per request, with its te
 
 
 def resident(pid: int) -> int:
-    """Return the bytes of memory that a process holds."""
     (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 1024 * int(kilobytes)
 

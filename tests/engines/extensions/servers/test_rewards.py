@@ -23,19 +23,16 @@ PROMPTS = ("a", "bb", "ccc", "bad", "e")
 
 
 def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Score the brightness of a sample, in float64."""
     return images.double().flatten(1).mean(1)
 
 
 def fragile(images: Tensor, prompts: Sequence[str]) -> list[float]:
-    """Score the length of a prompt; raise for one of them."""
     if "bad" in prompts:
         raise RuntimeError("CUDA error:\nout of memory")
     return [float(len(prompt)) for prompt in prompts]
 
 
 def weighed(images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]) -> list[float]:
-    """Score the weight in a prompt's metadata."""
     return [float(record["weight"]) for record in metadata]
 
 
@@ -45,12 +42,10 @@ def app(*rewards: Any, key: str = "", **options: Any) -> Any:
 
 
 def client(served: Any, path: str = "") -> HttpClient:
-    """Return a client of an application."""
     return HttpClient(f"http://localhost:1{path}", transport=asgi.Transport(served), clock=FakeClock())
 
 
 def test_both_formats_give_what_the_reward_gives() -> None:
-    """PNG files are exact for images of 8 bits."""
     served = app(brightness, weighed)
     expected = brightness(IMAGES, PROMPTS).float()
     assert torch.equal(FlowFactory(client(served, "/brightness"), batch=2)(IMAGES, PROMPTS), expected)
@@ -59,16 +54,11 @@ def test_both_formats_give_what_the_reward_gives() -> None:
     assert isinstance(found, dict)
     assert torch.allclose(found["brightness"], expected, atol=0.02)  # JPEG
     assert found["weighed"].tolist() == [0, 1, 2, 3, 4]
+    assert FlowFactory(client(app(brightness)))(IMAGES, PROMPTS).shape == (5,)  # one alone needs no name
+    with pytest.raises(RunError, match=r"answered 404: .*there is no reward '', expected /NAME/compute, one of bright"):
+        FlowFactory(client(served))(IMAGES, PROMPTS)
     videos = IMAGES.unsqueeze(2).repeat(1, 1, 3, 1, 1)
     assert torch.allclose(FlowFactory(client(served, "/brightness"))(videos, PROMPTS), expected)
-
-
-def test_a_reward_alone_needs_no_name() -> None:
-    assert FlowFactory(client(app(brightness)))(IMAGES, PROMPTS).shape == (5,)
-    with pytest.raises(
-        RunError, match=r"answered 404: .*there is no reward '', expected /NAME/compute, one of brightness, fragile"
-    ):
-        FlowFactory(client(app(brightness, fragile)))(IMAGES, PROMPTS)
 
 
 def test_a_sample_that_fails_harms_no_other() -> None:
@@ -111,7 +101,6 @@ def test_flow_factorys_client_is_served() -> None:
 
 
 def several(images: Tensor, prompts: Sequence[str]) -> dict[str, Any]:
-    """Score numbers of which one is not finite, with two further ones."""
     return {
         "score": [1.0, float("nan"), 3.0],
         "length": [float(len(prompt)) for prompt in prompts],
@@ -146,40 +135,42 @@ def test_the_image_of_a_prompt_reaches_the_reward() -> None:
     assert "takes condition_images" in missing.value["detail"]
 
 
-def test_rewards_of_groups_are_not_served() -> None:
+def test_names_health_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, key = app(brightness, fragile, key="secret"), {"authorization": "Bearer secret"}
+
+    def get(path: str, headers: dict[str, str] | None = None) -> asgi.Answer:
+        return asyncio.run(asgi.call(served, path, headers=headers))
+
+    assert get("/health")[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok", "fragile": "ok"}})
+    assert get("/rewards", key)[:2] == (200, {"rewards": ["brightness", "fragile"]})
+    assert (get("/rewards").status, get("/rewards", {"authorization": "Bearer no"}).status) == (401, 401)
+    assert get("/nothing", key).status == 404
+    monkeypatch.delenv(KEY_ENV, raising=False)
+    assert [key_of(host) for host in ("127.0.0.1", "localhost", "::1")] == ["", "", ""]
+    for host in ("0.0.0.0", "example.org", "::"):
+        with pytest.raises(UsageError, match=f"host is {host}, which other machines reach, and there is no API key"):
+            key_of(host)
+    monkeypatch.setenv(KEY_ENV, "secret")
+    assert key_of("0.0.0.0") == "secret"
+
+
+def test_what_cannot_be_served_is_refused() -> None:
     def preferred(images: Tensor, prompts: Sequence[str], group: int) -> list[float]:
         return [0.0] * len(prompts)
 
     with pytest.raises(UsageError, match="reward 'preferred' takes group, which requests do not hold"):
         app(preferred)
-
-
-def test_names_and_health() -> None:
-    async def both() -> Any:
-        served = app(brightness, fragile, key="secret")
-        key = {"authorization": "Bearer secret"}
-        return [
-            await asgi.call(served, "/health"),
-            await asgi.call(served, "/rewards", headers=key),
-            await asgi.call(served, "/rewards"),
-            await asgi.call(served, "/rewards", headers={"authorization": "Bearer no"}),
-            await asgi.call(served, "/nothing", headers=key),
-        ]
-
-    health, names, none, wrong, missing = asyncio.run(both())
-    assert health[:2] == (200, {"status": "ok", "rewards": {"brightness": "ok", "fragile": "ok"}})
-    assert names[:2] == (200, {"rewards": ["brightness", "fragile"]})
-    assert (none.status, wrong.status, missing.status) == (401, 401, 404)
+    with pytest.raises(UsageError, match="there are no rewards to serve"):
+        app()
 
 
 def request(count: int, size: str = "a") -> dict[str, Any]:
-    """Return a request of samples."""
     file = FlowFactory(client(None))._payload(IMAGES[:count], [size] * count)
     return {"prompt": file["prompt"], "image": file["image"]}
 
 
 def test_requests_that_come_together_are_scored_together() -> None:
-    """In batches of at most `batch`, images of one size each."""
+    """But images of several sizes apart."""
     calls: list[tuple[int, ...]] = []
 
     def noted(images: Tensor, prompts: Sequence[str]) -> list[float]:
@@ -188,32 +179,16 @@ def test_requests_that_come_together_are_scored_together() -> None:
 
     async def many() -> Any:
         served = app(noted, batch=6, linger=0.2)
-        requests = [request(2, str(number)) for number in range(5)]
+        wide = FlowFactory(client(None))._payload(torch.ones(2, 3, 2, 8), ["5", "5"])
+        requests = [*(request(2, str(number)) for number in range(5)), wide]
         return await asyncio.gather(*(asgi.call(served, "/compute", each) for each in requests))
 
-    assert [answer.value["rewards"] for answer in asyncio.run(many())] == [[number] * 2 for number in range(5)]
-    assert sorted(shape[0] for shape in calls) == [4, 6]
-
-
-def test_images_of_several_sizes_are_scored_apart() -> None:
-    calls: list[tuple[int, ...]] = []
-
-    def noted(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        calls.append(tuple(images.shape))
-        return images.flatten(1).sum(1) * 255
-
-    async def both() -> Any:
-        served = app(noted, linger=0.2)
-        wide = FlowFactory(client(None))._payload(torch.ones(2, 3, 2, 8) / 255, ["x", "x"])
-        return await asyncio.gather(asgi.call(served, "/compute", request(2)), asgi.call(served, "/compute", wide))
-
-    found = [answer.value["rewards"] for answer in asyncio.run(both())]
-    assert found == [(IMAGES[:2].flatten(1).sum(1) * 255).tolist(), [48, 48]]
-    assert sorted(calls) == [(2, 3, 2, 4), (2, 3, 2, 8)]
+    assert [answer.value["rewards"] for answer in asyncio.run(many())] == [[number] * 2 for number in range(6)]
+    assert (2, 3, 2, 8) in calls
+    assert sorted(shape[0] for shape in calls if shape[3] == 4) == [4, 6]
 
 
 def test_a_full_queue_answers_429() -> None:
-    """A single request is taken however large it is."""
     go = threading.Event()
 
     def slow(images: Tensor, prompts: Sequence[str]) -> list[float]:
@@ -282,18 +257,3 @@ def test_a_request_that_is_too_large_is_not_read() -> None:
     found = asyncio.run(sizes())
     assert [answer.status for answer in found] == [413, 413, 413, 400]
     assert all(set(answer.value) == {"detail", "error"} for answer in found)
-
-
-def test_other_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEY_ENV, raising=False)
-    assert [key_of(host) for host in ("127.0.0.1", "localhost", "::1")] == ["", "", ""]
-    for host in ("0.0.0.0", "example.org", "::"):
-        with pytest.raises(UsageError, match=f"host is {host}, which other machines reach, and there is no API key"):
-            key_of(host)
-    monkeypatch.setenv(KEY_ENV, "secret")
-    assert key_of("0.0.0.0") == "secret"
-
-
-def test_a_server_needs_rewards() -> None:
-    with pytest.raises(UsageError, match="there are no rewards to serve"):
-        RewardService({})

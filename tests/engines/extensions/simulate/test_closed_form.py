@@ -22,7 +22,6 @@ ENGINES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("train", ["lora", "full"])
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_a_plan_is_held_to_the_trace(engine: dict[str, Any], train: Train, gpus: int) -> None:
-    """For the update and for the rollout."""
     config = PlanConfig(gpus=gpus, train=train, micro_batch=16, engine=EngineConfig(**engine))
     traced, planned = trace("handwriting", config), plan("handwriting", config)
     stored = planned.rollout.trajectory  # the trace makes no rollout

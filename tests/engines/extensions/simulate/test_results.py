@@ -59,7 +59,6 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def seen(call: Callable[[Tensor, Tensor], Any], device: torch.device) -> list[Seen]:
-    """Return what an operation returns."""
     a, b = torch.ones(4, 6, device=device), torch.ones(4, 6, device=device)
     found = tree_leaves(call(a, b))
     storages = {tensor.untyped_storage()._cdata for tensor in (a, b)}
@@ -93,7 +92,6 @@ def test_what_decides_a_result_is_told_apart() -> None:
 
 
 def test_kept_results_count_like_first_ones() -> None:
-    """Memory, operations and FLOPs."""
     with simulate() as simulation:
         mode, x = simulation.mode, torch.ones(8, 8, device=simulation.world.device)
         kept = []

@@ -1,6 +1,7 @@
 """A simulated device: what it computes, counts and refuses, each against numbers worked out by hand."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
@@ -42,24 +43,19 @@ def test_memory_is_counted_to_the_byte_by_line() -> None:
         assert ledger.now == 600
         del view, second
         assert (ledger.now, ledger.peak) == (0, 600)
-        held = ledger.find_holders(ledger.peak_entry)
-        assert sorted(held.lines.values()) == [200, 400]
-        assert all("test_simulation.py" in line for line in held.lines)
+        emptied = torch.zeros(20, device=device)
+        for size, held in ((0, 0), (80, 80)):
+            emptied.untyped_storage().resize_(size)
+            assert ledger.now == held
+        del emptied
+        lines = ledger.find_holders(ledger.peak_entry).lines
+        assert sorted(lines.values()) == [200, 400]
+        assert all("test_simulation.py" in line for line in lines)
 
 
-def test_a_storage_that_is_emptied_is_not_held() -> None:
-    """As FSDP2 frees unsharded parameters."""
-    with simulate() as simulation:
-        tensor = torch.zeros(100, device=simulation.world.device)
-        tensor.untyped_storage().resize_(0)
-        assert simulation.mode.ledger.now == 0
-        tensor.untyped_storage().resize_(400)
-        assert simulation.mode.ledger.now == 400
-
-
-@pytest.mark.parametrize(
-    ("read", "operation"),
-    [
+def test_every_read_of_the_host_is_noted_with_its_line() -> None:
+    """And copies to the device: from memory that is not pinned they block; one that does not block is named otherwise."""
+    table: list[tuple[Callable[[torch.Tensor], object], str]] = [
         (lambda x: x.sum().item(), "_local_scalar_dense"),
         (lambda x: float(x[0]), "_local_scalar_dense"),
         (lambda x: x.tolist(), "tolist"),
@@ -67,26 +63,17 @@ def test_a_storage_that_is_emptied_is_not_held() -> None:
         (lambda x: x[x > 0], "index by a mask"),
         (lambda x: torch.nonzero(x), "nonzero"),
         (lambda x: bool((x > 0).any()), "_local_scalar_dense"),
-    ],
-)
-def test_every_read_of_the_host_is_noted_with_its_line(read: object, operation: str) -> None:
-    """Exactly one per call."""
-    with simulate() as simulation:
-        x = torch.ones(4, device=simulation.world.device)
-        assert callable(read)
-        read(x)
-        (found,) = [wait for wait in simulation.mode.waits if wait.kind == "read"]
-        assert found.operation == operation
-        assert "test_simulation.py" in found.line
-
-
-def test_copies_to_the_device_are_noted() -> None:
-    """A copy from memory that is not pinned blocks; one that does not block is named otherwise."""
+    ]
+    for read, operation in table:
+        with simulate() as simulation:
+            read(torch.ones(4, device=simulation.world.device))
+            (found,) = [wait for wait in simulation.mode.waits if wait.kind == "read"]
+            assert found.operation == operation
+            assert "test_simulation.py" in found.line
     with simulate() as simulation:
         torch.ones(4).to(simulation.world.device)
         torch.ones(4).to(simulation.world.device, non_blocking=True)
-        kinds = [wait.kind for wait in simulation.mode.waits]
-        assert kinds == ["blocking copy to the device", "copy to the device"]
+        assert [wait.kind for wait in simulation.mode.waits] == ["blocking copy to the device", "copy to the device"]
 
 
 def test_attention_keeps_no_scores() -> None:
@@ -102,7 +89,6 @@ def test_attention_keeps_no_scores() -> None:
 
 
 def test_autocast_casts_as_on_cuda() -> None:
-    """Products in bfloat16, sums and norms in float32."""
     with simulate() as simulation, torch.autocast("simulated", torch.bfloat16):
         x = torch.zeros(2, 8, device=simulation.world.device)
         assert (x @ x.T).dtype == torch.bfloat16
@@ -135,7 +121,7 @@ def test_a_reward_thread_keeps_the_memory_of_its_images_until_it_has_read_them(m
 
 
 def test_results_on_the_host_are_those_of_equal_ranks() -> None:
-    """Every rank has what this one has."""
+    """Large ones are fake, too, and arrive as zeros: images that an evaluation shows."""
     with simulate(ranks=3) as simulation:
         world = simulation.world
         assert world.gather(torch.tensor([2.0, 5.0])).tolist() == [2, 5, 2, 5, 2, 5]
@@ -143,14 +129,9 @@ def test_results_on_the_host_are_those_of_equal_ranks() -> None:
         total = torch.ones(2)
         torch.distributed.all_reduce(total)
         assert total.tolist() == [3, 3]
-
-
-def test_large_tensors_of_the_host_can_be_sent_to_other_ranks() -> None:
-    """They are fake, too, and arrive as zeros: images that an evaluation shows."""
-    with simulate(ranks=2) as simulation:
-        images = torch.ones(2, 3, 1024, 1024, device=simulation.world.device).cpu()
-        found = simulation.world.gather_items((images * 255).byte())
-        assert [(tuple(each.shape), each.dtype) for each in found] == [((2, 3, 1024, 1024), torch.uint8)] * 2
+        images = torch.ones(2, 3, 1024, 1024, device=world.device).cpu()
+        found = world.gather_items((images * 255).byte())
+        assert [(tuple(each.shape), each.dtype) for each in found] == [((2, 3, 1024, 1024), torch.uint8)] * 3
         assert not any(each.any() for each in found)
 
 
@@ -185,7 +166,10 @@ def test_an_engine_updates_offloads_and_onloads(ranks: int, comm: str, offload: 
 
 
 def test_large_tensors_of_the_host_can_be_pinned() -> None:
-    """Those have no values; FSDP2 pins the parameters that offload="always" keeps on the host."""
+    """Those have no values; FSDP2 pins the parameters that offload="always" keeps on the host.
+
+    CUDA's pinned copy of an expanded one would have the same strides, and PyTorch refuses to write these.
+    """
     with simulate(ranks=1) as simulation:
         held = simulation.mode.ledger.now
         large = torch.empty(LARGE // 4).pin_memory()
@@ -193,11 +177,6 @@ def test_large_tensors_of_the_host_can_be_pinned() -> None:
         assert large.is_pinned()
         assert torch.ones(3).pin_memory().tolist() == [1.0, 1.0, 1.0]
         assert simulation.mode.ledger.now == held
-
-
-def test_an_expanded_tensor_of_the_host_is_copied_to_the_device() -> None:
-    """CUDA's pinned copy would have the same strides, and PyTorch refuses to write elements that share their memory."""
-    with simulate(ranks=1) as simulation:
         shared = torch.tensor([2.0]).expand(3)
         with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
             shared.pin_memory()
@@ -221,7 +200,6 @@ def test_gathers_and_reductions_are_one_per_unit_and_update() -> None:
 
 
 def test_waits_name_their_phase() -> None:
-    """So that a read in an update is not one of the rollout."""
     with simulate() as simulation:
         x = torch.ones(1, device=simulation.world.device)
         with simulation.phases.of("outer"):

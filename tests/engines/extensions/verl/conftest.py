@@ -11,12 +11,10 @@ from fluvial.engines.engine.world import World, init_world
 
 @pytest.fixture(autouse=True, scope="module")
 def base() -> Any:
-    """Return verl's own module of engines, or skip."""
     return real_verl.load()
 
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[World]:
-    """Open a process group, as a worker of verl has."""
     with init_world() as world:
         yield world

@@ -17,12 +17,10 @@ TWO = {**verl_runs.LORA, "policy_state_adapters": ("default", "old")}
 
 
 def log_probs(engine: Any, data: Any) -> Tensor:
-    """Return the log-probs of a batch."""
     return verl_runs.infer(engine, data)["log_probs"]
 
 
 def without(data: Any, *names: str, **more: Tensor) -> Any:
-    """Return a batch without some fields, and with others."""
     data = data.exclude(*names)
     data.update(more)
     return data
@@ -198,7 +196,6 @@ WRONG: tuple[tuple[str, Tensor | None, str], ...] = (
 
 @pytest.fixture(scope="module")
 def guided() -> verl_runs.Made:
-    """Return a rollout with guidance."""
     return verl_runs.rollout("sd3", scale=2.0)
 
 
@@ -220,19 +217,17 @@ def test_wrong_loss_functions_and_micro_batches_are_one_line(guided: verl_runs.M
     def returns(value: Any) -> Any:
         return lambda *, model_output, data, dp_group: value
 
-    for value, message in (
-        (torch.zeros(()), "the loss function returned a Tensor, expected a loss and its metrics"),
-        ((torch.zeros(4), {}), "the loss function returned a loss of [4], expected a tensor with one number"),
-        ((1.0, {}), "the loss function returned a loss of float"),
+    size, grpo = "micro_batch_size_per_gpu", verl_runs.flow_grpo()
+    for message, given, loss in (
+        ("the loss function returned a Tensor, expected a loss and its metrics", data, returns(torch.zeros(()))),
+        ("returned a loss of [4], expected a tensor with one number", data, returns((torch.zeros(4), {}))),
+        ("the loss function returned a loss of float", data, returns((1.0, {}))),
+        ("loss_function is None", data, None),
+        (f"{size} is 0, expected at least 1", verl_runs.batch(guided, micro_batch_size_per_gpu=0), grpo),
+        (f"{size} is not set", data.exclude(size), grpo),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):
-            engine.forward_backward_batch(data, returns(value))
-    with pytest.raises(UsageError, match="loss_function is None"):
-        engine.forward_backward_batch(data, None)
-    with pytest.raises(UsageError, match="micro_batch_size_per_gpu is 0, expected at least 1"):
-        engine.forward_backward_batch(verl_runs.batch(guided, micro_batch_size_per_gpu=0), verl_runs.flow_grpo())
-    with pytest.raises(UsageError, match="micro_batch_size_per_gpu is not set"):
-        engine.forward_backward_batch(data.exclude("micro_batch_size_per_gpu"), verl_runs.flow_grpo())
+            engine.forward_backward_batch(given, loss)
     rows = [torch.zeros(length, 16) for length in (3, 4, 5, 6)]
     jagged = without(data, "prompt_embeds", prompt_embeds=torch.nested.as_nested_tensor(rows, layout=torch.jagged))
     with pytest.raises(UsageError, match="prompt_embeds has rows of 3 to 6 tokens, and the model attends to padding"):

@@ -1,6 +1,7 @@
 """Updates in verl's order of calls, and a whole step of each of verl-omni's algorithms, against fluvial's own updates."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -27,7 +28,6 @@ each_model = pytest.mark.parametrize("name", ["sd3", "qwen-image"])
 
 
 def worker(name: str, kind: str, loss: Callable[..., Tensor], **model: Any) -> verl_workers.Worker:
-    """Return an actor."""
     optimizer = verl_runs.optimizer_config(override_optimizer_config={"eps": verl_runs.EPS})
     config = verl_runs.model_config(name, scale=SCALE, **model)
     return verl_workers.Worker(kind, config, verl_runs.engine_config(), optimizer, verl_workers.loss_of(loss))
@@ -48,18 +48,10 @@ def noised(name: str, made: verl_runs.Made, timesteps: Tensor) -> tuple[NoisedSa
     steps = noise.transpose(0, 1).flatten(0, 1)
     clean, level = x0.repeat(each, 1, 1, 1), timesteps.T.flatten() / 1000
     sigma = level[:, None, None, None]
-    items = NoisedSamples(
-        x=(1 - sigma) * clean + sigma * steps,
-        level=level,
-        timestep=timesteps.T.flatten(),
-        sample=torch.arange(batch).repeat(each),
-        signal=torch.rand(batch * each, generator=torch.Generator().manual_seed(8)),
-        weight=torch.ones(batch * each),
-        x0=clean,
-        target=steps - clean,
-        predictions={},
-    )
-    return items, noise
+    signal = torch.rand(batch * each, generator=torch.Generator().manual_seed(8))
+    of_rows = {"sample": torch.arange(batch).repeat(each), "signal": signal, "weight": torch.ones(batch * each)}
+    places = {"x": (1 - sigma) * clean + sigma * steps, "level": level, "timestep": timesteps.T.flatten()}
+    return NoisedSamples(**places, **of_rows, x0=clean, target=steps - clean, predictions={}), noise
 
 
 @each_model
@@ -93,10 +85,7 @@ def test_a_step_of_flow_grpo(world: World, name: str) -> None:
 def test_a_step_of_diffusion_nft(world: World, name: str) -> None:
     """LoRA with the adapter `old`, which the trainer copies and averages afterwards."""
     made = verl_runs.rollout(name, scale=SCALE)
-
-    def loss(output: dict[str, Tensor], data: Any) -> Tensor:
-        return verl_workers.diffusion_nft(output, data, beta=BETA, clip=5.0, ref=verl_runs.KL)
-
+    loss = partial(verl_workers.diffusion_nft, beta=BETA, clip=5.0, ref=verl_runs.KL)
     two = {**verl_runs.LORA, "policy_state_adapters": ("default", "old"), "algorithm": "diffusion_nft"}
     actor = worker(name, "diffusion_nft_model", loss, **two)
     own = verl_runs.Own(made, world, ("default", "old"))
@@ -109,13 +98,9 @@ def test_a_step_of_diffusion_nft(world: World, name: str) -> None:
     timesteps = torch.tensor([[900.0, 300.0], [800.0, 200.0], [700.0, 100.0], [600.0, 50.0]])
     items, noise = noised(name, made, timesteps)
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
-    data = verl_runs.batch(
-        made,
-        latents_clean=pack(made.trajectory.final),
-        train_timesteps=timesteps,
-        reward_prob=items.signal.view(2, 4).T.contiguous(),
-        forward_noise=torch.stack([pack(noise[:, i]) for i in (0, 1)], 1),
-    )
+    forward = torch.stack([pack(noise[:, i]) for i in (0, 1)], 1)
+    given = {"latents_clean": pack(made.trajectory.final), "train_timesteps": timesteps, "forward_noise": forward}
+    data = verl_runs.batch(made, reward_prob=items.signal.view(2, 4).T.contiguous(), **given)
     predictions = {"old": own.other(items, made.cond, "old"), "ref": own.other(items, made.cond, None)}
     nft = Nft(beta=BETA, adv_clip=5.0, weight_min=1e-5, kl=KLConfig(verl_runs.KL))
     found = own.update(items._replace(predictions=predictions), made.cond, nft)
@@ -130,12 +115,7 @@ def test_a_step_of_dpo(world: World, name: str) -> None:
     made = verl_runs.rollout(name, scale=SCALE)
     pairs = torch.tensor([0, 0, 2, 2])
     cond = optree.tree_map(lambda table: table[pairs], made.cond)
-
-    def loss(output: dict[str, Tensor], data: Any) -> Tensor:
-        return verl_workers.dpo(output, data, beta=10.0)
-
-    more = {**verl_runs.LORA, "algorithm": "dpo"}
-    actor = worker(name, "diffusion_dpo_model", loss, **more)
+    actor = worker(name, "diffusion_dpo_model", partial(verl_workers.dpo, beta=10.0), **verl_runs.LORA, algorithm="dpo")
     own = verl_runs.Own(made, world, ("default",))
     for module in (actor.engine.module, own.engine.module):
         verl_runs.move(module)
@@ -145,13 +125,9 @@ def test_a_step_of_dpo(world: World, name: str) -> None:
     sigma = one.level[:, None, None, None]
     clean = made.trajectory.final
     pack = tiny_pipelines.packed if name == "qwen-image" else torch.clone
-    data = verl_runs.batch(
-        made._replace(cond=cond),
-        latents_clean=pack(clean),
-        noise=pack(noise),
-        timesteps=timesteps[:, 0],
-        sample_level_rewards=torch.tensor([1.0, 0.0, 3.0, 2.0]),
-    )
+    given = {"latents_clean": pack(clean), "noise": pack(noise), "timesteps": timesteps[:, 0]}
+    rewards = torch.tensor([1.0, 0.0, 3.0, 2.0])
+    data = verl_runs.batch(made._replace(cond=cond), sample_level_rewards=rewards, **given)
     data["ref_noise_pred"] = actor.infer(data, no_lora_adapter=True)["noise_pred"]
     items = Pairs(
         x=((1 - sigma) * clean + sigma * noise).unflatten(0, (2, 2)),
@@ -186,13 +162,8 @@ def test_a_step_of_distillation(world: World, name: str, monkeypatch: pytest.Mon
     verl_runs.move(teacher.engine.module)  # other weights than the student's
     data = verl_runs.batch(made)
     data["teacher_prev_sample_mean"] = teacher.infer(data)["prev_sample_mean"]
-    flat = recorded_steps(
-        made.trajectory,
-        made.schedule,
-        made.sampler(made.schedule.levels[:-1], made.schedule.levels[1:]),
-        made.advantage,
-        torch.ones(4),
-    )
+    transition = made.sampler(made.schedule.levels[:-1], made.schedule.levels[1:])
+    flat = recorded_steps(made.trajectory, made.schedule, transition, made.advantage, torch.ones(4))
     other = verl_runs.Own(made, world)
     verl_runs.move(other.engine.module)
     flat = flat._replace(predictions={"teacher": other.other(flat, made.cond, None)})
@@ -314,15 +285,8 @@ def test_infer_batch_returns_the_log_probs_of_given_trajectories(name: str) -> N
     found = verl_runs.infer(engine, verl_runs.batch(made))
     assert engine.mode is None
     with engine.engine.inference() as module:
-        scored = score(
-            made.trajectory,
-            module,
-            model=made.model,
-            cond=made.cond,
-            schedule=made.schedule,
-            sampler=made.sampler,
-            forwards="two",
-        )
+        of_rollout = {"model": made.model, "cond": made.cond, "schedule": made.schedule, "sampler": made.sampler}
+        scored = score(made.trajectory, module, forwards="two", **of_rollout)
     torch.testing.assert_close(found["log_probs"], made.trajectory.log_prob, rtol=0, atol=2e-6)
     torch.testing.assert_close(scored, made.trajectory.log_prob, rtol=0, atol=2e-6)
     shape = verl_runs.batch(made)["all_latents"].shape

@@ -29,10 +29,8 @@ BRIGHTNESS = """['left-image', 'right-image'].map(name => {
   const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
   return data.reduce((sum, value) => sum + value, 0) / data.length;
 })"""
-RUN = (
-    *("train", "ddpo", "--updates", "1", "--micro-batch", "4", "--evaluation.samples", "8", "--final-samples", "8"),
-    *("--evaluation.every", "0", "--sampling.prompts", "2", "--sampling.group", "4"),
-)
+RUN = "train ddpo --updates 1 --micro-batch 4 --evaluation.samples 8 --final-samples 8 --evaluation.every 0"
+RUN += " --sampling.prompts 2 --sampling.group 4"
 
 
 class Served(NamedTuple):
@@ -42,24 +40,20 @@ class Served(NamedTuple):
     folder: Path
 
     def page(self, voter: str) -> str:
-        """Return the address of the page for a voter."""
         return f"{self.address}/#key={KEY}&voter={voter}"
 
     @property
     def votes(self) -> list[dict[str, Any]]:
-        """The votes on the disk."""
         file = self.folder / "preferences.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     @property
     def option(self) -> str:
-        """The reward of a run."""
         return f"votes:url={self.address},key_env=FLUVIAL_SERVE_KEY"
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """Serve votes in a process of their own."""
     with launch.start("rewards", "vote", "--out", str(folder), "--port", "0", FLUVIAL_SERVE_KEY=KEY) as server:
         until = time.monotonic() + 60
         while not (found := re.search(rf"the page for voters is (http://127\.0\.0\.1:\d+)/#key={KEY}\n", server.stdout)):
@@ -80,7 +74,6 @@ def vote(tab: chromium.Tab, key: Callable[[list[float]], str]) -> str:
 
 
 def brighter(brightness: list[float]) -> str:
-    """Return the key of the brighter image."""
     left, right = brightness
     return "ArrowLeft" if left > right else "ArrowRight" if right > left else "ArrowDown"
 
@@ -91,7 +84,6 @@ def brightness_of(folder: Path, name: str) -> float:
 
 
 def check_prefers_brighter(served: Served) -> None:
-    """Check that each vote on the disk is for the brighter image."""
     assert served.votes
     for line in served.votes:
         first, second = (brightness_of(served.folder, line[name]) for name in ("image_0", "image_1"))
@@ -149,7 +141,7 @@ def test_a_run_learns_from_votes_and_resumes_where_it_was_stopped(tmp_path: Path
     preferences for dpo.
     """
     with serving(tmp_path / "votes") as served, chromium.tab() as tab:
-        settings = (*RUN, "--rewards", served.option)
+        settings = (*RUN.split(), "--rewards", served.option)
         tab.open(served.page("ann"))
         with launch.start(*settings, "--out", str(tmp_path / "a"), FLUVIAL_SERVE_KEY=KEY) as run:
             for _ in range(3):
@@ -179,17 +171,6 @@ def test_a_run_learns_from_votes_and_resumes_where_it_was_stopped(tmp_path: Path
         assert tab.complaints() == []
     model = json.loads((tmp_path / "a" / "config.json").read_text())["model"]
     given = ("--preferences", str(tmp_path / "votes"), "--model", model, "--out", str(tmp_path / "dpo"))
-    done = launch.fluvial(
-        "train",
-        "dpo",
-        *given,
-        "--updates",
-        "1",
-        "--evaluation.samples",
-        "8",
-        "--final-samples",
-        "8",
-        "--sampling.prompts",
-        "2",
-    )
+    few = "--updates 1 --evaluation.samples 8 --final-samples 8 --sampling.prompts 2"
+    done = launch.fluvial("train", "dpo", *given, *few.split())
     assert done.returncode == 0, done.stderr

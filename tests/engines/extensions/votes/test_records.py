@@ -14,15 +14,10 @@ from fluvial.engines.extensions.votes.records import Vote, VoteFolder, group_id,
 
 IMAGES = [png(torch.full((1, 4, 4), level), colour=False) for level in (0.0, 0.4, 0.8)]
 GROUP = group_id("a fox", IMAGES)
-VOTES = [
-    Vote(GROUP, 3, (0, 1), 1.0, "ann"),
-    Vote(GROUP, 3, (2, 1), 0.0, "bob"),
-    Vote(GROUP, 3, (0, 2), 0.5, "ann"),
-]
+VOTES = [Vote(GROUP, 3, (0, 1), 1.0, "ann"), Vote(GROUP, 3, (2, 1), 0.0, "bob"), Vote(GROUP, 3, (0, 2), 0.5, "ann")]
 
 
 def voted(folder: Path) -> VoteFolder:
-    """Return a folder with three votes."""
     found = VoteFolder(folder)
     found.keep_images(GROUP, IMAGES)
     for vote in VOTES:
@@ -31,23 +26,23 @@ def voted(folder: Path) -> VoteFolder:
 
 
 def test_votes_are_there_after_a_restart(tmp_path: Path) -> None:
+    """As preferences, too. A group is its prompt and its images; a folder has one server."""
     voted(tmp_path).close()
     again = VoteFolder(tmp_path)
     assert again.votes == VOTES
     assert [(tmp_path / image_name(GROUP, number)).read_bytes() for number in range(3)] == IMAGES
-
-
-def test_votes_are_preferences(tmp_path: Path) -> None:
-    """As `train dpo` reads them, without ties."""
-    voted(tmp_path).close()
+    with pytest.raises(UsageError, match="another server writes votes to"):
+        VoteFolder(tmp_path)
+    again.close()
     pairs = read_preferences(tmp_path, encode=lambda images: images, shape=(1, 4, 4), check=lambda text: None)
     levels = [[round(float(sample.mean()), 1) for sample in (pair.win, pair.lose)] for pair in pairs]
     assert levels == [[0.0, 0.4], [0.4, 0.8]]
     assert {pair.prompt.text for pair in pairs} == {"a fox"}
+    assert len({GROUP, group_id("a fo", IMAGES), group_id("a fox", IMAGES[::-1]), group_id("a fox", IMAGES[:2])}) == 4
+    assert group_id("a fox", list(IMAGES)) == GROUP
 
 
 def test_a_voter_takes_back_their_own_votes(tmp_path: Path) -> None:
-    """The last first; the others stay, on the disk as well."""
     folder = voted(tmp_path)
     assert folder.undo("ann") == VOTES[2]
     assert folder.undo("ann") == VOTES[0]
@@ -88,16 +83,7 @@ def test_a_vote_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "preferences.jsonl").read_bytes().startswith(before)
 
 
-def test_a_folder_has_one_server(tmp_path: Path) -> None:
-    folder = VoteFolder(tmp_path)
-    with pytest.raises(UsageError, match="another server writes votes to"):
-        VoteFolder(tmp_path)
-    folder.close()
-    VoteFolder(tmp_path).close()
-
-
 def test_preferences_that_are_no_votes_are_left_alone(tmp_path: Path) -> None:
-    """And the folder stays free for another process."""
     file = tmp_path / "preferences.jsonl"
     file.write_text(json.dumps({"prompt": "a", "win": "a.png", "lose": "b.png"}) + "\n")
     for _ in range(2):
@@ -106,9 +92,3 @@ def test_preferences_that_are_no_votes_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="votes cannot be written to"):
         VoteFolder(tmp_path / "file")
-
-
-def test_a_group_is_its_prompt_and_its_images() -> None:
-    """In their order; nothing of a prompt passes for an image."""
-    assert len({GROUP, group_id("a fo", IMAGES), group_id("a fox", IMAGES[::-1]), group_id("a fox", IMAGES[:2])}) == 4
-    assert group_id("a fox", list(IMAGES)) == GROUP

@@ -29,35 +29,28 @@ class Clock:
 
 
 class Server:
-    """A server of votes on a folder."""
-
     def __init__(self, folder: Path, **options: Any) -> None:
         self.clock = Clock()
         self.service = VoteService(VoteFolder(folder), clock=self.clock, **options)
         self.app = application(self.service, key=KEY)
 
     def answer(self, path: str, value: Any = None, **headers: str) -> asgi.Answer:
-        """Return the response to a request with the key."""
         return asyncio.run(asgi.call(self.app, path, value, headers={**BEARER, **headers}))
 
     def ask(self, path: str, **value: Any) -> Any:
-        """Return what a request that succeeds is answered."""
         found = self.answer(path, value)
         assert found.status == 200, found
         return found.value
 
     def group(self, count: int = 3, prompt: str = "a fox", first: int = 0) -> Any:
-        """Ask for the votes on a group, and return its state."""
         return self.ask("/groups", prompt=prompt, images=images(count, first))
 
     def vote(self, voter: str, score: float, shown: Any = None) -> Any:
-        """Vote on what a voter is shown."""
         pair = shown or self.ask("/next", voter=voter)["pair"]
         return self.ask("/vote", voter=voter, group=pair["group"], pair=pair["pair"], score=score)
 
 
 def images(count: int, first: int = 0) -> list[str]:
-    """Return images of increasing brightness."""
     return [as_text(png(torch.full((1, 4, 4), (first + level) / 20), colour=False)) for level in range(count)]
 
 
@@ -66,18 +59,19 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path)
 
 
-@pytest.mark.parametrize(("size", "rounds"), [(2, 1), (2, 3), (3, 1), (4, 2), (8, 1), (8, 4), (9, 3)])
-def test_every_image_is_compared_and_none_with_itself(size: int, rounds: int) -> None:
+def test_every_image_is_compared_and_none_with_itself(tmp_path: Path) -> None:
     """Twice per round, or once in a group of two; the first round connects all images; the order depends on the group."""
-    pairs = comparisons(size, rounds, "a")
-    assert all(0 <= i < j < size for i, j in pairs)
-    counts = Counter(itertools.chain(*pairs))
-    assert set(counts.values()) == {rounds * (1 if size == 2 else 2)}
-    reached = {0}
-    for _ in range(size):
-        reached |= {number for pair in pairs[:size] for number in pair if reached & set(pair)}
-    assert len(reached) == size
+    for size, rounds in ((2, 1), (2, 3), (3, 1), (4, 2), (8, 1), (8, 4), (9, 3)):
+        pairs = comparisons(size, rounds, "a")
+        assert all(0 <= i < j < size for i, j in pairs)
+        counts = Counter(itertools.chain(*pairs))
+        assert set(counts.values()) == {rounds * (1 if size == 2 else 2)}
+        reached = {0}
+        for _ in range(size):
+            reached |= {number for pair in pairs[:size] for number in pair if reached & set(pair)}
+        assert len(reached) == size
     assert comparisons(9, 1, "a") != comparisons(9, 1, "b")
+    assert Server(tmp_path, rounds=3).group(4)["wanted"] == 12
 
 
 def test_votes_are_counted(server: Server) -> None:
@@ -112,7 +106,6 @@ def test_several_voters_share_the_work(server: Server) -> None:
 
 
 def test_which_side_an_image_is_on_is_even(server: Server) -> None:
-    """So that a preference for one side favours no image."""
     flipped = 0
     for number in range(100):
         server.group(2, prompt=f"prompt {number}")
@@ -123,7 +116,6 @@ def test_which_side_an_image_is_on_is_even(server: Server) -> None:
 
 
 def test_undo_shows_the_comparison_again(server: Server) -> None:
-    """A voter's own last one; the votes of others stay."""
     server.group()
     first, other = (server.ask("/next", voter=voter)["pair"] for voter in ("ann", "bob"))
     server.vote("ann", 1)
@@ -154,7 +146,6 @@ def test_votes_count_after_a_restart(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_group_that_no_run_asks_for_is_not_shown(server: Server) -> None:
-    """After a minute; its votes stay."""
     name = server.group()["group"]
     server.vote("ann", 1)
     server.clock.now = 61
@@ -164,22 +155,13 @@ def test_a_group_that_no_run_asks_for_is_not_shown(server: Server) -> None:
     assert server.ask("/next", voter="ann")["progress"]["made"] == 1
 
 
-def test_rounds_are_more_comparisons(tmp_path: Path) -> None:
-    assert Server(tmp_path, rounds=3).group(4)["wanted"] == 12
-
-
-def test_equal_images_need_no_vote(server: Server, tmp_path: Path) -> None:
+def test_images_are_sent_as_they_came_and_equal_ones_need_no_vote(server: Server, tmp_path: Path) -> None:
     """As those that a reward is tried on before a run; nothing of them is kept."""
     state = server.ask("/groups", prompt="a", images=images(1) * 4)
     assert (state["done"], state["wanted"]) == (0, 0)
-    assert server.ask("/next", voter="ann") == {
-        "pair": None,
-        "progress": {"made": 0, "wanted": 0, "groups": 0, "complete": 0, "own": 0},
-    }
+    nothing = {"made": 0, "wanted": 0, "groups": 0, "complete": 0, "own": 0}
+    assert server.ask("/next", voter="ann") == {"pair": None, "progress": nothing}
     assert not list((tmp_path / "images").iterdir())
-
-
-def test_images_are_sent_as_they_came(server: Server, tmp_path: Path) -> None:
     name = server.group()["group"]
     found = server.answer("/image", {"group": name, "number": 2})
     assert found.headers["content-type"] == "image/png"
@@ -188,35 +170,25 @@ def test_images_are_sent_as_they_came(server: Server, tmp_path: Path) -> None:
         assert server.answer("/image", wrong).status == 404
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "status", "says"),
-    [
+def test_what_is_no_request_is_one_line(server: Server) -> None:
+    """And what is no vote is not counted."""
+    name, vote = server.group()["group"], {"voter": "ann", "pair": [0, 1], "score": 1}
+    wrong: list[tuple[str, Any, int, str]] = [
         ("/groups", {"prompt": "a", "images": ["AAAA", "AAAA"]}, 400, "an image is not a PNG file"),
         ("/groups", {"prompt": "a", "images": ["no base64", ""]}, 400, "an image is not a PNG file"),
         ("/groups", {"prompt": "a", "images": images(1)}, 400, "images"),
-        ("/groups", {"prompt": 1, "images": images(2)}, 400, "prompt"),
         ("/next", {"voter": ""}, 400, "voter"),
         ("/next", {"voter": "a" * 61}, 400, "voter"),
-        ("/vote", {"voter": "ann", "group": "none", "pair": [0, 1], "score": 1}, 404, "no run has asked for this group"),
+        ("/vote", {**vote, "group": "none"}, 404, "no run has asked for this group"),
         ("/vote", [], 400, "the body"),
-    ],
-)
-def test_what_is_no_request_is_one_line(server: Server, path: str, value: Any, status: int, says: str) -> None:
-    found = server.answer(path, value)
-    assert found.status == status
-    assert says in found.value["detail"]
-    assert "\n" not in found.value["detail"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [({"score": 0.7}, "0.7, expected 1, 0 or 0.5"), ({"pair": [1, 1]}, "expected two of 3"), ({"pair": [0, 3]}, "two of 3")],
-)
-def test_what_is_no_vote_is_not_counted(server: Server, change: dict[str, Any], says: str) -> None:
-    name = server.group()["group"]
-    found = server.answer("/vote", {"voter": "ann", "group": name, "pair": [0, 1], "score": 1, **change})
-    assert found.status == 400
-    assert says in found.value["detail"]
+        ("/vote", {**vote, "group": name, "score": 0.7}, 400, "0.7, expected 1, 0 or 0.5"),
+        ("/vote", {**vote, "group": name, "pair": [1, 1]}, 400, "expected two of 3"),
+        ("/vote", {**vote, "group": name, "pair": [0, 3]}, 400, "two of 3"),
+    ]
+    for path, value, status, says in wrong:
+        found = server.answer(path, value)
+        assert (found.status, says in found.value["detail"]) == (status, True), found.value
+        assert "\n" not in found.value["detail"]
     assert server.group()["done"] == 0
     assert server.service.folder.votes == []
 

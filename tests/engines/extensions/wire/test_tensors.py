@@ -1,6 +1,7 @@
 """Envelopes hold tensors to the bit, and nothing is allocated for one that lies about its size."""
 
 import base64
+import itertools
 import json
 import pickle
 import struct
@@ -18,7 +19,6 @@ from fluvial.engines.extensions.wire.tensors import DTYPES, MOST_HEADER, Envelop
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits."""
     return (
         a.dtype == b.dtype
         and a.shape == b.shape
@@ -27,30 +27,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (_, dtype) in DTYPES.items()])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 0, 4)])
-def test_a_tensor_keeps_its_bits(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """As bytes in msgpack, and as base64 in JSON."""
-    tensor = (torch.randn(shape, dtype=torch.float64) * 3).to(dtype)
-    data = pack(tensor)
-    made = msgpack.unpackb(data)
-    assert (made["__tensor__"], made["shape"], made["dtype"]) == (True, list(shape), name)
-    assert same_bits(unpack(data, Envelope).tensor, tensor)
-    text = json.dumps({**made, "data": base64.b64encode(made["data"]).decode()}).encode()
-    assert same_bits(unpack(text, Envelope, json=True).tensor, tensor)
-
-
-def test_a_tensor_that_is_read_can_be_written_to() -> None:
-    """A view into the message would be read-only."""
-    made = unpack(pack(torch.zeros(3)), Envelope)
-    found = made.tensor
+def test_a_tensor_keeps_its_bits(name: str, dtype: torch.dtype) -> None:
+    """Of any shape, and of a view what is seen; what is read can be written to."""
+    view = (torch.arange(12.0).reshape(3, 4).t()[1:]).to(dtype)
+    for tensor in (view, *((torch.randn(shape, dtype=torch.float64) * 3).to(dtype) for shape in ((), (1,), (2, 0, 4)))):
+        data = pack(tensor)
+        made = msgpack.unpackb(data)
+        assert (made["__tensor__"], made["shape"], made["dtype"]) == (True, list(tensor.shape), name)
+        assert same_bits(unpack(data, Envelope).tensor, tensor.contiguous())
+        text = json.dumps({**made, "data": base64.b64encode(made["data"]).decode()}).encode()
+        assert same_bits(unpack(text, Envelope, json=True).tensor, tensor.contiguous())
+    read = unpack(pack(torch.zeros(3)), Envelope)
+    found = read.tensor
     found += 1
-    assert found.tolist() == [1, 1, 1]
-    assert made.tensor.tolist() == [0, 0, 0]
-
-
-def test_a_view_is_written_as_it_is_seen() -> None:
-    tensor = torch.arange(12.0).reshape(3, 4).t()[1:]
-    assert same_bits(envelope(tensor).tensor, tensor.contiguous())
+    assert (found.tolist(), read.tensor.tolist()) == ([1, 1, 1], [0, 0, 0])
 
 
 def test_trees_keep_their_form() -> None:
@@ -61,9 +51,6 @@ def test_trees_keep_their_form() -> None:
     wrong = {"a": [{"__tensor__": True, "data": b"", "shape": [1], "dtype": "torch.int8"}]}
     with pytest.raises(WireError, match=r"^a\[0\]: data has 0 bytes"):
         tree_of(pack(wrong))
-
-
-def test_a_dtype_without_a_name_is_an_error() -> None:
     with pytest.raises(WireError, match=r"torch\.complex64, expected one of torch\.float64"):
         envelope(torch.zeros(1, dtype=torch.complex64))
     with pytest.raises(WireError, match="a object has no place"):
@@ -71,7 +58,6 @@ def test_a_dtype_without_a_name_is_an_error() -> None:
 
 
 def file(header: Any, data: bytes) -> bytes:
-    """Return a safetensors file with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -85,18 +71,11 @@ GOOD = {"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
         ({"shape": [2**30, 2**30]}, "of 4611686018427387904 bytes"),
         ({"shape": [2_500_000_000]}, r"shape\[0\]: Expected `int` <= 2147483647"),
         ({"shape": [-1]}, r"shape\[0\]: Expected `int` >= 0"),
-        ({"shape": [2.0]}, r"shape\[0\]: Expected `int`, got `float`"),
-        ({"shape": [True]}, r"shape\[0\]: Expected `int`, got `bool`"),
         ({"shape": [1] * 17}, "shape: Expected `array` of length <= 16"),
-        ({"shape": "2"}, "shape: Expected `array`, got `str`"),
-        ({"shape": None}, "shape: Expected `array`, got `(None|null)`"),
         ({"shape": [1, 2]}, "holds another tensor than F32"),
         ({"dtype": "torch.int32"}, "holds another tensor than I32"),
         ({"dtype": "torch.float8_e4m3fn"}, "expected one of torch.float64"),
-        ({"dtype": None}, "dtype: Expected `str`, got `(None|null)`"),
-        ({"dtype": ["x"]}, "dtype: Expected `str`, got `array`"),
         ({"data": None}, "data: Expected `bytes`, got `(None|null)`"),
-        ({"data": 5}, "data: Expected `bytes`, got `int`"),
         ({"data": b""}, "expected a safetensors file of one tensor of 8 bytes"),
         ({"data": pickle.dumps(list(range(40)))}, "expected a safetensors file of one tensor"),
         ({"data": file(GOOD, b"1234567")}, "expected a safetensors file of one tensor"),
@@ -123,39 +102,30 @@ def test_a_wrong_envelope_is_one_line(change: dict[str, Any], says: str) -> None
     assert "\n" not in str(error.value)
 
 
-def test_text_that_is_not_base64_is_one_line() -> None:
+def test_what_a_file_may_hold_besides_and_what_no_text_is() -> None:
+    good = msgpack.unpackb(pack(torch.zeros(2)))
+    described = {**good, "data": file({"__metadata__": {"format": "pt"}, **GOOD}, b"\0" * 8)}
+    assert convert(described, Envelope).tensor.tolist() == [0, 0]
     for text in ("é" * 100, "?", "abc"):
-        value = {**msgpack.unpackb(pack(torch.zeros(2))), "data": text}
         with pytest.raises(WireError, match=r"^data: Invalid base64 encoded string$"):
-            unpack(json.dumps(value).encode(), Envelope, json=True)
+            unpack(json.dumps({**good, "data": text}).encode(), Envelope, json=True)
 
 
-def test_metadata_of_a_file_is_allowed() -> None:
-    value = {**msgpack.unpackb(pack(torch.zeros(2))), "data": file({"__metadata__": {"format": "pt"}, **GOOD}, b"\0" * 8)}
-    assert convert(value, Envelope).tensor.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xc1",
-        b"\x91",
-        b"\xc0\xc0",
-        b"\xa1\xff",
-        b"\xdd\xff\xff\xff\xff",  # announces a list of 2^32 items
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff12",  # announces 4 GB
-        b"\x91" * 10_000 + b"\xc0",  # deeper than torch.compile lets Python nest: it raises the limit from 1000 to 2000
-        b"\x91" * 100_000 + b"\xc0",
-        b"\xc7\xff\xff\xff\xff",
-        pickle.dumps({"a": 1}),
-    ],
+BINARY = (
+    *(b"", b"\xc1", b"\x91", b"\xc0\xc0", b"\xa1\xff", b"\xc7\xff\xff\xff\xff", pickle.dumps({"a": 1})),
+    *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"),  # announce 2^32 items
+    b"\xc6\xff\xff\xff\xff12",  # announces 4 GB
+    b"\x91" * 10_000 + b"\xc0",  # deeper than torch.compile lets Python nest: it raises the limit from 1000 to 2000
+    b"\x91" * 100_000 + b"\xc0",
 )
-def test_a_wrong_message_is_one_line(data: bytes) -> None:
-    for kind in (Any, list[Envelope]):
+TEXTS = (b"", b"{", b"[" * 100_000, b"[" * 7 + b"]" * 6, b"[01]", b"NaN", b"\xff", b'"\\ud800"')
+
+
+def test_a_wrong_message_is_one_line() -> None:
+    kinds: tuple[Any, Any] = (Any, list[Envelope])
+    for data, kind, is_json in (*itertools.product(BINARY, kinds, [False]), *itertools.product(TEXTS, [Any], [True])):
         with pytest.raises(WireError) as error:
-            unpack(data, kind)
+            unpack(data, kind, json=is_json)
         assert "\n" not in str(error.value)
 
 
@@ -171,13 +141,6 @@ def test_nothing_is_made_of_what_has_no_field() -> None:
     tracemalloc.stop()
     assert found.tensor.tolist() == [0, 0]
     assert peak < len(data)
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"[" * 7 + b"]" * 6, b"[01]", b"NaN", b"\xff", b'"\\ud800"'])
-def test_a_wrong_json_message_is_one_line(data: bytes) -> None:
-    with pytest.raises(WireError) as error:
-        unpack(data, Any, json=True)
-    assert "\n" not in str(error.value)
 
 
 @given(st.binary(max_size=200))

@@ -34,10 +34,7 @@ def test_a_bucket_travels_as_json() -> None:
     places = buckets(TENSORS, most_bytes=64)[0]
     bucket = SharedBucket("push", 0, 4, "transformer", "/dev/shm/x", places)
     assert open_shared_bucket(bucket.as_json()) == bucket
-    for change, says in (
-        ({"push": None}, "push: Expected `str`"),
-        ({"count": 5000}, "count: Expected `int` <= 4096"),
-    ):
+    for change, says in (({"push": None}, "push: Expected `str`"), ({"count": 5000}, "count: Expected `int` <= 4096")):
         with pytest.raises(WireError, match=says):
             open_shared_bucket({**bucket.as_json(), **change})
     with pytest.raises(WireError, match=r"^the body: Expected `object`, got `int`$"):

@@ -39,19 +39,20 @@ def test_a_setting_that_differs_is_named(tmp_path: Path, one: World, there: dict
         checkpoint.load(path, state(), fingerprint=here, world=one)
 
 
-def test_the_newest_are_kept(folder: Path | str, one: World) -> None:
+@pytest.mark.parametrize(
+    ("updates", "keep", "left"),
+    [
+        ([2, 4, 10, 12], 2, ["000010", "000012"]),
+        ([999999, 1000000], 1, ["1000000"]),  # names are numbers, not text
+        ([6, 8, 7], 1, ["000007"]),  # what was saved after resuming from an earlier one is another run, and the newest
+    ],
+)
+def test_the_newest_are_kept(folder: Path | str, one: World, updates: list[int], keep: int, left: list[str]) -> None:
     """Older ones go only after the newer is there; nothing else is left behind."""
-    for update in (2, 4, 10, 12):
-        save(folder, one, update=update, keep=2)
-    assert found(folder) == ["000010", "000012"]
-    assert last(checkpoint.list_checkpoints(folder)[-1]) == "000012"
-
-
-def test_a_millionth_update_is_newer_than_the_last_before(folder: Path | str, one: World) -> None:
-    """Names are numbers, not text."""
-    for update in (999999, 1000000):
-        save(folder, one, update=update, keep=1)
-    assert found(folder) == ["1000000"]
+    for update in updates:
+        save(folder, one, update=update, keep=keep)
+    assert found(folder) == left
+    assert last(checkpoint.list_checkpoints(folder)[-1]) == left[-1]
 
 
 def test_saving_an_update_again_replaces_it(folder: Path | str, one: World) -> None:
@@ -63,14 +64,6 @@ def test_saving_an_update_again_replaces_it(folder: Path | str, one: World) -> N
     assert found(folder) == ["000003"]
     assert len(files(path)[0].find(url_to_fs(str(path))[1])) == count
     assert holds(path, one, 30.0)
-
-
-def test_a_left_branch_is_removed(folder: Path | str, one: World) -> None:
-    """After resuming from an earlier one, later ones are of another run: what was just saved is the newest and stays."""
-    for update in (6, 8):
-        save(folder, one, update=update)
-    save(folder, one, update=7, keep=1)
-    assert found(folder) == ["000007"]
 
 
 def test_folders_of_a_person_are_left_alone(tmp_path: Path, one: World) -> None:

@@ -1,8 +1,6 @@
 """Saves that fail, or lose power, leave the earlier checkpoints whole."""
 
 import errno
-import os
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -141,35 +139,3 @@ def test_a_full_bucket_loses_nothing(one: World, monkeypatch: pytest.MonkeyPatch
         assert found(folder) == ["000001"]
         assert holds(older, one, 1.0)
     MemoryFileSystem().rm("/", recursive=True)
-
-
-def test_a_checkpoint_survives_a_power_failure(tmp_path: Path, one: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every file only the bytes that were synced before the rename are left, and they are all.
-
-    Folders are synced, too: the one with the files before it is renamed, the one with its name afterwards.
-    """
-    synced: dict[int, int] = {}  # inode: bytes on the disk
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
-
-    def noted(descriptor: int) -> None:
-        fsync(descriptor)
-        synced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-
-    def renamed(source: Path, target: Path) -> None:
-        for path in source.iterdir():
-            durable[path.name] = synced.get(path.stat().st_ino, 0)
-        rename(source, target)
-        events.append(f"rename {source.name} {target.name}")
-
-    durable: dict[str, int] = {}
-    monkeypatch.setattr(storage.os, "fsync", noted)
-    monkeypatch.setattr(storage.os, "rename", renamed)
-    path = save(tmp_path / "checkpoints", one, update=7)
-    assert len(durable) == 2
-    assert events[-3:] == ["sync .partial-000007", "rename .partial-000007 000007", "sync checkpoints"]
-    for name, size in durable.items():
-        os.truncate(path / name, size)
-    assert holds(path, one, 7.0)

@@ -61,43 +61,26 @@ def test_an_image_has_the_size_of_the_evaluation() -> None:
         asked(jobs.handwriting(), height=64)
 
 
-def test_the_number_of_samples_before_and_after_a_run() -> None:
-    assert EvaluationConfig().whole(10, 1000) == 1000
-    assert EvaluationConfig(seeds=4).whole(10, 1000) == 40
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_what_is_not_there_is_named() -> None:
+    """With the field, in one line."""
+    for settings, says in (
         ({"rewards": ("nice",)}, "evaluation.rewards is 'nice', expected one of brightness, contrast, heldout"),
         ({"rewards": ("contrast", "contrast")}, "which names 'contrast' twice"),
         ({"prompts": ("nowhere.txt",)}, "nowhere.txt cannot be read"),
         ({"prompts": ("a.txt=2",)}, "evaluation.prompts gives a.txt a weight"),
-    ],
-)
-def test_what_is_not_there_is_named(settings: dict[str, Any], says: str) -> None:
-    """With the field, in one line."""
-    with pytest.raises(UsageError, match=says) as error:
-        asked(tiny.job(), **settings)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
         ({"rewards": ("jpeg=2",)}, "evaluation.rewards holds 'jpeg=2', and evaluators have no weights"),
         ({"seeds": 0}, "evaluation.seeds is 0"),
         ({"height": 0}, "evaluation.height is 0"),
         ({"solver": "heun"}, "evaluation.solver is 'heun'"),
-    ],
-)
-def test_settings_are_checked_when_they_are_made(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        EvaluationConfig(**settings)
+    ):
+        with pytest.raises(ValueError, match=says) as error:
+            asked(tiny.job(), **settings)
+        assert "\n" not in str(error.value)
+    assert EvaluationConfig().whole(10, 1000) == 1000
+    assert EvaluationConfig(seeds=4).whole(10, 1000) == 40
 
 
 def test_a_negative_prompt_needs_guidance() -> None:
-
     check_negatives([Prompt("a", negative="b")], guided=True, field="guidance")
     check_negatives([Prompt("a")], guided=False, field="guidance")
     with pytest.raises(UsageError, match="of no use without guidance: set guidance, or leave the column"):

@@ -79,10 +79,7 @@ def test_a_file_names_files_beside_it_and_prompt_sets(tmp_path: Path) -> None:
 
 
 def test_a_suite_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [
-        "from fluvial.engines.run.evaluation.config import SuiteConfig",
-        "SUITE = SuiteConfig(('@ocr',), ('ocr',))",
-    ]
+    lines = ["from fluvial.engines.run.evaluation.config import SuiteConfig", "SUITE = SuiteConfig(('@ocr',), ('ocr',))"]
     (tmp_path / "mysuites.py").write_text("\n".join([*lines, "WRONG = ['ocr']", "EMPTY = SuiteConfig(('@ocr',))"]))
     monkeypatch.syspath_prepend(tmp_path)
     assert find("mysuites:SUITE") == SuiteConfig(("@ocr",), ("ocr",))

@@ -18,17 +18,11 @@ def lines(*, terminal: bool = False, total: int = 25, step: int = 1, done: int =
 
 
 def test_a_line_is_printed_every_ten_updates_and_at_the_end() -> None:
+    """Also of several updates at once, and of a run that is resumed."""
     numbers = "  reward 0.512  grad_norm 1.23e+04  rollout 1.26s"
-    assert lines() == [f"update 10/25{numbers}", f"update 20/25{numbers}", f"update 25/25{numbers}"]
-
-
-def test_several_updates_at_once_print_one_line_per_ten_that_they_pass() -> None:
-    assert [line.split()[1] for line in lines(step=5)] == ["10/25", "20/25", "25/25"]
-    assert [line.split()[1] for line in lines(step=25)] == ["25/25"]
-
-
-def test_a_resumed_run_counts_on() -> None:
-    assert [line.split()[1] for line in lines(done=18)] == ["20/25", "25/25"]
+    assert lines() == [f"update {done}/25{numbers}" for done in (10, 20, 25)]
+    for options, counts in (({"step": 5}, [10, 20, 25]), ({"step": 25}, [25]), ({"done": 18}, [20, 25])):
+        assert [line.split()[1] for line in lines(**options)] == [f"{count}/25" for count in counts]  # type: ignore[arg-type]
 
 
 def test_a_terminal_shows_a_bar_with_the_numbers_and_the_last_count() -> None:

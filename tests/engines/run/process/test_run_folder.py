@@ -28,6 +28,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def scalars(folder: Path) -> EventAccumulator:
+    """Return the points of the tracker."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events
+
+
 def test_a_record_is_a_line_of_json_and_a_point_of_each_tag(tmp_path: Path) -> None:
     """Nested names are joined by a slash; the step is the update."""
     folder = RunFolder(tmp_path, {"seed": 3})
@@ -36,33 +43,21 @@ def test_a_record_is_a_line_of_json_and_a_point_of_each_tag(tmp_path: Path) -> N
     folder.close()
     assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 3}
     assert records(tmp_path) == [UPDATE, EVALUATION, UPDATE | {"update": 2, "loss": 0.25}]
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
     tags = {"update", "loss", "grad_norm", "reward/mean", "reward/std", "diversity", "exact/heldout", "drift"}
+    events = scalars(tmp_path)
     assert set(events.Tags()["scalars"]) == tags
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
 
 
-def test_texts_in_a_record_are_no_points_of_a_tracker(tmp_path: Path) -> None:
-    """Records of servers hold addresses; their tracker does not fail."""
+def test_what_is_no_point_of_a_tracker(tmp_path: Path) -> None:
+    """Texts, such as addresses in records of servers, and numbers that JSON lacks, which are null."""
     folder = RunFolder(tmp_path, {})
     folder.log(dict(HANDSHAKE))
-    folder.close()
-    assert records(tmp_path) == [HANDSHAKE]
-    assert not (tmp_path / "warnings.txt").exists()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"update", "handshake/sigmas/0", "handshake/sigmas/1"}
-
-
-def test_a_number_that_json_lacks_is_null_and_no_point(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, {})
     folder.log({"update": 1, "loss": float("nan"), "reward": {"mean": float("inf")}})
     folder.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"update": 1, "loss": null, "reward": {"mean": null}}\n'
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["update"]
+    assert records(tmp_path) == [HANDSHAKE, {"update": 1, "loss": None, "reward": {"mean": None}}]
+    assert not (tmp_path / "warnings.txt").exists()
+    assert set(scalars(tmp_path).Tags()["scalars"]) == {"update", "handshake/sigmas/0", "handshake/sigmas/1"}
     assert finite({"a": [float("-inf"), 1, None], "b": "text"}) == {"a": [None, 1, None], "b": "text"}
 
 

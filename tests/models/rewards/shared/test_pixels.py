@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_rewards
+from helpers.refusals import refuses
 from PIL import Image
 from torch.nn import functional
 
@@ -18,7 +19,6 @@ SIZES = [(41, 53, 30, 38), (53, 41, 60, 47), (20, 20, 30, 30), (64, 64, 64, 21),
 
 
 def as_pil(image: torch.Tensor) -> Image.Image:
-    """Return an image `[3, H, W]` in [0, 1] as a PIL image."""
     return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
 
 
@@ -29,7 +29,6 @@ def as_pil(image: torch.Tensor) -> Image.Image:
 def test_resize_has_the_bits_of_pil(
     height: int, width: int, to_height: int, to_width: int, resample: str, filter_: Image.Resampling
 ) -> None:
-    """Of noise, which overshoots and is clipped, larger and smaller."""
     noise = (uniform(key(1), (2, 3, height, width)) * 2).clamp(0, 1)
     found = pixels.resize(pixels.as_bytes(noise), (to_height, to_width), resample)
     for image, resized in zip(noise, found, strict=True):
@@ -38,7 +37,6 @@ def test_resize_has_the_bits_of_pil(
 
 
 def processors() -> list[tuple[str, Any]]:
-    """Return image processors of transformers on PIL images, as the published models have them but smaller."""
     import transformers.models.clip.image_processing_pil_clip as clip
     import transformers.models.got_ocr2.image_processing_pil_got_ocr2 as got
     import transformers.models.siglip.image_processing_pil_siglip as siglip
@@ -54,7 +52,6 @@ def processors() -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("number", range(4), ids=["clip", "crop", "siglip", "got_ocr"])
 @pytest.mark.parametrize(("height", "width"), [(41, 53), (53, 41), (30, 30), (19, 90)])
 def test_preprocessing_is_that_of_the_published_processor(number: int, height: int, width: int) -> None:
-    """From the processor's own settings, on PIL images; the rest is rounding."""
     _, processor = processors()[number]
     images = tiny_rewards.images(2, height, width)
     given = [as_pil(image) for image in images]
@@ -68,7 +65,6 @@ def test_preprocessing_is_that_of_the_published_processor(number: int, height: i
 
 
 def test_gradients_are_those_of_the_resize_without_rounding() -> None:
-    """Rounding counts as the identity; where nothing is clipped, resizing is linear."""
     images = (uniform(key(2), (2, 3, 41, 53), dtype=torch.float64) * 0.4 + 0.3).requires_grad_()
     weights = uniform(key(3), (2, 3, 30, 38), dtype=torch.float64)
     (pixels.resize(pixels.as_bytes(images), (30, 38)) / 255 * weights).sum().backward()
@@ -78,16 +74,12 @@ def test_gradients_are_those_of_the_resize_without_rounding() -> None:
     assert found is not None
     assert images.grad is not None
     torch.testing.assert_close(found, images.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_values_are_the_same_with_and_without_gradient() -> None:
     images = tiny_rewards.images()
     preprocess = Preprocess(30, (30, 30))
     assert torch.equal(preprocess(images.clone().requires_grad_()).detach(), preprocess(images))
 
 
-def test_padding_to_a_square_keeps_the_whole_image_in_the_middle() -> None:
-    """The longer edge has the length of the square, the rest is 0; a square that fits is left as it is."""
+def test_shapes_of_squares_and_frames() -> None:
     image = torch.ones(1, 3, 20, 60, dtype=torch.float64)
     padded = pixels.pad_to_square(image, 30)
     assert padded.shape == (1, 3, 30, 30)
@@ -95,16 +87,12 @@ def test_padding_to_a_square_keeps_the_whole_image_in_the_middle() -> None:
     assert padded[:, :, :10].abs().sum() + padded[:, :, 20:].abs().sum() == 0
     square = uniform(key(4), (1, 3, 30, 30), dtype=torch.float64)
     assert torch.equal(pixels.pad_to_square(square, 30), square)
-
-
-def test_frames_are_spread_evenly_and_grey_becomes_rgb() -> None:
     video = torch.arange(9.0).view(1, 1, 9, 1, 1).expand(2, 1, 9, 4, 5)
     assert pixels.extract_frames(video, 3)[0, :, 0, 0, 0].tolist() == [0, 4, 8]
     assert pixels.extract_frames(video, 3).shape == (2, 3, 3, 4, 5)
     assert pixels.extract_frames(video, 20).shape == (2, 9, 3, 4, 5)
     assert pixels.extract_frames(video[:, :, 0], 8).shape == (2, 1, 3, 4, 5)
-    with pytest.raises(ValueError, match=r"images have the shape \[3, 4, 5\], expected \[B, C, H, W\]"):
-        pixels.extract_frames(torch.zeros(3, 4, 5), 1)
+    refuses(r"images have the shape \[3, 4, 5\], expected \[B, C, H, W\]", pixels.extract_frames, torch.zeros(3, 4, 5), 1)
 
 
 @pytest.mark.parametrize(
@@ -118,19 +106,13 @@ def test_frames_are_spread_evenly_and_grey_becomes_rgb() -> None:
     ],
 )
 def test_settings_that_are_not_supported_are_named(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pixels.read_preprocess({**tiny_rewards.clip_settings(), **changed})
+    refuses(message, pixels.read_preprocess, {**tiny_rewards.clip_settings(), **changed})
 
 
-def test_old_settings_are_read_as_new_ones() -> None:
+def test_settings_old_and_unsupported(tmp_path: Path) -> None:
     """OpenAI's and LAION's files give sizes as one number."""
     old = {**tiny_rewards.clip_settings(), "size": 30, "crop_size": 30}
     assert pixels.read_preprocess(old) == pixels.read_preprocess(tiny_rewards.clip_settings())
-
-
-def test_a_folder_without_settings_is_named(tmp_path: Path) -> None:
     from fluvial.models.rewards.shared.loading import load_preprocess
 
-    with pytest.raises(ValueError, match=f"the image processor of {tmp_path} cannot be loaded") as caught:
-        load_preprocess(str(tmp_path), None)
-    assert "\n" not in str(caught.value)
+    refuses(f"the image processor of {tmp_path} cannot be loaded", load_preprocess, str(tmp_path), None)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.refusals import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,7 +13,6 @@ WORDS = st.text(alphabet="abcd", max_size=6)
 
 
 def distance(a: str, b: str) -> int:
-    """Return the edit distance by its recursion."""
     if not a or not b:
         return len(a) + len(b)
     return min(distance(a[1:], b) + 1, distance(a, b[1:]) + 1, distance(a[1:], b[1:]) + (a[0] != b[0]))
@@ -51,10 +51,8 @@ def test_the_target_is_between_the_first_double_quotes() -> None:
     assert extract_quoted("a cake that says “Happy Day”") == "Happy Day"
     assert extract_quoted("says „Guten Tag“ and «salut»") == "Guten Tag"
     for prompt in ("a shop", 'a sign "" in red', 'a sign "', "it's 'single'", "“open", "“”"):
-        with pytest.raises(ValueError, match="has no text in double quotes"):
-            extract_quoted(prompt)
-    with pytest.raises(ValueError, match="is empty"):
-        text_score("x", "  ")
+        refuses("has no text in double quotes", extract_quoted, prompt)
+    refuses("is empty", text_score, "x", "  ")
 
 
 @given(prompt=st.text(alphabet='ab "“”', max_size=9).filter(lambda text: text.count('"') > 0))
@@ -64,8 +62,7 @@ def test_the_target_is_that_of_flow_grpo(prompt: str) -> None:
     if target.strip():
         assert extract_quoted(prompt) == target
     else:  # flow_grpo divides by 0
-        with pytest.raises(ValueError, match="has no text in double quotes"):
-            extract_quoted(prompt)
+        refuses("has no text in double quotes", extract_quoted, prompt)
 
 
 def test_readings_of_frames_are_averaged() -> None:
@@ -83,5 +80,4 @@ def test_readings_of_frames_are_averaged() -> None:
     assert (seen[0].dtype, seen[0].shape, int(seen[0].max())) == (torch.uint8, (2, 4, 5, 3), 255)
     videos = torch.stack([torch.stack([light, dark], 1), torch.stack([dark, dark], 1)])
     assert score_texts(read, extract_quoted, videos, prompts, 4).tolist() == [0.5, 1.0]
-    with pytest.raises(ValueError, match="2 images and 1 prompts"):
-        score_texts(read, extract_quoted, torch.stack([light, light]), prompts[:1], 4)
+    refuses("2 images and 1 prompts", score_texts, read, extract_quoted, torch.stack([light, light]), prompts[:1], 4)

@@ -11,7 +11,6 @@ from fluvial.models.lora import lora_layers
 
 
 def write_lora(path: Path, rank: int, *layers: str) -> None:
-    """Write an adapter of other numbers for layers of the tiny net."""
     sizes = {"into": (24, 24), "out": (24, 16)}
     generator, tensors = torch.Generator().manual_seed(rank), dict[str, Tensor]()
     for layer in layers:
@@ -79,16 +78,11 @@ def test_adapters_of_two_networks(tmp_path: Path) -> None:
     paths = {name: tmp_path / f"{name}.safetensors" for name in "xy"}
     write_lora(paths["x"], 2, "into")
     write_lora(paths["y"], 3, "into")
-    value = {
-        "lora_nickname": ["x", "y"],
-        "lora_path": [*map(str, paths.values())],
-        "target": ["transformer", "transformer_2"],
-    }
+    names = ["transformer", "transformer_2"]
+    value = {"lora_nickname": ["x", "y"], "lora_path": [*map(str, paths.values())], "target": names}
     assert ask(server, "/v1/set_lora", **value).status == 200
-    assert {name: each[0]["nicknames"] for name, each in listed(server)["active"].items()} == {
-        "transformer": ["x"],
-        "transformer_2": ["y"],
-    }
+    active = {name: each[0]["nicknames"] for name, each in listed(server)["active"].items()}
+    assert active == {"transformer": ["x"], "transformer_2": ["y"]}
     one = {"lora_nickname": "y", "lora_path": str(paths["y"]), "target": "transformer"}
     assert ask(server, "/v1/set_lora", **one).status == 200
     assert [each[0]["nicknames"] for each in listed(server)["active"].values()] == [["y"], ["y"]]

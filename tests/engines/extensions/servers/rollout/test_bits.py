@@ -24,21 +24,11 @@ def server() -> Server:
 def bodies(count: int) -> list[dict[str, Any]]:
     """Return requests of one seed each, of two prompts, two samplers and two windows."""
     kinds: list[dict[str, Any]] = [{}, {"rollout_sde_type": "cps"}, {"rollout_sde_step_indices": [1, 2]}]
-    return [
-        {
-            "prompt": "12"[seed % 2],
-            "seed": seed,
-            "rollout_return_dit_trajectory": True,
-            "rollout_debug_mode": seed == 0,
-            **kinds[seed % 3],
-        }
-        for seed in range(count)
-    ]
+    each = {"rollout_return_dit_trajectory": True, "rollout_debug_mode": False}
+    return [{"prompt": "12"[seed % 2], "seed": seed, **each, **kinds[seed % 3]} for seed in range(count)]
 
 
 def asked(server: Server, requests: list[dict[str, Any]]) -> list[list[RolloutSample]]:
-    """Return the samples of requests that are made at once."""
-
     async def all_of_them() -> list[asgi.Answer]:
         return list(await asyncio.gather(*(asgi.call(server.app, "/rollout/generate", body) for body in requests)))
 
@@ -70,13 +60,9 @@ def test_the_seeds_of_a_request_are_those_of_requests_of_one(server: Server) -> 
 
 def test_keys_and_ids_may_be_spread_over_requests(server: Server) -> None:
     def body(ids: list[int]) -> dict[str, Any]:
-        own = {"key": [3, 4], "ids": ids, "initial_ids": [0] * len(ids)}
-        return {
-            "prompt": "1",
-            "num_outputs_per_prompt": len(ids),
-            "rollout_return_dit_trajectory": True,
-            "extra_sampling_params": {"fluvial": own},
-        }
+        own = {"fluvial": {"key": [3, 4], "ids": ids, "initial_ids": [0] * len(ids)}}
+        asked = {"prompt": "1", "num_outputs_per_prompt": len(ids), "rollout_return_dit_trajectory": True}
+        return {**asked, "extra_sampling_params": own}
 
     (whole,) = asked(server, [body([0, 1, 2, 3, 4])])
     parts = asked(server, [body([4, 1]), body([0]), body([3, 2])])

@@ -32,7 +32,6 @@ LIMITS = ServeLimits(RequestLimits(pixels=64 * 64), body=40_000)
 
 
 def url(file: bytes) -> str:
-    """Return a file as a data URL."""
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
@@ -50,17 +49,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> servers.Server:
-    """The server of a tiny FLUX Fill."""
     pipeline = PipelineConfig(height=16, width=16, call=tuple(f"{name}={value}" for name, value in ROW.call.items()))
-    of = open_policy(
-        str(tiny_conditioned.save("fill", folder / "pipeline")),
-        weights=None,
-        steps=STEPS,
-        guidance=Guidance(ROW.scale),
-        pipeline=pipeline,
-        roots=[folder],
-        prompts=[str(folder / "prompts.jsonl")],
-    )
+    path, prompts = str(tiny_conditioned.save("fill", folder / "pipeline")), [str(folder / "prompts.jsonl")]
+    settings: dict[str, Any] = {"weights": None, "steps": STEPS, "guidance": Guidance(ROW.scale), "pipeline": pipeline}
+    of = open_policy(path, **settings, roots=[folder], prompts=prompts)
     return servers.served(of, micro_batch=2, limits=LIMITS)
 
 
@@ -68,23 +60,13 @@ def test_images_reach_the_pipeline(server: servers.Server, folder: Path) -> None
     """By file, by bytes, and by bytes in another order with their names: the samples are those of generate to the bit."""
     files = [folder / "0.png", folder / "1.png"]
     own: dict[str, Any] = {"key": [7, 0], "ids": [5, 6], "recorded_only": True}
-    body = {
-        "prompt": "a fox",
-        "num_outputs_per_prompt": 2,
-        "rollout_noise_level": 0.5,
-        "rollout_return_dit_trajectory": True,
-        "rollout_sde_step_indices": [0, 1],
-        "rollout_debug_mode": False,
-    }
+    body: dict[str, Any] = {"prompt": "a fox", "num_outputs_per_prompt": 2, "rollout_noise_level": 0.5}
+    body |= {"rollout_sde_step_indices": [0, 1], "rollout_return_dit_trajectory": True, "rollout_debug_mode": False}
     data = [url(file.read_bytes()) for file in files]
     model = server.policy.model
     schedule = server.policy.schedule(STEPS, server.policy.shape)
-    sampling = Sampling(
-        server.policy.shape,
-        schedule,
-        server.policy.guidance,
-        stochastic=StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1)),
-    )
+    stochastic = StochasticSteps(SAMPLERS["flow_sde"].bind(0.5, schedule.levels), (0, 1))
+    sampling = Sampling(server.policy.shape, schedule, server.policy.guidance, stochastic=stochastic)
     prompt = Prompt("a fox", media=dict(zip(ROW.media, files, strict=True)))
     requests = Requests([prompt] * 2, [5, 6], key(7))
     (chunk,) = generate(model, server.policy.weights.module, requests, sampling, micro_batch=2)
@@ -101,7 +83,6 @@ def test_images_reach_the_pipeline(server: servers.Server, folder: Path) -> None
 
 
 def gif() -> bytes:
-    """Return an image in a format that is not decoded."""
     Image.new("RGB", (4, 4)).save(file := io.BytesIO(), "GIF")
     return file.getvalue()
 
@@ -126,16 +107,14 @@ WRONG: dict[str, tuple[int, Callable[[Path], str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_image_of_the_servers_folders_is_one_line(server: servers.Server, folder: Path, name: str) -> None:
-    if not (folder / "link.png").exists():
-        (folder / "link.png").symlink_to("/etc/hostname")
-        os.mkfifo(folder / "pipe.png")  # opening it would wait for ever
-        (folder / "large.png").write_bytes(b"0" * 50_000)
-    status, image, says = WRONG[name]
-    found = server.problem(prompt="a fox", image_path=[image(folder), str(folder / "1.png")])
-    assert found[0] == status, found
-    assert any(part in found[1] for part in says.split("|")), found
+def test_what_is_no_image_of_the_servers_folders_is_one_line(server: servers.Server, folder: Path) -> None:
+    (folder / "link.png").symlink_to("/etc/hostname")
+    os.mkfifo(folder / "pipe.png")  # opening it would wait for ever
+    (folder / "large.png").write_bytes(b"0" * 50_000)
+    for name, (status, image, says) in WRONG.items():
+        found = server.problem(prompt="a fox", image_path=[image(folder), str(folder / "1.png")])
+        assert found[0] == status, (name, found)
+        assert any(part in found[1] for part in says.split("|")), (name, found)
 
 
 def test_videos_and_sounds_are_bounded() -> None:
@@ -154,17 +133,16 @@ def test_videos_and_sounds_are_bounded() -> None:
 
 
 def test_other_images_than_the_pipeline_takes_are_refused(server: servers.Server, folder: Path) -> None:
-    """None, too few, and others; /v1/images/generations has none, and says so."""
-    file = str(folder / "0.png")
-    assert server.problem()[1] == "image_path holds 0 images, expected 2: image, mask_image"
-    assert "holds 1 images, expected 2" in server.problem(image_path=[file])[1]
-    named = {"fluvial": {"media": ["image", "control_image"]}}
-    assert "(image, control_image), expected 2" in server.problem(image_path=[file] * 2, extra_sampling_params=named)[1]
-    named = {"fluvial": {"media": ["image"]}}
-    assert "one argument for each image" in server.problem(image_path=[file] * 2, extra_sampling_params=named)[1]
-    named = {"fluvial": {"media": ["image", "mask_image", "image"]}}
-    found = server.problem(image_path=[file] * 3, extra_sampling_params=named)
-    assert found == (400, "image_path holds 2 images for image, expected one")
+    for names, count, says in (
+        (None, 0, "image_path holds 0 images, expected 2: image, mask_image"),
+        (None, 1, "holds 1 images, expected 2"),
+        (["image", "control_image"], 2, "(image, control_image), expected 2"),
+        (["image"], 2, "one argument for each image"),
+        (["image", "mask_image", "image"], 3, "image_path holds 2 images for image, expected one"),
+    ):
+        named: dict[str, Any] = {"extra_sampling_params": {"fluvial": {"media": names}}} if names else {}
+        status, problem = server.problem(**({"image_path": [str(folder / "0.png")] * count} if count else {}), **named)
+        assert (status, says in problem) == (400, True), problem
 
 
 @pytest.mark.long
@@ -181,19 +159,13 @@ def test_lists_of_images_reach_the_pipeline(folder: Path, monkeypatch: pytest.Mo
     sampling = Sampling(policy.shape, policy.schedule(STEPS, policy.shape), policy.guidance)
     prompts = [Prompt("a fox", media={"image": tuple(files)}), Prompt("a fox", media={"image": files[0]})]
     for prompt in prompts:
-        (chunk,) = generate(
-            policy.model, policy.weights.module, Requests([prompt] * 2, [5, 6], key(7)), sampling, micro_batch=2
-        )
+        requests = Requests([prompt] * 2, [5, 6], key(7))
+        (chunk,) = generate(policy.model, policy.weights.module, requests, sampling, micro_batch=2)
         given = [str(file) for file in (files if isinstance(prompt.media["image"], tuple) else files[:1])]
         for names in (None, ["image"] * len(given)):
             own = {"key": [7, 0], "ids": [5, 6]} | ({} if names is None else {"media": names})
-            found = server.samples(
-                prompt="a fox",
-                image_path=given,
-                num_outputs_per_prompt=2,
-                rollout=False,
-                extra_sampling_params={"fluvial": own},
-            )
+            asked = {"prompt": "a fox", "image_path": given, "num_outputs_per_prompt": 2, "rollout": False}
+            found = server.samples(**asked, extra_sampling_params={"fluvial": own})
             assert all(torch.equal(sample.generated_output, chunk.images[row]) for row, sample in enumerate(found))
     (other,) = server.samples(prompt="a fox", image_path=given * 2, rollout=False, seed=1)
     (again,) = server.samples(prompt="a fox", image_path=given, rollout=False, seed=1)
@@ -202,16 +174,10 @@ def test_lists_of_images_reach_the_pipeline(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["handwriting", "sd3"])
 def test_prompts_that_change_nothing_are_refused(name: str, folder: Path) -> None:
-    """A built-in model and an adapter encode any prompt."""
     model = name if name == "handwriting" else str(tiny_pipelines.save(tiny_pipelines.ROWS[name], folder / name))
     (folder / "texts.txt").write_text("a fox\n")
     pipeline = PipelineConfig() if name == "handwriting" else PipelineConfig(height=16, width=16)
     with pytest.raises(UsageError, match=r"prompts.* no effect"):
         open_policy(
-            model,
-            weights=None,
-            steps=STEPS,
-            guidance=Guidance(),
-            pipeline=pipeline,
-            prompts=[str(folder / "texts.txt")],
+            model, weights=None, steps=STEPS, guidance=Guidance(), pipeline=pipeline, prompts=[str(folder / "texts.txt")]
         )

@@ -16,15 +16,7 @@ from fluvial.engines.data.records import Prompt
 from fluvial.engines.extensions.servers.rollout import forms
 from fluvial.engines.extensions.wire.response import RolloutSample
 from fluvial.engines.extensions.wire.tensors import tree_of
-from fluvial.engines.sampling.generate import (
-    NO_GUIDANCE,
-    Chunk,
-    Guidance,
-    Requests,
-    Sampling,
-    StochasticSteps,
-    generate,
-)
+from fluvial.engines.sampling.generate import NO_GUIDANCE, Chunk, Guidance, Requests, Sampling, StochasticSteps, generate
 from fluvial.engines.sampling.samplers import SAMPLERS
 from fluvial.engines.sampling.solvers import deterministic_step
 from fluvial.engines.streams import Stream
@@ -63,18 +55,15 @@ T = tiny.STEPS
 
 @pytest.fixture(scope="module")
 def of() -> dict[Prediction, Server]:
-    """A server of each prediction."""
     return {"velocity": servers.served(), "epsilon": servers.served(servers.policy("epsilon"))}
 
 
 def own(row: NumbersCase | None = None, **options: Any) -> dict[str, Any]:
-    """Return fluvial's own fields, with the noise of `KEY` and `IDS`."""
     options = {"key": list(KEY), "ids": list(IDS), **({} if row is None else row.own), **options}
     return {"num_outputs_per_prompt": len(IDS), "extra_sampling_params": {"fluvial": options}}
 
 
 def body(row: NumbersCase, **fields: Any) -> dict[str, Any]:
-    """Return the request of a row, with a trajectory."""
     return {**row.fields, **own(row), "rollout_noise_level": row.eta or 0.7, "rollout_return_dit_trajectory": True, **fields}
 
 
@@ -93,7 +82,6 @@ def chunk_of(server: Server, row: NumbersCase, window: Any, *, guidance: Guidanc
 
 
 def latents(sample: RolloutSample) -> Tensor:
-    """Return the latents of a sample."""
     return servers.trajectory(sample).latents
 
 
@@ -153,7 +141,6 @@ def test_numbers_are_those_of_the_formulas(of: dict[Prediction, Server], name: s
 
 
 def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
-    """With a negative prompt, in one forward pass or in two."""
     row = TABLE["sde"]
     for forwards in ("one", "two"):
         guidance = Guidance(2.5, "3", forwards=forwards)
@@ -171,26 +158,12 @@ def test_guidance_is_that_of_generate(of: dict[Prediction, Server]) -> None:
     assert not torch.equal(latents(found[0]), latents(of["velocity"].samples(**body(row))[0]))
 
 
-def test_the_latents_that_are_asked_for_are_returned(of: dict[Prediction, Server]) -> None:
-    row = TABLE["sde"]
-    whole, part = (
-        of["velocity"].samples(**body(row, rollout_return_step_indices=indices))[0] for indices in (None, [1, 2, 4])
-    )
-    assert servers.trajectory(part).latent_step_indices == (1, 2, 4)
-    assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
-    assert torch.equal(servers.trajectory(part).sigmas, of["velocity"].policy.schedule(T, tiny.SHAPE).levels)
-
-
 def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, timesteps of the boundaries, images as videos of one frame, conditioning without the batch dimension."""
     monkeypatch.setattr(forms, "find_layout", lambda model: TOKENS._replace(framed=True))
     server = servers.served(servers.policy(guidance=Guidance(2.0, "3")))
-    fields = {
-        "seed": 3,
-        "rollout_return_dit_trajectory": True,
-        "rollout_return_denoising_env": True,
-        "rollout_return_step_indices": [1, 2, 4],
-    }
+    fields = {"seed": 3, "rollout_return_step_indices": [1, 2, 4]}
+    fields |= dict.fromkeys(("rollout_return_dit_trajectory", "rollout_return_denoising_env"), True)
     own_form: dict[str, Any] = {"extra_sampling_params": {"fluvial": {}}}
     (theirs,), (ours,) = server.samples(**fields), server.samples(**fields, **own_form)
     assert torch.equal(latents(theirs), pack(latents(ours)))
@@ -209,7 +182,6 @@ def test_without_fields_of_fluvial_a_reply_has_sglangs_form(monkeypatch: pytest.
 
 
 def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
-    """Sample i takes the key of seed + i, and id 0."""
     policy = of["velocity"].policy
     found = of["velocity"].samples(seed=40, num_outputs_per_prompt=2, rollout_noise_level=0.5)
     schedule = policy.schedule(T, tiny.SHAPE)
@@ -229,7 +201,6 @@ def test_a_seed_is_the_key_of_each_sample(of: dict[Prediction, Server]) -> None:
 
 
 def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
-    """They are made without noise, by the solver that is asked for."""
     for solver in ("euler", "dpmpp_2m", "unipc", "sa_solver"):
         fields = {**own(solver=solver), "rollout": False, "rollout_return_dit_trajectory": True}
         found = of["velocity"].samples(**fields, rollout_noise_level=0.3)
@@ -239,11 +210,12 @@ def test_an_evaluation_is_images_alone(of: dict[Prediction, Server]) -> None:
             assert (sample.rollout_log_probs, sample.rollout_debug_tensors, sample.dit_trajectory) == (None, None, None)
 
 
-def test_debug_tensors_are_those_that_are_asked_for(of: dict[Prediction, Server]) -> None:
-    row = TABLE["sde"]
-    (sample, *_) = of["velocity"].samples(**body(row) | own(row, debug=["rollout_model_outputs"]))
-    assert sample.rollout_debug_tensors is not None
-    assert {name: tuple(tensor.shape) for name, tensor in sample.rollout_debug_tensors.items()} == {
-        "rollout_model_outputs": (T, *tiny.SHAPE)
-    }
-    assert of["velocity"].samples(**body(row, rollout_debug_mode=False))[0].rollout_debug_tensors is None
+def test_latents_and_debug_tensors_are_those_that_are_asked_for(of: dict[Prediction, Server]) -> None:
+    row, server = TABLE["sde"], of["velocity"]
+    whole, part = (server.samples(**body(row, rollout_return_step_indices=indices))[0] for indices in (None, [1, 2, 4]))
+    assert servers.trajectory(part).latent_step_indices == (1, 2, 4)
+    assert torch.equal(latents(part), latents(whole)[[1, 2, 4]])
+    assert torch.equal(servers.trajectory(part).sigmas, server.policy.schedule(T, tiny.SHAPE).levels)
+    debug = server.samples(**body(row) | own(row, debug=["rollout_model_outputs"]))[0].rollout_debug_tensors or {}
+    assert {name: tuple(tensor.shape) for name, tensor in debug.items()} == {"rollout_model_outputs": (T, *tiny.SHAPE)}
+    assert server.samples(**body(row, rollout_debug_mode=False))[0].rollout_debug_tensors is None

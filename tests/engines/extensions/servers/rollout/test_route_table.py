@@ -15,7 +15,6 @@ HEADER = ["route", "sglang", "`fluvial serve`", "tested against"]
 
 
 def table() -> list[list[str]]:
-    """Return the cells of each row."""
     lines = (ROOT / "engines/extensions/servers/README.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     start = cells.index(HEADER) + 2
@@ -23,13 +22,11 @@ def table() -> list[list[str]]:
 
 
 def paths(cell: str) -> list[str]:
-    """Return the paths that a cell names."""
     return re.findall(r"`(?:GET |POST )?(/[^` ]+)`", cell)
 
 
 @pytest.fixture(scope="module")
 def routes() -> set[str]:
-    """Paths of the server, with NAME for a parameter."""
     app = servers.served().app
     while not hasattr(app, "routes"):
         app = app.app
@@ -44,7 +41,6 @@ def test_no_cell_is_empty() -> None:
 
 
 def test_each_route_of_the_server_is_in_the_table(routes: set[str]) -> None:
-    """And those that it lacks answer 404."""
     *has, lacks = table()
     named = {path for row in has for path in paths(row[0])}
     assert routes == named | {"/v1/model_info"}
@@ -55,7 +51,6 @@ def test_each_route_of_the_server_is_in_the_table(routes: set[str]) -> None:
 
 
 def test_each_route_of_the_table_is_asked_in_a_test_with_sglangs_code() -> None:
-    """Or by its HTTP client, whose methods these tests call."""
     tests = "".join((TESTS / f"test_sglang_{name}.py").read_text() for name in ("form", "routes"))
     by_client = {"/v1/set_lora": "client.set_lora(", "/v1/unmerge_lora_weights": "client.unset_lora("}
     for row in table()[:-1]:

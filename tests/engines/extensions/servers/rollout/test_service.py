@@ -3,11 +3,9 @@
 import asyncio
 import base64
 import io
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,16 +31,15 @@ GENERATE = "/rollout/generate"
 
 @pytest.fixture(scope="module")
 def server() -> Server:
-    """A server of the tiny net."""
     return servers.served()
 
 
 def own(**options: Any) -> dict[str, Any]:
-    """Return fluvial's own fields of a request."""
     return {"extra_sampling_params": {"fluvial": options}}
 
 
-NOISE = {"key": [1, 2], "ids": [0]}
+SHARED = own(key=[1, 2], ids=[0], initial_ids=[0], prefix=[2, 1])
+TRAJECTORY = {"rollout_debug_mode": False, "rollout_return_dit_trajectory": True}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +56,7 @@ NOISE = {"key": [1, 2], "ids": [0]}
         ({"num_inference_steps": 100_000}, "num_inference_steps: got 100000, expected at most 1000"),
         ({"num_outputs_per_prompt": 1000}, "num_outputs_per_prompt: got 1000, expected at most 256"),
         ({"image_path": ["/etc/passwd"]}, "image_path is set, and this server makes samples from prompts alone"),
+        ({"image_path": ["a"] * 17}, "image_path: Expected `array` of length <= 16"),
         ({"guidance_scale": 2, "negative_prompt": "x"}, "negative_prompt: prompt 'x' is no digit"),
         (own(sampler="ddim"), "sampler is ddim, which samples from models that predict epsilon"),
         (own(text_tokens=64), "text_tokens is 64, expected at most 0"),
@@ -67,29 +65,13 @@ NOISE = {"key": [1, 2], "ids": [0]}
         (own(after={"fraction": 0.5}, windows=[[1]]), "after is set, expected one window"),
         ({**own(after={"fraction": 0.5}), "rollout_sde_step_indices": [0]}, "set rollout_debug_mode false"),
         ({**own(after={"fraction": 0.5}), "rollout_sde_step_indices": []}, "after is set, expected one window"),
-        ({**own(**NOISE, initial_ids=[0], prefix=[2, 1]), "rollout_sde_step_indices": [1]}, "prefix has 2 steps"),
-        (
-            {
-                **own(**NOISE, initial_ids=[0], prefix=[2, 1]),
-                "rollout_debug_mode": False,
-                "rollout_return_dit_trajectory": True,
-                "rollout_return_step_indices": [1, 2],
-            },
-            "latents at boundary 1 are asked for",
-        ),
+        ({**SHARED, "rollout_sde_step_indices": [1]}, "prefix has 2 steps"),
+        ({**SHARED, **TRAJECTORY, "rollout_return_step_indices": [1, 2]}, "latents at boundary 1 are asked for"),
     ],
 )
 def test_a_wrong_request_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
-    import re
-
     status, problem = server.problem(**body)
-    assert (status, bool(re.search(says, problem))) == (400, True), problem
-
-
-def test_a_step_without_noise_has_the_log_probability_0(server: Server) -> None:
-    """The last one of cps; core raises for it."""
-    (sample,) = server.samples(rollout_sde_type="cps", rollout_sde_step_indices=[3])
-    assert servers.log_probs(sample).tolist() == [0] * tiny.STEPS
+    assert (status, says in problem) == (400, True), problem
 
 
 def test_sizes_are_known_before_anything_is_made() -> None:
@@ -149,7 +131,6 @@ def test_too_many_samples_are_429() -> None:
 
 
 def test_a_request_beyond_its_deadline_is_504() -> None:
-    """Its samples are not made when the server is free again."""
     server = servers.served(deadline=0.2)
     with held(server):
         status, problem = server.problem(num_outputs_per_prompt=MICRO_BATCH + 2)
@@ -179,7 +160,6 @@ class Fragile(nn.Module):
         self.net = tiny.Tiny().build()
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Return the net's prediction."""
         if rows[:, 3].any():
             raise RuntimeError("CUDA error:\nout of memory")
         found: torch.Tensor = self.net(x, rows, time)
@@ -187,7 +167,6 @@ class Fragile(nn.Module):
 
 
 def test_a_request_fails_alone() -> None:
-    """Also where its samples share a batch with those of others."""
     server = servers.served(servers.policy(module=Fragile().eval()), linger=0.05)
 
     async def both() -> list[asgi.Answer]:
@@ -240,7 +219,6 @@ def test_the_version_is_compared_when_no_push_can_come_between(server: Server, m
 
 
 def test_released_weights_make_no_samples() -> None:
-    """Until they are resumed; the samples are then the same."""
     server = servers.served()
     before = server.samples(seed=3)[0]
 
@@ -258,36 +236,31 @@ def test_released_weights_make_no_samples() -> None:
 
 
 def get(server: Server, path: str, key: str = "", value: Any = None) -> asgi.Answer:
-    """Return the response to a request with a key."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return asyncio.run(asgi.call(server.app, path, value, headers=headers))
 
 
 def test_the_model_is_described(server: Server) -> None:
+    """Also to gateways, which read sglang's own `/model_info` and `/server_info`."""
     (model,) = get(server, "/v1/models").value["data"]
     assert (model["id"], model["pipeline_class"], model["dit_precision"], model["num_gpus"]) == ("tiny", "Tiny", "fp32", 0)
     assert get(server, "/v1/models/tiny").value == model
     assert get(server, "/v1/models/other").status == 404
     info = get(server, "/v1/model_info").value
     assert convert(info, ServerInfo) == ServerInfo(True, "velocity", 0, MICRO_BATCH)
-    assert (info["latent_shape"], info["num_inference_steps"], info["micro_batch"]) == ([1, 4, 4], 4, MICRO_BATCH)
-    assert (info["weight_version"], info["prediction"], info["model_path"]) == (0, "velocity", "tiny")
-
-
-def test_gateways_find_the_server() -> None:
-    """The fields of sglang's own `/model_info` and `/server_info` that a gateway reads."""
-    server = servers.served(key="k")
+    expected = {"latent_shape": [1, 4, 4], "num_inference_steps": 4, "weight_version": 0, "model_path": "tiny"}
+    assert expected.items() <= info.items()
+    closed = servers.served(key="k")
     for path, fields in {
         "/model_info": {"model_path": "tiny", "is_generation": True, "model_type": "diffusion", "task_type": "T2I"},
         "/server_info": {"served_model_name": "tiny", "tp_size": 1, "dp_size": 1},
     }.items():
-        assert get(server, path).status == 401
-        assert fields.items() <= get(server, path, "k").value.items()
-    assert get(server, "/liveness").value["status"] == "ok"
+        assert get(closed, path).status == 401
+        assert fields.items() <= get(closed, path, "k").value.items()
+    assert get(closed, "/liveness").value["status"] == "ok"
 
 
 def images(server: Server, **body: Any) -> asgi.Answer:
-    """Return the response to a request for images."""
     return asyncio.run(asgi.call(server.app, "/v1/images/generations", {"prompt": "1", **body}))
 
 
@@ -303,41 +276,23 @@ def test_images_are_files_of_the_samples(server: Server) -> None:
     assert torch.equal(found, (sample.generated_output[0] * 255).round().to(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
+def test_a_wrong_request_for_images_is_400_with_one_line(server: Server) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt": "x"}, "prompt: prompt 'x' is no digit"),
         ({"n": 257}, "n is 257, expected at most 256"),
         ({"n": 0}, "n: Expected `int` >= 1"),
         ({"n": 3, "seed": [1, 2]}, "seed has 2 items, expected n, 3"),
         ({"size": "4"}, "size: Expected `str` matching regex"),
-        ({"size": "0x4"}, "width: Expected `int` >= 1"),
         ({"size": "100000x100000"}, "got 10000000000, expected at most"),
         ({"response_format": "url"}, "response_format is url, and this server keeps no files"),
-        ({"output_format": "gif"}, "output_format: Invalid enum value 'gif'"),
         ({"background": "transparent"}, "background is 'transparent', which this server lacks"),
         ({"enable_teacache": True}, "enable_teacache is 'True', which this server lacks"),
         ({"guidence_scale": 2.0}, "the body: Object contains unknown field `guidence_scale`"),
-        ({"task_type": "I2I"}, "task_type: Invalid enum value 'I2I'"),
-    ],
-)
-def test_a_wrong_request_for_images_is_400_with_one_line(server: Server, body: dict[str, Any], says: str) -> None:
-    answer = images(server, **body)
-    assert (answer.status, says in answer.value["detail"]) == (400, True), answer.value
-    assert "\n" not in answer.value["detail"]
-
-
-def test_no_file_is_opened_for_image_path(server: Server, tmp_path: Path) -> None:
-    """The model takes no image; a list of too many names is refused as well."""
-    (tmp_path / "pipe").mkdir()
-    os.mkfifo(tmp_path / "pipe/a.png")  # opening it would wait for ever
-    for names, says in (
-        ([str(tmp_path / "pipe/a.png")], "image_path is set, and this server makes samples from prompts alone"),
-        (["a"] * 17, "image_path: Expected `array` of length <= 16"),
-        (["a" * 5000], "image_path is set"),
-    ):
-        status, problem = server.problem(image_path=names)
-        assert (status, says in problem) == (400, True), problem
+    ]
+    for body, says in wrong:
+        answer = images(server, **body)
+        assert (answer.status, says in answer.value["detail"]) == (400, True), answer.value
+        assert "\n" not in answer.value["detail"]
 
 
 def test_keys_open_their_endpoints() -> None:
@@ -402,7 +357,6 @@ FIELDS: Any = st.fixed_dictionaries(
 @settings(max_examples=60)
 @given(FIELDS)
 def test_any_request_is_samples_or_one_line(server: Server, body: dict[str, Any]) -> None:
-    """Never a failure of the server, and every number is finite."""
     found = server.ask(**body)
     if found.status != 200:
         assert found.status in (400, 413), (found.status, found.value, body)

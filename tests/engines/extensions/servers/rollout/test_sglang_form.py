@@ -32,49 +32,35 @@ GUIDED: Any = {"rtol": 1e-4, "atol": (2 * SCALE - 1) * 5e-5}
 
 
 def joined(value: Any) -> Tensor:
-    """Return a field of the conditioning as a batch of one."""
     return torch.cat([*value]).unsqueeze(0) if isinstance(value, list) else value.unsqueeze(0)
 
 
 def sd3(module: nn.Module, x: Tensor, t: Tensor, env: dict[str, Any], guidance: Any) -> Tensor:
-    """Return v by diffusers' network, as do the functions below."""
     texts = {name: joined(env[name]) for name in ("encoder_hidden_states", "pooled_projections")}
     return module(hidden_states=x, timestep=t, return_dict=False, **texts)[0]
 
 
 def wan(module: nn.Module, x: Tensor, t: Tensor, env: dict[str, Any], guidance: Any) -> Tensor:
-    return module(
-        hidden_states=x, timestep=t, encoder_hidden_states=joined(env["encoder_hidden_states"]), return_dict=False
-    )[0]
+    tokens = joined(env["encoder_hidden_states"])
+    return module(hidden_states=x, timestep=t, encoder_hidden_states=tokens, return_dict=False)[0]
 
 
 def qwen(module: nn.Module, x: Tensor, t: Tensor, env: dict[str, Any], guidance: Any) -> Tensor:
     (length,), tokens = env["txt_seq_lens"], joined(env["encoder_hidden_states"])
     assert tokens.shape[1] == length
-    return module(
-        hidden_states=x,
-        timestep=t / 1000,
-        encoder_hidden_states=tokens,
-        encoder_hidden_states_mask=torch.arange(length)[None] < length,
-        img_shapes=[[tuple(shape) for shape in shapes] for shapes in env["img_shapes"]],
-        return_dict=False,
-    )[0]
+    mask, shapes = torch.arange(length)[None] < length, [[tuple(shape) for shape in each] for each in env["img_shapes"]]
+    texts = {"encoder_hidden_states": tokens, "encoder_hidden_states_mask": mask}
+    return module(hidden_states=x, timestep=t / 1000, img_shapes=shapes, return_dict=False, **texts)[0]
 
 
 def flux(module: nn.Module, x: Tensor, t: Tensor, env: dict[str, Any], guidance: Any) -> Tensor:
     """Return v; the guidance of sglang is 1000 times that of diffusers, and positions are those of 16 x 24 pixels."""
     tokens = joined(env["encoder_hidden_states"])
     places = torch.cartesian_prod(torch.arange(4), torch.arange(6))
-    return module(
-        hidden_states=x,
-        timestep=t / 1000,
-        guidance=guidance[None] / 1000 if module.config["guidance_embeds"] else None,  # type: ignore[index]
-        encoder_hidden_states=tokens,
-        pooled_projections=joined(env["pooled_projections"]),
-        img_ids=nn.functional.pad(places, (1, 0)),
-        txt_ids=torch.zeros(tokens.shape[1], 3),
-        return_dict=False,
-    )[0]
+    scale = guidance[None] / 1000 if module.config["guidance_embeds"] else None  # type: ignore[index]
+    texts = {"encoder_hidden_states": tokens, "pooled_projections": joined(env["pooled_projections"])}
+    ids = {"img_ids": nn.functional.pad(places, (1, 0)), "txt_ids": torch.zeros(tokens.shape[1], 3)}
+    return module(hidden_states=x, timestep=t / 1000, guidance=scale, return_dict=False, **texts, **ids)[0]
 
 
 def z_image(module: nn.Module, x: Tensor, t: Tensor, env: dict[str, Any], guidance: Any) -> Tensor:
@@ -91,7 +77,6 @@ VIDEOS = {"qwen-image", "wan"}  # whose VAE is one of videos
 
 
 def policy(name: str, folder: Path) -> Policy:
-    """Return the policy of a tiny pipeline, with guidance."""
     row = tiny_pipelines.ROWS[name]
     height, width, *rest = row.sizes[1]
     config = PipelineConfig(height=height, width=width, frames=rest[0] if rest else 1, text_tokens=tiny_pipelines.TEXT)
@@ -142,34 +127,19 @@ def _check_steps(
     """Take the steps of a sample again with sglang's controller, and compare all that it notes."""
     module = real_sglang.part("post_training.flow_rollout_controller")
     shape = (1, *latents.shape[1:])
+    alone = {"shard_for_sp": lambda batch, tensor: tensor, "gather_for_sp": lambda batch, tensor: tensor}
+    asked = {"sde_type": "sde", "noise_level": NOISE, "log_prob_no_const": False, "sde_step_indices": None}
+    returned = {"debug_mode": True, "return_dit_trajectory": True, "return_step_indices": kept}
     controller = module.FlowRolloutController(
-        sde_type="sde",
-        noise_level=NOISE,
-        log_prob_no_const=False,
-        debug_mode=True,
-        sde_step_indices=None,
-        generator=None,
-        return_dit_trajectory=True,
-        return_step_indices=kept,
-        shard_for_sp=lambda batch, tensor: tensor,
-        gather_for_sp=lambda batch, tensor: tensor,
-        sigmas=sigmas,
-        latents_shape=shape,
+        **asked, **returned, **alone, generator=None, sigmas=sigmas, latents_shape=shape
     )
     for step in range(STEPS):
         noise = debug["rollout_variance_noises"][step][None]
         controller.noise_buffer, controller._rollout_variance_noise = noise, lambda batch, output, noise=noise: noise
-        after = controller.transition(
-            batch=None,
-            model_output=debug["rollout_model_outputs"][step][None],
-            sample=latents[step][None],
-            current_sigma=sigmas[step],
-            next_sigma=sigmas[step + 1],
-            dt=sigmas[step + 1] - sigmas[step],
-            generator=None,
-            step_index=step,
-            timestep=1000 * sigmas[step],
-        )
+        given = {"model_output": debug["rollout_model_outputs"][step][None], "sample": latents[step][None]}
+        sigma, after = sigmas[step], sigmas[step + 1]
+        levels = {"current_sigma": sigma, "next_sigma": after, "dt": after - sigma, "timestep": 1000 * sigma}
+        after = controller.transition(batch=None, generator=None, step_index=step, **given, **levels)
         torch.testing.assert_close(after[0], latents[step + 1], **NEAR)
     controller.record_trajectory_step(latents=latents[-1:], timestep_value=sigmas.new_zeros(()), step_index=STEPS)
     torch.testing.assert_close(controller.collect_rollout_log_probs()[0], log_probs, **NEAR)

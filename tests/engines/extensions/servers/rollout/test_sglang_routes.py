@@ -53,7 +53,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path) -> Server:
-    """A server of the tiny net that reads the folder."""
     model, weights = tiny.Tiny(), ServedWeights(base().eval(), roots=[folder])
     cpu = torch.device("cpu")
     return servers.served(
@@ -63,7 +62,6 @@ def server(folder: Path) -> Server:
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    """The address of the server on a socket."""
     running = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error"))
     thread = threading.Thread(target=running.run)
     thread.start()
@@ -128,9 +126,7 @@ def test_adapters_are_set_with_its_requests(server: Server, folder: Path) -> Non
     requests = real_sglang.part("entrypoints.control_requests")
     status = real_sglang.function("multimodal_gen/runtime/pipelines_core/lora/pipeline.py", "get_lora_status", Any=Any)
     paths = [str(folder / f"{name}.safetensors") for name in "xy"]
-    asked = requests.SetLoraReq(
-        ["x", "y"], [paths[0], paths[1]], strength=[0.5, 2.0], merge_mode="merge", lora_alpha=[None, 6]
-    )
+    asked = requests.SetLoraReq(["x", "y"], paths, strength=[0.5, 2.0], merge_mode="merge", lora_alpha=[None, 6])
     assert call(server, "/v1/set_lora", asked).value["status"] == "ok"
     theirs = SimpleNamespace(
         loaded_adapter_paths=dict(zip("xy", paths, strict=True)),
@@ -186,19 +182,19 @@ def test_its_http_client_finds_the_model_makes_images_and_sets_adapters(url: str
     client = real_sglang.http_client().SGLDiffusionServerAPI(url)
     info = client.get_model_info()
     assert (info["id"], info["task_type"], info["num_gpus"], info["dit_precision"]) == ("tiny", "T2I", 0, "fp32")
-    made = [
-        client.generate_image("1", size="4x4", n=2, seed=seed, num_inference_steps=3, enable_teacache=False)["data"]
-        for seed in (5, 5, 6)
-    ]
+
+    def generated(seed: int) -> Any:
+        return client.generate_image("1", size="4x4", n=2, seed=seed, num_inference_steps=3, enable_teacache=False)["data"]
+
+    made = [generated(seed) for seed in (5, 5, 6)]
     assert made[0] == made[1] != made[2]
     assert len(made[0]) == 2
     assert client.set_lora("x", str(folder / "x.safetensors"), strength=0.5)["status"] == "ok"
-    changed = client.generate_image("1", size="4x4", n=2, seed=5, num_inference_steps=3)["data"]
-    assert changed != made[0]
+    assert generated(5) != made[0]
     assert client.unset_lora()["status"] == "ok"
     assert client.set_lora("x", target="transformer")["status"] == "ok"
     assert client.unset_lora()["status"] == "ok"
-    assert client.generate_image("1", size="4x4", n=2, seed=5, num_inference_steps=3)["data"] == made[0]
+    assert generated(5) == made[0]
     with pytest.raises(RuntimeError, match="Failed to set LoRA adapter: 400"):
         client.set_lora("unknown")
 
@@ -207,12 +203,8 @@ def test_probes_and_gateways_find_what_its_own_handlers_answer(server: Server, u
     """Its own wait for a server ends, and our answers have all fields of its handlers, of the same types."""
     waited = real_sglang.function(HTTP, "_wait_until_http_live", asyncio=asyncio, httpx=httpx2)
     asyncio.run(asyncio.wait_for(waited(SimpleNamespace(url=lambda: url)), 10))
-    task = SimpleNamespace(
-        name="T2I",
-        data_type=lambda: SimpleNamespace(name="IMAGE"),
-        is_image_gen=lambda: True,
-        accepts_image_input=lambda: False,
-    )
+    task = SimpleNamespace(name="T2I", is_image_gen=lambda: True, accepts_image_input=lambda: False)
+    task.data_type = lambda: SimpleNamespace(name="IMAGE")
     config = SimpleNamespace(task_type=task, get_supported_task_types=lambda: [task])
     settings = SimpleNamespace(model_path="tiny", served_model_name="tiny", tp_size=1, dp_size=1, pipeline_config=config)
     request = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(server_args=settings)))
@@ -238,5 +230,4 @@ def test_probes_and_gateways_find_what_its_own_handlers_answer(server: Server, u
 
 
 def types(server: Server, path: str) -> Any:
-    """Return the type of each field of an answer."""
     return {name: type(each) for name, each in call(server, path).value.items()}.items()
