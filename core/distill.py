@@ -161,7 +161,7 @@ def snr_weight(sigma: Scalar, *, largest: Scalar) -> Tensor:
     if level.ndim > 1:
         raise ValueError(f"snr_weight: sigma has shape {list(level.shape)}, expected [] or [B]")
     largest = number("snr_weight", "largest", largest, level.reshape(-1), low=1e-12)
-    return torch.minimum(((1 - level) / level) ** 2, torch.as_tensor(largest, dtype=level.dtype, device=level.device))
+    return torch.clamp(((1 - level) / level) ** 2, max=largest)
 
 
 def _renoising(function: str, x: Tensor, sigma: Scalar, sigma_noisy: Scalar) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -84,7 +84,7 @@ def rebalance(items: Kind, cond: Cond, counts: Sequence[int], world: World) -> t
         everyone = world.gather_items([recall(leaf) for leaf in leaves])[:: world.sequence]
         for leaf, *hosts in zip(received, *everyone, strict=True):
             parts = [host[sum(row[:rank]) :][: row[rank]] for host, row in zip(hosts, plan, strict=True) if host is not None]
-            if len(parts) == len(plan):
+            if parts and sum(map(len, parts)) == sum(receive):  # every sender knows its values
                 remember(leaf, torch.cat(parts))
     new_items, new_cond = optree.tree_unflatten(structure, received)
     first = len(optree.tree_leaves(cond)[0])

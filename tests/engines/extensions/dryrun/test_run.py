@@ -43,9 +43,15 @@ def recipe(name: str) -> TrainConfig:
 def test_every_recipe_runs(name: str, ranks: int) -> None:
     """With one read-back per update, no blocking copy, and one read per rollout, of how diverse its samples are."""
     with simulations() as found:
-        check(dry_run(recipe(name), ranks=ranks))
+        check(dry_run(recipe(name), ranks=ranks), updates={"dmd2": 6, "tdm": 2}.get(name, 1))
     waits = {(wait.operation, wait.line.split(":")[0]): times for wait, times in between(found[0]).items()}
     assert waits in ({}, {("_local_scalar_dense", "engines/sampling/diversity.py"): 1}), waits
+
+
+def test_items_that_move_between_ranks_are_of_known_samples(tmp_path: Path) -> None:
+    """Minibatches that do not divide among the ranks send items of which this rank's stand-in knows no values."""
+    uneven = {"sampling.prompts": 4, "sampling.group": 5, "passes.minibatches": 5}
+    check(dry_run(with_values(adapter("sd3", tmp_path), uneven), ranks=8))
 
 
 def adapter(name: str, folder: Path, recipe: str | None = None) -> TrainConfig:
