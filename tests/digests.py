@@ -52,7 +52,7 @@ class Result(NamedTuple):
     """What a run ended in."""
 
     weights: str  # digest
-    state: str  # digest of weights, moments, moving average and followers
+    state: str  # digest of weights, moments, moving average and followers, of every network that learns
     metrics: dict[str, str]  # of all rollouts in order; every float exactly
 
     def difference(self, other: "Result", *, metrics: bool = True) -> str:
@@ -94,7 +94,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def result_of(trainer: Trainer, records: Sequence[dict[str, Any]]) -> Result:
     """Return what a run ended in, or stands at."""
-    state = trainer.engine.state()
+    state = trainer.saver.state()
     weights = {name: tensor for name, tensor in state.items() if name.startswith("weight.")}
     metrics = {name: leaf for each in records for name, leaf in flatten(each, f"update {each['update']}").items()}
     return Result(digest(weights), digest(state), metrics)
