@@ -21,6 +21,29 @@ def interpolate(x0: Samples, noise: Samples, sigma: Scalar) -> Samples:
     return (1 - level) * x0 + level * noise
 
 
+def recover(x: Samples, v: Samples, noise: Samples, sigma: Scalar, sigma_next: Scalar) -> Samples:
+    """Return the clean sample behind a step from a sample whose noise is known, `[B, *event]`.
+
+        x0 = (x + (s' - s) v - s' noise) / (1 - s')
+
+    With v = noise - x0 it is x0 at every s and s'; at s' = 0 it is the clean sample x - s v that the model predicts.
+    Gradients flow to v as (s' - s) / (1 - s').
+
+    Args:
+        x: sample at level s, (1 - s) x0 + s noise, `[B, *event]`.
+        v: velocity at x, `[B, *event]`.
+        noise: its noise, `[B, *event]`.
+        sigma, sigma_next: levels s in [0, 1] and s' in [0, 1), `[B]`, 0-d or float.
+
+    Source: Direct-Align of SRPO, arXiv 2509.06942.
+    """
+    x, v, noise = match_tensors("recover", x=x, v=v, noise=noise)
+    s, s_next = (torch.as_tensor(level, dtype=x.dtype, device=x.device) for level in (sigma, sigma_next))
+    check_per_sample("recover", x.shape[0], sigma=s, sigma_next=s_next)
+    s, s_next = per_sample(s, x), per_sample(s_next, x)
+    return (x + (s_next - s) * v - s_next * noise) / (1 - s_next)
+
+
 def velocity_error(v: Samples, target: Samples) -> PerSample:
     """Return the mean squared error of a velocity, mean over the event of (v - target)^2, `[B]`.
 

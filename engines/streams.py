@@ -50,7 +50,7 @@ class Stream(IntEnum):
     MINIBATCH = "rollout", 11  # how samples are dealt to minibatches; the epoch is folded in
     FRACTION = "rollout", 12  # which recorded steps of each sample are trained on
     RENOISING = "rollout", 13  # noise put on samples of recorded steps; the number of the draw and the place are folded in
-    BACKPROP = "rollout", 20  # how many of the last steps the gradient of a reward flows through
+    BACKPROP = "rollout", 20  # where the gradient of a reward flows: through how many of the last steps, or at which levels
     INITIAL = "sample", 0  # initial noise
     STEPS = "sample", 1  # noise of the steps
     LEVELS = "noising", 0  # which noise levels

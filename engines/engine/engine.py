@@ -4,10 +4,12 @@ It knows modules, parameters, the optimizer, devices and ranks. What an item is 
 and what its loss means come in as a pytree and a function.
 """
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -159,7 +161,37 @@ class Engine:
             ValueError: items, weights or losses have the wrong shape.
             RunError: the gradient was not finite in `max_skipped` updates in a row.
         """
-        self._check_onloaded()
+        options = {"count": count, "micro_batch": micro_batch, "pad_to": pad_to, "inputs": inputs, "parts": parts}
+        passes, diagnostics = self._passes(items, loss_fn, weight, **options)
+        self._run(passes)
+        norm = self._gradient_norm()
+        row = diagnostics.row(self.world.peak_memory())[None]
+        # The one read-back of the update.
+        table = torch.cat([self.world.gather_data(row), norm.to(row).expand(1, row.shape[1])]).tolist()
+        info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
+        return info._replace(flops=diagnostics.flops)
+
+    def accumulate(self, items: PyTree[Tensor], loss_fn: LossFn, weight: Tensor | None = None, **options: Any) -> None:
+        """Add the gradient of what `update` would take a step on to that of the next update, and take none.
+
+        The update has to follow at once: a forward pass without gradient may come before both, and not between them. The
+        arguments are those of `update`; diagnostics are left out.
+        """
+        self._run(self._passes(items, loss_fn, weight, **options)[0], last=False)
+
+    def _passes(
+        self,
+        items: PyTree[Tensor],
+        loss_fn: LossFn,
+        weight: Tensor | None,
+        *,
+        count: float | None = None,
+        micro_batch: int | Sequence[int] | None = None,
+        pad_to: int | None = None,
+        inputs: PyTree[Tensor] = (),
+        parts: Tensor | None = None,
+    ) -> tuple[list[Callable[[], None]], Diagnostics]:
+        """Return a function per micro-batch, in order, that adds its gradient, and what they note."""
         device = self.world.device
         sizes: Sequence[int] = (
             () if micro_batch is None else (micro_batch,) if isinstance(micro_batch, int) else tuple(micro_batch)
@@ -168,40 +200,30 @@ class Engine:
         if self.world.size > 1 and (count is None or pad_to is None):
             of_ranks = self.world.gather_data(torch.tensor([held])).tolist()
             count, pad_to = sum(of_ranks) if count is None else count, max(of_ranks) if pad_to is None else pad_to
-        count, pad_to = held if count is None else count, held if pad_to is None else pad_to
-        sizes = sizes or (pad_to,)
-        passes = split(pad_to, sizes)
+        total, pad_to = held if count is None else count, held if pad_to is None else pad_to
+        passes = split(pad_to, sizes or (pad_to,))
         weight = torch.ones(held, device=device) if weight is None else weight
-        of_row, flops = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs))), 0
+        of_row = tuple(leaf.shape[1:] for leaf in tree_leaves((items, inputs)))
         real = torch.zeros(sum(passes), device=device)
         real[:held] = 1
-        batches = micro_batches((items, weight), micro_batch=sizes, pad_to=pad_to, device=device)
-        start, last = 0, len(passes) - 1
-        loss_sum, diagnostics = torch.zeros((), device=device), Diagnostics(real, parts)
-        with self.sharded.train():
-            for i, (size, (batch, factor)) in enumerate(zip(passes, batches, strict=True)):
-                rows, shapes = slice(start, start + size), (size, *of_row)
-                self.set_last(i == last)
-                self.sharded.last_backward.begin(i == last)
-                with self._count_flops(shapes):
-                    result = loss_fn(batch)
-                    loss, info = result if isinstance(result, tuple) else (result, ())
-                    if loss.shape != (size,):
-                        raise ValueError(
-                            f"update: loss_fn returned shape {list(loss.shape)}, expected [{size}], one loss per item"
-                        )
-                    total = (loss * factor * real[rows]).sum() / count
-                    total.backward()
-                loss_sum = loss_sum + total.detach()
-                diagnostics.add(info, rows)
-                start, flops = rows.stop, flops + self.flops[shapes]
-        self.sharded.last_backward.end()
-        norm = self._gradient_norm()
-        row = diagnostics.row(loss_sum, self.world.peak_memory())[None]
-        # The one read-back of the update.
-        table = torch.cat([self.world.gather_data(row), norm.to(row).expand(1, row.shape[1])]).tolist()
-        result_info = self._step(diagnostics.read(table[:-1]), grad_norm=table[-1][0], norm=norm)
-        return result_info._replace(flops=flops)
+        batches = micro_batches((items, weight), micro_batch=sizes or (pad_to,), pad_to=pad_to, device=device)
+        diagnostics = Diagnostics(real, parts)
+
+        def add_gradient(start: int, size: int) -> None:
+            (batch, factor), rows, shapes = next(batches), slice(start, start + size), (size, *of_row)
+            with self._count_flops(shapes):
+                result = loss_fn(batch)
+                losses, info = result if isinstance(result, tuple) else (result, ())
+                if losses.shape != (size,):
+                    raise ValueError(
+                        f"update: loss_fn returned shape {list(losses.shape)}, expected [{size}], one loss per item"
+                    )
+                loss = (losses * factor * real[rows]).sum() / total
+                loss.backward()
+            diagnostics.add(info, rows, loss, self.flops[shapes])
+
+        starts = itertools.accumulate(passes, initial=0)
+        return [partial(add_gradient, start, size) for start, size in zip(starts, passes, strict=False)], diagnostics
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> None:
         """Add the gradients of the sum of some losses over all ranks, for a caller with a loop of its own, before `step`.
@@ -209,12 +231,16 @@ class Engine:
         Gradients are reduced as in `update`: with grad_sync="last", in the backward pass of the last loss alone. Each loss
         is a function that makes a forward pass and returns a scalar; there are as many on every rank.
         """
+        self._run([lambda loss=loss: loss().backward() for loss in losses])  # type: ignore[misc]
+
+    def _run(self, passes: Sequence[Callable[[], None]], *, last: bool = True) -> None:
+        """Run forward and backward passes, the last of which reduces gradients if no more follow."""
         self._check_onloaded()
         with self.sharded.train():
-            for i, loss in enumerate(losses):
-                self.set_last(i == len(losses) - 1)
-                self.sharded.last_backward.begin(i == len(losses) - 1)
-                loss().backward()
+            for i, run in enumerate(passes, start=1):
+                self.set_last(last and i == len(passes))
+                self.sharded.last_backward.begin(last and i == len(passes))
+                run()
         self.sharded.last_backward.end()
 
     def step(self) -> UpdateInfo:

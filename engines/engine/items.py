@@ -85,11 +85,13 @@ class Diagnostics:
         self.real, self.names = real, tuple[str, ...]()
         self.sums: Tensor | None = None
         self.peaks: Tensor | None = None
-        self.parts = parts
+        self.parts, self.flops = parts, 0
+        self.loss = torch.zeros((), device=real.device)
         self._leaves: list[Tensor] = []  # of all items, where they are split
 
-    def add(self, info: Any, rows: slice) -> None:
-        """Add the diagnostics of the micro-batch of some rows: a NamedTuple of tensors `[b]`, or nothing."""
+    def add(self, info: Any, rows: slice, loss: Tensor, flops: int) -> None:
+        """Add those of the micro-batch of some rows: a NamedTuple of tensors `[b]` or nothing, its loss and its FLOPs."""
+        self.loss, self.flops = self.loss + loss.detach(), self.flops + flops
         counted = self.real[rows]
         self.names = info._fields if info else ()
         leaves = torch.stack([leaf.detach() for leaf in info]) * counted if info else counted.new_zeros(0, len(counted))
@@ -99,12 +101,12 @@ class Diagnostics:
         if self.parts is not None:
             self._leaves.append(leaves)
 
-    def row(self, loss: Tensor, memory: Sequence[float]) -> Tensor:
+    def row(self, memory: Sequence[float]) -> Tensor:
         """Return this rank's numbers as one row, with the sum of the losses and its bytes of memory."""
         assert self.sums is not None
         assert self.peaks is not None
-        held = [loss.new_full((1,), size) for size in memory]
-        return torch.cat([torch.stack([loss, self.real.sum()]), self.sums, self.peaks, *self._by_part(), *held])
+        held = [self.loss.new_full((1,), size) for size in memory]
+        return torch.cat([torch.stack([self.loss, self.real.sum()]), self.sums, self.peaks, *self._by_part(), *held])
 
     def _by_part(self) -> list[Tensor]:
         """Return the number of items, the sums and the sums of absolute values of each part."""

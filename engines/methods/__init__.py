@@ -12,7 +12,9 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
+from fluvial.engines.methods.refl import Refl
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.methods.tdm import Tdm
@@ -60,8 +62,10 @@ __all__ = [
     "Raft",
     "ReadingConfig",
     "RecordedRows",
+    "Refl",
     "SamplingConfig",
     "Sft",
+    "Srpo",
     "StepKLConfig",
     "Tdm",
     "TempFlow",

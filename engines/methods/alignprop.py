@@ -15,7 +15,6 @@ from fluvial.engines.sampling.backprop import final_samples, number_of_steps
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import LastSteps
 from fluvial.engines.sampling.window import AllSteps
-from fluvial.models import host_values
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -82,13 +81,10 @@ class AlignProp(Method, name="alignprop"):
 
     def score(self, run: "Run", items: "Items", v: Tensor, rows: LastSteps) -> Tensor:
         """Return the reward of where the last steps lead, `[P]`, with gradient."""
-        batch, sampling = items.batch, items.batch.plan.sampling
+        sampling = items.batch.plan.sampling
         assert sampling.stochastic is not None
-        assert rows.place is not None
-        steps = sampling.stochastic.transition, sampling.schedule, partial(run.forward, items)
-        final, last = final_samples(v, rows, *steps), batch.share.batch - 1
-        prompts = [batch.prompt(place) for place in host_values.read(rows.place).clamp(max=last).tolist()]
-        return run.rewards_of(final, prompts, method="alignprop")
+        final = final_samples(v, rows, sampling.stochastic.transition, sampling.schedule, partial(run.forward, items))
+        return run.rewards_of(items, rows, final)[0]
 
     def loss(self, v: Tensor, rows: LastSteps, reward: Any = None) -> tuple[Tensor, AlignPropInfo]:
         """Return minus the reward of the samples that the last steps lead to, or its distance to the target."""

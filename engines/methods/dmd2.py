@@ -2,25 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm
 from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
-from fluvial.engines.methods.matching import FakeInfo, Matching
+from fluvial.engines.methods.matching import Matching, RewardTermConfig
 from fluvial.engines.run.method import PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
-from fluvial.engines.sampling.items import RenoisedSamples
 from fluvial.engines.sampling.noising import Levels, UniformLevels
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import OneRecorded
 from fluvial.engines.sampling.window import Trained as TrainedSteps
-from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -46,6 +43,7 @@ class Dmd2(Matching, name="dmd2"):
         fake_levels: Noise levels at which the fake is trained.
         form: How a correction becomes a loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.
+        reward_term: Term of a differentiable reward.
     """
 
     serving_solver = "consistency"
@@ -59,6 +57,7 @@ class Dmd2(Matching, name="dmd2"):
     fake_levels: Levels = UniformLevels()
     form: MatchForm = "dmd"
     huber: float = 1e-3
+    reward_term: RewardTermConfig = RewardTermConfig()
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""
@@ -77,10 +76,5 @@ class Dmd2(Matching, name="dmd2"):
             zero = part.rows.level * 0
             if number == self.fake_updates:
                 noisy = run.renoise(part, x0, zero, self.levels, fold_in(key, 0))
-                yield run.update(self.correct(run, part, noisy), self.loss)
+                yield run.update(self.correct(run, part, noisy), partial(self.loss, reward=self.reward_term.bind(run, part)))
             run.update(run.renoise(part, x0, zero, self.fake_levels, fold_in(key, number)), self.fake_loss, network="fake")
-
-    def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
-        """Return the error of flow matching on the student's samples."""
-        error = velocity_error(v, rows.target)
-        return error, FakeInfo(error.detach())

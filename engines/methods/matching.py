@@ -1,18 +1,22 @@
 """Distribution matching: a few-step student whose samples a teacher and a model of the student itself cannot tell apart."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from fluvial.core.checks import per_sample
+from fluvial.core.checks import check_fields, per_sample
 from fluvial.core.distill import MatchForm, matching_loss
 from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.errors import no_effect
 from fluvial.engines.run.declared import Base, Networks, Teacher, Trained
 from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
 from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
 from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
     from fluvial.engines.run.batch import Items
@@ -32,10 +36,42 @@ class FakeInfo(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RewardTermConfig:
+    """A differentiable reward of the student's clean samples, beside the matching loss (DMDR, arXiv 2511.13649).
+
+        coef relu(margin - R(x0)), or -coef R(x0) without a margin
+
+    Args:
+        coef: Weight of the term; 0 leaves it out, and needs no reward.
+        margin: Reward at which the gradient ends; None follows it without end.
+        after: Number of updates of the student before it begins.
+    """
+
+    coef: float = 0.0
+    margin: float | None = None
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "reward_term", coef=(0, math.inf), margin=(-math.inf, math.inf), after=(0, 2**31))
+        if not self.coef and (self.margin is not None or self.after):
+            raise no_effect("reward_term.after" if self.after else "reward_term.margin", "with `reward_term.coef` 0")
+
+    def bind(self, run: "Run", items: "Items") -> Callable[[Any, Tensor], Tensor | float]:
+        """Return the term as a function of rows of items and their clean samples, `[P]`."""
+        if not self.coef or run.clock < self.after:
+            return lambda rows, x0: 0.0
+
+        def lack(rows: Any, x0: Tensor) -> Tensor:
+            (score,) = run.rewards_of(items, rows, x0)
+            return self.coef * (-score if self.margin is None else (self.margin - score).relu())
+
+        return lack
+
+
+@dataclass(frozen=True)
 class Matching(Method):
     """What DMD2 and TDM have in common: a student, its teacher (real), and a model of the student's samples (fake)."""
 
-    needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
     bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
     teacher: Path | None
@@ -44,6 +80,12 @@ class Matching(Method):
     trained: TrainedSteps
     form: MatchForm
     huber: float
+    reward_term: RewardTermConfig = RewardTermConfig()
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Learn from the gradient of a reward if it has a weight."""
+        return Needs(prediction="velocity", rewards="gradients" if self.reward_term.coef else None, off_schedule=True)
 
     @property
     def rows(self) -> RecordedRows:
@@ -61,8 +103,16 @@ class Matching(Method):
         level, real, fake = per_sample(rows.level, rows.x), rows.predictions["real"], rows.predictions["fake"]
         return part.with_predictions(correction=level * (fake - real), reference=rows.x - level * real)
 
-    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:
-        """Return `core.distill.matching_loss` of the clean sample that the student predicts."""
+    def loss(
+        self, v: Tensor, rows: RecordedSteps, reward: Any = lambda rows, x0: 0.0, coef: float = 1.0
+    ) -> tuple[Tensor, MatchInfo]:
+        """Return `core.distill.matching_loss` of the clean sample that the student predicts, and its reward's term."""
         x0 = rows.x - per_sample(rows.level, rows.x) * v
         d, reference = rows.predictions["correction"], rows.predictions["reference"]
-        return matching_loss(x0, d, reference, form=self.form, huber=self.huber), MatchInfo((d**2).flatten(1).mean(1))
+        loss = matching_loss(x0, d, reference, form=self.form, huber=self.huber)
+        return coef * loss + reward(rows, x0), MatchInfo((d**2).flatten(1).mean(1))
+
+    def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
+        """Return the error of flow matching on the student's samples."""
+        error = velocity_error(v, rows.target)
+        return error, FakeInfo(error.detach())

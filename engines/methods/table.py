@@ -22,16 +22,19 @@ from fluvial.engines.methods.dpo import Dpo
 from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
+from fluvial.engines.methods.refl import Refl
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.tdm import Tdm
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
-METHODS: dict[str, type[Method]] = {
-    kind.method_name: kind
-    for kind in (Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, AlignProp, Raft, Sft, Distill, Dmd2, Tdm)
-}
+BUILT_IN: tuple[type[Method], ...] = (
+    *(Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, Raft, Sft),
+    *(AlignProp, Refl, Srpo, Distill, Dmd2, Tdm),
+)
+METHODS = {kind.method_name: kind for kind in BUILT_IN}
 
 
 def method_type(name: str) -> type[Method]:

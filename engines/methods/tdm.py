@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,7 +12,7 @@ from fluvial.core.checks import per_sample
 from fluvial.core.distill import MatchForm, noise_weight, snr_weight
 from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.methods.matching import FakeInfo, Matching
+from fluvial.engines.methods.matching import FakeInfo, Matching, RewardTermConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RenoisedSamples
 from fluvial.engines.sampling.noising import Levels, UniformLevels
@@ -42,6 +43,7 @@ class Tdm(Matching, name="tdm"):
         snr_max: Largest signal-to-noise ratio that weights the fake's error.
         form: How a correction becomes a loss, see `core.distill.matching_loss`.
         huber: Size of a correction above which form huber takes its sign.
+        reward_term: Term of a differentiable reward.
     """
 
     bounds = {**Matching.bounds, "snr_max": (1e-12, 1e12)}  # noqa: RUF012
@@ -56,6 +58,7 @@ class Tdm(Matching, name="tdm"):
     snr_max: float = 5.0
     form: MatchForm = "huber"
     huber: float = 1e-3
+    reward_term: RewardTermConfig = RewardTermConfig()
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the ends of the student's steps, then move the student."""
@@ -63,7 +66,8 @@ class Tdm(Matching, name="tdm"):
         (part,) = run.minibatches(steps, key, self.passes)
         for number in range(1, self.fake_updates + 1):
             run.update(self.renoise(run, part, fold_in(key, number)), self.fake_loss, network="fake")
-        yield run.update(self.correct(run, part, self.renoise(run, part, fold_in(key, 0))), self.loss)
+        part = self.correct(run, part, self.renoise(run, part, fold_in(key, 0)))
+        yield run.update(part, partial(self.loss, reward=self.reward_term.bind(run, part)))
 
     def renoise(self, run: "Run", part: "Items", key: Key) -> "Items":
         """Return the end of each step with noise, and what the student predicted there: its clean sample and its noise."""

@@ -141,6 +141,12 @@ class Items:
         """Return the items with the predictions of further networks."""
         return self.with_rows(predictions={**self.rows.predictions, **predictions})
 
+    def take(self, chosen: slice) -> Self:
+        """Return the items with some of the M of each sample alone, e.g. its first two steps."""
+        used = torch.zeros_like(self.used)
+        used[:, chosen] = self.used[:, chosen]
+        return replace(self, used=used, count=self.count * used[:, chosen].shape[1] / used.shape[1])
+
     def look_up(self, table: Tensor) -> Tensor:
         """Return each row's entry of a table of all items, `[B, M, ...] -> [P, ...]`, 0 for repeats."""
         flat = to_device(table, self.rows.place.device).flatten(0, 1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import optree
@@ -289,36 +290,46 @@ class Run:
             split_guidance: give the loss the conditional prediction, and with guidance the unconditional one in
                 `rows.predictions["uncond"]` and the scale in `rows.guidance`.
         """
-        items, loss = items if items.dealt else self._deal(items, items.used, items.count), self.check_loss(loss)
-        cond = self._condition(network, items)
+        items = items if items.dealt else self._deal(items, items.used, items.count)
         with self.networks.train(network) as engine:
-            info = engine.update(
-                items.rows,
-                lambda rows: self._loss(engine.module, rows, cond, loss, split_guidance=split_guidance),
-                items.rows.weight,
-                count=max(items.count, 1),
-                micro_batch=self._pass_sizes(items.pad_to),
-                pad_to=items.pad_to,
-                inputs=cond,
-                parts=items.rows.parts(items.batch.plan.sampling.schedule.levels),
-            )
+            terms, options = self._terms(engine.module, network, items, loss, split_guidance=split_guidance)
+            parts = items.rows.parts(items.batch.plan.sampling.schedule.levels)
+            info = engine.update(*terms, **options, parts=parts)
         if engine is not self.engine:
             record = {"loss": info.loss, "grad_norm": info.grad_norm, "lr": info.lr, "objective": info.mean}
             self.log(networks={**self.notes.get("networks", {}), network: record})
         return info
 
+    def accumulate(self, items: Items, loss: Loss) -> None:
+        """Add the gradient of the mean of a loss over the items of all ranks to that of the next update of the policy.
+
+        The update follows at once, so that the two are one step on the sum of their losses; predictions come before.
+        """
+        items = items if items.dealt else self._deal(items, items.used, items.count)
+        terms, options = self._terms(self.engine.module, "policy", items, loss)
+        self.engine.accumulate(*terms, **options)
+
     def forward(self, items: Items, rows: Rows) -> Tensor:
         """Return the policy's prediction at rows of items, with gradient: for a loss that takes further steps."""
         return self._predict(self.engine.module, rows, items.cond)
 
-    def rewards_of(self, final: Tensor, prompts: Sequence[Prompt], *, method: str) -> Tensor:
-        """Return the weighted sum of the rewards of clean samples, `[P]`, with gradient.
+    def rewards_of(
+        self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Callable[[Prompt], Prompt]] = (lambda prompt: prompt,)
+    ) -> list[Tensor]:
+        """Return the weighted sum of the rewards of clean samples, with gradient: `[P]` for each edit of their prompts.
 
         Args:
-            method: name of the method, for messages.
+            items: items of an update.
+            rows: P rows of them.
+            final: clean sample of each row, `[P, *event]`.
+            edits: functions of a prompt that return the one that the rewards see.
         """
-        images = decoded(self.job.model, final, model_inputs(prompts))
-        return weighted_sum(self.rewards, Samples(images, list(prompts), final), objective=method)
+        batch, each, last = items.batch, items.used.shape[1], items.used.numel() - 1
+        assert rows.place is not None
+        prompts = [batch.prompt(place // each) for place in host_values.read(rows.place).clamp(max=last).tolist()]
+        images, name = decoded(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
+        seen = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
+        return [weighted_sum(self.rewards, samples, objective=name) for samples in seen]
 
     # below: what no method sees
 
@@ -351,11 +362,20 @@ class Run:
             rows = first._replace(weight=torch.zeros_like(first.weight))
         return replace(items, rows=rows, cond=cond, used=used, count=count, pad_to=max(longest, 1), real=real, dealt=True)
 
+    def _terms(
+        self, module: nn.Module, network: str, items: Items, loss: Loss, *, split_guidance: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what `Engine.update` takes, of the mean of a loss over the items of all ranks."""
+        cond, loss, sizes = self._condition(network, items), self.check_loss(loss), self._pass_sizes(items.pad_to)
+        options = {"count": max(items.count, 1), "micro_batch": sizes, "pad_to": items.pad_to, "inputs": cond}
+        of_rows = partial(self._loss, module, cond=cond, loss=loss, split_guidance=split_guidance)
+        return (items.rows, of_rows, items.rows.weight), options
+
     def _condition(self, network: str, items: Items) -> Cond:
         """Return the conditioning of items for a network."""
         return self.networks.condition(network, items.cond, self.config.method.sampling.guidance.negative)
 
-    def _loss(self, module: nn.Module, rows: Any, cond: Cond, loss: Loss, *, split_guidance: bool) -> tuple[Tensor, Any]:
+    def _loss(self, module: nn.Module, rows: Any, *, cond: Cond, loss: Loss, split_guidance: bool) -> tuple[Tensor, Any]:
         """Return the loss of each row of a micro-batch, and diagnostics."""
         model = self.job.model
         inputs, options = self._inputs(rows, cond)

@@ -284,6 +284,7 @@ ROWS = (
     FunctionCall("ema.update", lambda x, x_next: ema.update({"w": x}, {"w": x_next}, 0.9), "x x_next", still="x_next"),
     FunctionCall("ema.warm_up_decay", host(lambda: ema.warm_up_decay(0.9, 3)), "x"),
     FunctionCall("flow_matching.interpolate", flow_matching.interpolate, "x0 noise sigma"),
+    FunctionCall("flow_matching.recover", flow_matching.recover, "x v noise sigma_next sigma"),
     FunctionCall("flow_matching.velocity_error", flow_matching.velocity_error, "v target"),
     *(
         FunctionCall(

@@ -16,7 +16,9 @@ from fluvial.engines.methods.table import (
     Guard,
     Nft,
     Raft,
+    Refl,
     Sft,
+    Srpo,
     Tdm,
     TempFlow,
 )
@@ -45,4 +47,6 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "alignprop": AlignProp(last=2),
     "dmd2": Dmd2(fake_updates=2),
     "tdm": Tdm(),
+    "refl": Refl(sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Ode(), window=AllSteps(low=2))),
+    "srpo": Srpo(wanted=("",), unwanted=("",)),
 }

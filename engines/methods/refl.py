@@ -1,0 +1,87 @@
+"""ReFL: the gradient of a reward of the clean sample that one late step predicts."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from fluvial.core import gaussian
+from fluvial.core.random import Key
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.sampling.window import AllSteps, OneRecorded
+from fluvial.engines.sampling.window import Trained as TrainedSteps
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
+
+
+class RewardInfo(NamedTuple):
+    """Diagnostics, one number per item, without gradient."""
+
+    reward: Tensor  # of the clean sample that the step predicts
+
+
+@dataclass(frozen=True)
+class Refl(Method, name="refl"):
+    """ReFL's loss: how much the reward of the predicted clean sample falls short of a margin (arXiv 2304.05977).
+
+        loss = scale relu(margin - R(x0)),  x0 the clean sample that the policy predicts at one late step, with gradient
+
+    The steps before have no gradient. Rewards must be differentiable: PyTorch functions of the images that return a tensor
+    with a gradient. The published code has no further term; its paper adds the loss of pre-training.
+
+    Args:
+        sampling: How samples are made, of whose window's steps one is taken again.
+        trained: Which step is taken again: the same of all samples, as published, or one of each.
+        passes: How often a batch is learnt from.
+        margin: Reward at which the gradient ends; None follows it without end.
+        scale: Factor of the loss.
+    """
+
+    needs: ClassVar[Needs] = Needs(rewards="gradients")
+    bounds: ClassVar = {"margin": (-math.inf, math.inf), "scale": (1e-12, math.inf)}
+    sampling: SamplingConfig = SamplingConfig(prompts=64, group=1, steps=40, sampler=Ode(), window=AllSteps(low=30))
+    trained: TrainedSteps = OneRecorded("rollout")
+    passes: EpochsConfig = EpochsConfig()
+    margin: float | None = 2.0
+    scale: float = 1e-3
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        if not self.sampling.sampler.rule.last_step_is_deterministic:
+            hint = "a step to the end of the schedule is the clean sample that is predicted"
+            yield UsageError("sampling.sampler", self.sampling.sampler.kind, "ode, cps or ddim", hint)
+
+    @property
+    def rows(self) -> RecordedRows:
+        """Record the steps in a form that deterministic ones have, too."""
+        return RecordedRows("unscaled", trained=self.trained)
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Take one step of each sample again, to the clean sample, and follow the gradient of its reward."""
+        steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
+        for part in run.minibatches(steps, key, self.passes):
+            yield run.update(part, partial(self.loss, reward=partial(self.score, run, part)))
+
+    def score(self, run: "Run", items: "Items", v: Tensor, rows: RecordedSteps) -> Tensor:
+        """Return the reward of the clean sample that each step predicts, `[P]`, with gradient."""
+        sampling = items.batch.plan.sampling
+        assert sampling.stochastic is not None
+        end = rows.level.new_full(rows.level.shape, float(sampling.schedule.levels[-1]))
+        return run.rewards_of(items, rows, gaussian.mean(sampling.stochastic.transition(rows.level, end), rows.x, v))[0]
+
+    def loss(self, v: Tensor, rows: RecordedSteps, reward: Any = None) -> tuple[Tensor, RewardInfo]:
+        """Return how much the reward falls short of the margin, or minus the reward."""
+        scores = reward(v, rows)
+        loss = -scores if self.margin is None else (self.margin - scores).relu()
+        return self.scale * loss, RewardInfo(scores.detach())

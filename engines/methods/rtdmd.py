@@ -1,0 +1,108 @@
+"""RTDMD: a policy gradient on the noisy steps of a few-step student, and distribution matching on its last one."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from fluvial.core.distill import MatchForm
+from fluvial.core.policy import PolicyInfo
+from fluvial.core.random import Key, fold_in
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.methods.matching import Matching, RewardTermConfig
+from fluvial.engines.run.method import Needs, PassesConfig, RecordedRows
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.engines.sampling.noising import Levels, UniformLevels
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import FirstRecorded
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.kernels import policy_loss
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class Rtdmd(Matching, name="rtdmd"):
+    """RTDMD's loss of a few-step student that learns from rewards and stays sharp (arXiv 2605.26108).
+
+        loss = surrogate of the first steps + coef (matching loss of the last step) + the term of a differentiable reward
+
+    The last step has no noise, and so no ratio; its clean sample is matched to the teacher's, as in DMD2.
+
+    Args:
+        sampling: How the student samples: few steps of cps, without guidance.
+        trained: Which steps have a surrogate.
+        advantage: How rewards become advantages.
+        passes: How often a batch is learnt from.
+        clip: Half-width of the clip of the ratio.
+        coef: Weight of the matching loss.
+        teacher: Folder of the teacher's weights; None is the model without adapters.
+        guidance: Scale of the teacher's guidance.
+        fake: Optimizer of the model of the student's samples, which learns once before each update of the student.
+        levels: Noise levels at which teacher and fake are compared.
+        fake_levels: Noise levels at which the fake is trained.
+        form: How a correction becomes a loss, see `core.distill.matching_loss`.
+        huber: Size of a correction above which form huber takes its sign.
+        reward_term: Term of a differentiable reward of the last step's clean sample.
+    """
+
+    serving_solver = "consistency"
+    bounds: ClassVar = {**Matching.bounds, "clip": (0, 1), "coef": (0, math.inf)}
+    sampling: SamplingConfig = SamplingConfig(steps=4, sampler=Stochastic("cps", eta=0.9))
+    trained: FirstRecorded = FirstRecorded(0.5)
+    advantage: AdvantageConfig = AdvantageConfig()
+    passes: PassesConfig = PassesConfig()
+    clip: float = 1e-5
+    coef: float = 1e-3
+    teacher: Path | None = None
+    guidance: float = 4.5
+    fake: OptimizerConfig = OptimizerConfig()
+    levels: Levels = UniformLevels(0.02, 0.98)
+    fake_levels: Levels = UniformLevels()
+    form: MatchForm = "dmd"
+    huber: float = 1e-3
+    reward_term: RewardTermConfig = RewardTermConfig()
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Learn from scores, and from the gradient of a reward if it has a weight."""
+        return replace(super().needs, rewards="gradients" if self.reward_term.coef else "scores", ratio=True)
+
+    @property
+    def rows(self) -> RecordedRows:
+        """Record every step, the last one too, which has no density."""
+        return RecordedRows("unscaled", trained=self.trained)
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the fake to the student's samples; then climb the surrogate, and match the last step, in one update."""
+        grades = run.grade(batch, self.advantage)
+        steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep)
+        first, last = steps.take(slice(self.trained.count(self.sampling.steps))), steps.take(slice(-1, None))
+        parts = zip(run.minibatches(first, key, self.passes), run.minibatches(last, key, self.passes), strict=True)
+        for number, (part, end) in enumerate(parts):
+            x0, zero = end.rows.x_next, end.rows.level * 0
+            noisy = run.renoise(end, x0, zero, self.fake_levels, fold_in(key, 2 * number))
+            run.update(noisy, self.fake_loss, network="fake")
+            end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, fold_in(key, 2 * number + 1)))
+            run.accumulate(end, partial(super().loss, reward=self.reward_term.bind(run, end), coef=self.coef))
+            yield run.update(part, self.loss)
+
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:  # type: ignore[override]
+        """Return `kernels.policy_loss` of the recorded steps."""
+        old, form = rows.log_prob_old, self.rows.form
+        options: dict[str, Any] = {
+            "clip_low": self.clip,
+            "clip_high": self.clip,
+            "advantage": rows.signal,
+            "log_prob_old": old,
+            "form": form,
+        }
+        return policy_loss(rows.transition, rows.x, v, rows.x_next, **options)
