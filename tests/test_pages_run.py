@@ -29,7 +29,6 @@ REWARDS = "yuvalkirstain/PickScore_v1", "openai/clip-vit-large-patch14"
 CAPTIONS = ("a red fox", "two cats", "an owl")
 RUN = {
     "--updates": "1",
-    "--passes.minibatches": "1",
     "--micro-batch": "2",
     "--update-micro-batch": "rollout",
     "--evaluation.every": "0",
@@ -79,6 +78,7 @@ def sized(words: Sequence[str]) -> list[str]:
     if command == "train":
         small = {
             **RUN,
+            **({} if rest[0].startswith("mine:") else {"--passes.minibatches": "1"}),
             **({} if rest[0] == "sft" else ROLLOUT),
             **(PIPELINE if is_pipeline else {}),
             **NOISED.get(rest[0], {}),

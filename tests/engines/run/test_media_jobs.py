@@ -215,7 +215,7 @@ def test_videos_that_cannot_be_in_a_batch_are_refused(folder: Path, tmp_path: Pa
             2,
             "5 frames, of which WanVideoToVideoPipeline makes as many, and .*frames is 1",
         ),
-        (("--pipeline.call", "strength=1.0"), 1, "its video has no effect on the samples; leave it out"),
+        (("--pipeline.call", "strength=1.0"), 2, "its video has no effect on the samples; leave it out"),
     ],
 )
 def test_a_video_to_video_run_without_its_length_or_an_effect_is_refused(

@@ -39,7 +39,7 @@ def test_a_server_makes_rollouts_ahead_with_the_bits_of_this_process(one: World,
         for train in ("full", "lora"):
             with Trainer(config(tmp_path, train), handwriting_jobs.job(), one) as trainer:
                 expected, last = numbers(trainer), trainer.engine.sharded.shards()
-            served = with_values(config(tmp_path, train), {"sampling": there})
+            served = with_values(config(tmp_path, train), {"rollout": there})
             with Trainer(served, handwriting_jobs.job(), one) as trainer:
                 assert numbers(trainer) == expected
                 for name, shard in trainer.engine.sharded.shards().items():

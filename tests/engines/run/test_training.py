@@ -214,7 +214,7 @@ def test_checkpoints_may_be_written_in_the_background(tmp_path: Path, where: str
     trained(tmp_path / "straight", updates=4)
     changes: dict[str, Any] = {"checkpoint.background": True, "checkpoint.every": 1}
     if where == "URL":
-        changes["checkpoints"] = f"memory://{tmp_path.name}/checkpoints"
+        changes["checkpoint.folder"] = f"memory://{tmp_path.name}/checkpoints"
     train(config(tmp_path / "run", updates=3, **changes), job())
     saved = checkpoint.list_checkpoints(config(tmp_path / "run", **changes).checkpoint_folder)
     assert [str(path).rpartition("/")[2] for path in saved] == ["000002", "000003"]
