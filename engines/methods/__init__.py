@@ -13,11 +13,13 @@ from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
+from fluvial.engines.methods.rtdmd import Rtdmd
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.methods.tdm import Tdm
+from fluvial.engines.methods.tdm_r1 import TdmR1
 from fluvial.engines.run.method import (
     EpochsConfig,
     Images,
@@ -63,10 +65,12 @@ __all__ = [
     "ReadingConfig",
     "RecordedRows",
     "Refl",
+    "Rtdmd",
     "SamplingConfig",
     "Sft",
     "Srpo",
     "StepKLConfig",
     "Tdm",
+    "TdmR1",
     "TempFlow",
 ]

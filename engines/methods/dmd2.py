@@ -12,7 +12,7 @@ from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import Matching, RewardTermConfig
-from fluvial.engines.run.method import PassesConfig
+from fluvial.engines.run.method import Needs, PassesConfig
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.noising import Levels, UniformLevels
 from fluvial.engines.sampling.samplers import Stochastic
@@ -58,6 +58,11 @@ class Dmd2(Matching, name="dmd2"):
     form: MatchForm = "dmd"
     huber: float = 1e-3
     reward_term: RewardTermConfig = RewardTermConfig()
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Learn from no reward but that of the term."""
+        return self.reward_term.needs()
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""

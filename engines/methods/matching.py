@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ from fluvial.engines.errors import no_effect
 from fluvial.engines.run.declared import Base, Networks, Teacher, Trained
 from fluvial.engines.run.method import EpochsConfig, Method, Needs, RecordedRows
 from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
-from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.engines.sampling.window import AllRecorded
 from fluvial.kernels import velocity_error
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class RewardTermConfig:
         if not self.coef and (self.margin is not None or self.after):
             raise no_effect("reward_term.after" if self.after else "reward_term.margin", "with `reward_term.coef` 0")
 
+    def needs(self) -> Needs:
+        """Return what matching with the term needs: the gradient of a reward if it has a weight."""
+        return replace(Matching.needs, rewards="gradients" if self.coef else None)
+
     def bind(self, run: "Run", items: "Items") -> Callable[[Any, Tensor], Tensor | float]:
         """Return the term as a function of rows of items and their clean samples, `[P]`."""
         if not self.coef or run.clock < self.after:
@@ -72,25 +76,19 @@ class RewardTermConfig:
 class Matching(Method):
     """What DMD2 and TDM have in common: a student, its teacher (real), and a model of the student's samples (fake)."""
 
+    needs: ClassVar[Needs] = Needs(prediction="velocity", rewards=None, off_schedule=True)
     passes: ClassVar[EpochsConfig] = EpochsConfig()  # type: ignore[misc] # the student that made the samples is gone after it
     bounds: ClassVar = {"guidance": (0, 1e4), "fake_updates": (1, 2**31), "huber": (1e-12, 1e4)}
     teacher: Path | None
     guidance: float
     fake: OptimizerConfig
-    trained: TrainedSteps
     form: MatchForm
     huber: float
-    reward_term: RewardTermConfig = RewardTermConfig()
-
-    @property
-    def needs(self) -> Needs:  # type: ignore[override]
-        """Learn from the gradient of a reward if it has a weight."""
-        return Needs(prediction="velocity", rewards="gradients" if self.reward_term.coef else None, off_schedule=True)
 
     @property
     def rows(self) -> RecordedRows:
         """Train on recorded steps, the deterministic ones too, with the velocity that made them."""
-        return RecordedRows("unscaled", velocity=True, trained=self.trained)
+        return RecordedRows("unscaled", velocity=True, trained=getattr(self, "trained", AllRecorded()))
 
     def networks(self) -> Networks:
         """Keep the teacher, and the model of the student's samples, which learns."""

@@ -52,8 +52,8 @@ class Refl(Method, name="refl"):
     sampling: SamplingConfig = SamplingConfig(prompts=64, group=1, steps=40, sampler=Ode(), window=AllSteps(low=30))
     trained: TrainedSteps = OneRecorded("rollout")
     passes: EpochsConfig = EpochsConfig()
-    margin: float | None = 2.0
-    scale: float = 1e-3
+    margin: float | None = None
+    scale: float = 1.0
 
     def problems(self) -> Iterator[UsageError]:
         """Yield what has no meaning among the hyper-parameters."""

@@ -13,8 +13,9 @@ from fluvial.core.distill import MatchForm
 from fluvial.core.policy import PolicyInfo
 from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.errors import UsageError
 from fluvial.engines.methods.matching import Matching, RewardTermConfig
-from fluvial.engines.run.method import Needs, PassesConfig, RecordedRows
+from fluvial.engines.run.method import Needs, RecordedRows
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.noising import Levels, UniformLevels
@@ -39,9 +40,8 @@ class Rtdmd(Matching, name="rtdmd"):
 
     Args:
         sampling: How the student samples: few steps of cps, without guidance.
-        trained: Which steps have a surrogate.
+        first: Number of first steps that have a surrogate.
         advantage: How rewards become advantages.
-        passes: How often a batch is learnt from.
         clip: Half-width of the clip of the ratio.
         coef: Weight of the matching loss.
         teacher: Folder of the teacher's weights; None is the model without adapters.
@@ -55,11 +55,10 @@ class Rtdmd(Matching, name="rtdmd"):
     """
 
     serving_solver = "consistency"
-    bounds: ClassVar = {**Matching.bounds, "clip": (0, 1), "coef": (0, math.inf)}
+    bounds: ClassVar = {**Matching.bounds, "clip": (0, 1), "first": (1, 2**31), "coef": (0, math.inf)}
     sampling: SamplingConfig = SamplingConfig(steps=4, sampler=Stochastic("cps", eta=0.9))
-    trained: FirstRecorded = FirstRecorded(0.5)
+    first: int = 2
     advantage: AdvantageConfig = AdvantageConfig()
-    passes: PassesConfig = PassesConfig()
     clip: float = 1e-5
     coef: float = 1e-3
     teacher: Path | None = None
@@ -74,26 +73,31 @@ class Rtdmd(Matching, name="rtdmd"):
     @property
     def needs(self) -> Needs:  # type: ignore[override]
         """Learn from scores, and from the gradient of a reward if it has a weight."""
-        return replace(super().needs, rewards="gradients" if self.reward_term.coef else "scores", ratio=True)
+        needs = self.reward_term.needs()
+        return replace(needs, rewards=needs.rewards or "scores", ratio=True)
 
     @property
     def rows(self) -> RecordedRows:
         """Record every step, the last one too, which has no density."""
-        return RecordedRows("unscaled", trained=self.trained)
+        return RecordedRows("unscaled", trained=FirstRecorded(self.first / self.sampling.steps))
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        if self.first >= self.sampling.steps:
+            yield UsageError("first", self.first, f"less than the {self.sampling.steps} steps, the last of which is matched")
+        yield from super().problems()
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the student's samples; then climb the surrogate, and match the last step, in one update."""
         grades = run.grade(batch, self.advantage)
         steps = run.record_steps(batch, key, grades.advantage, keep=grades.keep)
-        first, last = steps.take(slice(self.trained.count(self.sampling.steps))), steps.take(slice(-1, None))
-        parts = zip(run.minibatches(first, key, self.passes), run.minibatches(last, key, self.passes), strict=True)
-        for number, (part, end) in enumerate(parts):
-            x0, zero = end.rows.x_next, end.rows.level * 0
-            noisy = run.renoise(end, x0, zero, self.fake_levels, fold_in(key, 2 * number))
-            run.update(noisy, self.fake_loss, network="fake")
-            end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, fold_in(key, 2 * number + 1)))
-            run.accumulate(end, partial(super().loss, reward=self.reward_term.bind(run, end), coef=self.coef))
-            yield run.update(part, self.loss)
+        first, last = steps.take(slice(self.first)), steps.take(slice(-1, None))
+        (part,), (end,) = (run.minibatches(items, key, self.passes) for items in (first, last))
+        x0, zero = end.rows.x_next, end.rows.level * 0
+        run.update(run.renoise(end, x0, zero, self.fake_levels, fold_in(key, 1)), self.fake_loss, network="fake")
+        end = self.correct(run, end, run.renoise(end, x0, zero, self.levels, fold_in(key, 0)))
+        run.accumulate(end, partial(super().loss, reward=self.reward_term.bind(run, end), coef=self.coef))
+        yield run.update(part, self.loss)
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, PolicyInfo]:  # type: ignore[override]
         """Return `kernels.policy_loss` of the recorded steps."""

@@ -23,16 +23,18 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
+from fluvial.engines.methods.rtdmd import Rtdmd
 from fluvial.engines.methods.sft import Sft
 from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.tdm import Tdm
+from fluvial.engines.methods.tdm_r1 import TdmR1
 from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
 BUILT_IN: tuple[type[Method], ...] = (
     *(Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, Raft, Sft),
-    *(AlignProp, Refl, Srpo, Distill, Dmd2, Tdm),
+    *(AlignProp, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
 )
 METHODS = {kind.method_name: kind for kind in BUILT_IN}
 

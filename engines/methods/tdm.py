@@ -13,6 +13,7 @@ from fluvial.core.distill import MatchForm, noise_weight, snr_weight
 from fluvial.core.random import Key, fold_in
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.methods.matching import FakeInfo, Matching, RewardTermConfig
+from fluvial.engines.run.method import Needs
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RenoisedSamples
 from fluvial.engines.sampling.noising import Levels, UniformLevels
@@ -60,6 +61,11 @@ class Tdm(Matching, name="tdm"):
     huber: float = 1e-3
     reward_term: RewardTermConfig = RewardTermConfig()
 
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]
+        """Learn from no reward but that of the term."""
+        return self.reward_term.needs()
+
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Fit the fake to the ends of the student's steps, then move the student."""
         steps = run.record_steps(batch, key, trained=self.trained, keep=run.grade(batch).keep)
@@ -73,7 +79,7 @@ class Tdm(Matching, name="tdm"):
         """Return the end of each step with noise, and what the student predicted there: its clean sample and its noise."""
         rows = part.rows
         highest = rows.level if self.interval == "separate" else None
-        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, highest)
+        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, highest=highest)
         level, v = per_sample(rows.level, rows.x), rows.predictions["old"]
         return noisy.with_predictions(x0=rows.x - level * v, noise=rows.x + (1 - level) * v)
 

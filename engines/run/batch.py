@@ -207,20 +207,33 @@ def noise_samples(
     return _items(batch, rows, torch.ones(batch.share.batch, noising.each), weights)
 
 
-def renoise(items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, highest: Tensor | None = None) -> Items:
+def renoise(
+    items: Items,
+    x: Tensor,
+    level: Tensor,
+    levels: Levels,
+    key: Key,
+    *,
+    lowest: Tensor | None = None,
+    highest: Tensor | None = None,
+    shared: bool = False,
+) -> Items:
     """Return a noisy sample for each row of recorded steps, in their order.
 
     Args:
         x: sample at `level`, `[P, *event]`.
         level: noise level of x, `[P]`.
-        levels: distribution of the noisy levels, of which 1 stands for `highest`.
+        levels: distribution of the noisy levels, of which 0 stands for `lowest` and 1 for `highest`.
         key: key of the draw; what a row draws depends on nothing else but its place.
-        highest: level, `[P]`; by default 1.
+        lowest, highest: levels, `[P]`; by default `level` and 1.
+        shared: draw the same for all rows of a group.
     """
-    keys = fold_in(fold_in(key, Stream.RENOISING), items.rows.place)
-    highest = torch.ones_like(level) if highest is None else highest
-    schedule = items.batch.plan.sampling.schedule
-    return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, highest, keys, schedule, levels))
+    place = items.rows.place
+    if shared:
+        place = place // (items.used.shape[1] * items.batch.compared)
+    bounds = level if lowest is None else lowest, torch.ones_like(level) if highest is None else highest
+    keys, schedule = fold_in(fold_in(key, Stream.RENOISING), place), items.batch.plan.sampling.schedule
+    return replace(items, rows=rows_of.renoised_samples(items.rows, x, level, bounds, keys, schedule, levels))
 
 
 def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) -> Items:

@@ -479,7 +479,8 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
         except ValueError as error:
             raise UsageError(str(error)) from error
         if found is not None:
-            for name in adapters:
+            behind = {name for name, follower in config.followers.items() if follower.network in learn}
+            for name in (name for name in adapters if name not in {*learn, *behind}):
                 try:
                     load_lora(module, found.tensors, name)
                 except ValueError as error:

@@ -18,15 +18,17 @@ Loss = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Follower:
-    """A policy that lags behind the trained one, as a LoRA adapter of its own: it <- d it + (1 - d) policy.
+    """A network that lags behind one that learns, as a LoRA adapter of its own: it <- d it + (1 - d) network.
 
     Args:
         decay: `(rollouts, updates) -> d`, of the numbers made so far; called after each rollout.
         samples_from: number of updates from which on it makes the rollouts; None: the policy makes them.
+        network: name of the network that it follows.
     """
 
     decay: Callable[[int, int], float]
     samples_from: int | None = None
+    network: str = "policy"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Trained:
-    """A second network that learns (`run.update(network=...)`), which starts as the policy does.
+    """A second network that learns (`run.update(network=...)`), which starts as the model without adapters.
 
     It is an adapter beside the policy's, or with full fine-tuning a module of its own.
 
@@ -92,7 +94,20 @@ class Trained:
             yield no_effect(f"{name}.ema_decay", "of a second network, whose moving average nothing reads")
 
 
-Network = Follower | Start | Before | Base | Teacher | Trained
+@dataclass(frozen=True)
+class SameNetwork:
+    """Another network of the method, with guidance of its own.
+
+    Args:
+        network: its name.
+        guidance: scale of classifier-free guidance.
+    """
+
+    network: str
+    guidance: float
+
+
+Network = Follower | Start | Before | Base | Teacher | Trained | SameNetwork
 Networks = dict[str, Network]  # by the name under which rows hold their predictions
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fluvial.engines.engine.engine import Engine
 from fluvial.engines.engine.module import ShardedModule
-from fluvial.engines.run.declared import Base, Follower, Networks, Start, Trained, find_followers
+from fluvial.engines.run.declared import Base, Follower, Networks, SameNetwork, Start, Trained, find_followers
 from fluvial.models import Cond, DiffusionModel
 from fluvial.models.guidance import Guided
 from fluvial.models.host_values import to_device
@@ -54,6 +54,7 @@ class BuiltNetworks:
     @contextmanager
     def open(self, name: str) -> Iterator[nn.Module]:
         """Yield a network for forward passes without gradient; every rank must take part."""
+        name = self._name(name)
         if name in self.separate:
             self.engine.sharded.reshard()  # so that both modules are not gathered at the same time
             with self.separate[name].inference() as module:
@@ -75,6 +76,11 @@ class BuiltNetworks:
             self.engine.sharded.reshard()
         with self._use_adapter(name):
             yield engine
+
+    def _name(self, name: str) -> str:
+        """Return the name of the network that computes, where one is declared with other guidance."""
+        network = self.declared.get(name)
+        return network.network if isinstance(network, SameNetwork) else name
 
     def _use_adapter(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which the policy's module computes as a network that is no module of its own."""
@@ -121,17 +127,18 @@ class BuiltNetworks:
         return Guided(plain, unconditional, torch.full((len(first),), scale, device=first.device))
 
     def follow(self, rollouts: int) -> None:
-        """Move each follower to d it + (1 - d) policy; every rank moves its own shards.
+        """Move each follower to d it + (1 - d) what it follows; every rank moves its own shards.
 
         Args:
             rollouts: number of rollouts made so far.
         """
         for name, follower in self.followers.items():
             decay = follower.decay(rollouts, self.engine.updates)
+            leader = "default" if follower.network == "policy" else follower.network
             if decay == 0:
-                copy_adapter(self.engine.module, "default", name)
+                copy_adapter(self.engine.module, leader, name)
             else:
-                blend_adapter(self.engine.module, "default", name, decay)
+                blend_adapter(self.engine.module, leader, name, decay)
 
     def offload(self) -> None:
         """Move what does not take part in a rollout to the host: modules, and the state of their optimizers."""

@@ -214,11 +214,9 @@ class Run:
         noising = noising.choose_levels(on_schedule=self._on_schedule)
         return noise_samples(batch, noising, key, signal, keep=keep, skip_zero=skip_zero)
 
-    def renoise(
-        self, items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, highest: Tensor | None = None
-    ) -> Items:
+    def renoise(self, items: Items, x: Tensor, level: Tensor, levels: Levels, key: Key, **options: Any) -> Items:
         """Return a noisy sample for each row of recorded steps, see `batch.renoise`."""
-        return renoise(items, x, level, levels, key, highest)
+        return renoise(items, x, level, levels, key, **options)
 
     def return_to(self, batch: Batch, key: Key, count: int, *, keep: Tensor) -> Items:
         """Return the samples of a batch before their last `count` steps, see `batch.return_to`."""

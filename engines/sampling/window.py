@@ -363,10 +363,12 @@ class OneRecorded:
 
     Args:
         draw: Scope of one draw of the step: sample (each sample has its own) or rollout (all samples have the same).
+        odds: Odds of the steps: even, or late (1, 2, 3, ... from the first to the last, as TDM-R1 draws).
     """
 
     kind: ClassVar[str] = "one"
     draw: Literal["sample", "rollout"] = "sample"
+    odds: Literal["even", "late"] = "even"
 
     def __post_init__(self) -> None:
         check_fields(self, "trained")
@@ -379,6 +381,8 @@ class OneRecorded:
         """Return 1 for the drawn step, else 0, `[B, S]`; the same on every rank."""
         samples = torch.zeros(batch, dtype=torch.int64) if self.draw == "rollout" else torch.arange(batch)
         drawn = uniform(fold_in(key, samples), (batch, recorded))
+        if self.odds == "late":  # the largest u^(1/n) is at a step with odds proportional to n
+            drawn = drawn ** (1 / torch.arange(1, recorded + 1))
         return (drawn == drawn.amax(1, keepdim=True)).float()
 
 

@@ -43,12 +43,14 @@ class RenoisedSamples(NamedTuple):
     level: Tensor  # its noise level t
     timestep: Tensor | None  # None: the model derives it from the level
     sample: Tensor  # int64, row of the conditioning; the items of one sample share it
+    signal: Tensor  # number of the sample that the method gave, e.g. its advantage
     weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
     start: Tensor  # sample x_s that noise was put on
     start_level: Tensor  # its noise level s
     noise: Tensor
     predictions: dict[str, Tensor]  # of other networks at x, by name, and what the method computed of each item
     place: Tensor | None = None  # int64, index of the item among the B * M of all ranks; B * M for a repeat
+    context: Tensor | None = None  # what the method looked up of the other items
 
     @property
     def target(self) -> Tensor:
@@ -130,7 +132,13 @@ def noised_samples(
 
 
 def renoised_samples(
-    rows: RecordedSteps, start: Tensor, level: Tensor, highest: Tensor, keys: Key, schedule: Schedule, levels: Levels
+    rows: RecordedSteps,
+    start: Tensor,
+    level: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    keys: Key,
+    schedule: Schedule,
+    levels: Levels,
 ) -> RenoisedSamples:
     """Return samples of a flow behind recorded steps, with noise up to a higher level: item i belongs to row i.
 
@@ -138,19 +146,21 @@ def renoised_samples(
         rows: recorded steps, `[P, ...]`.
         start: a sample of each, `[P, *event]`, e.g. the next one, or the clean sample that is predicted.
         level: its noise level s, `[P]`.
-        highest: level that a draw of 1 stands for, `[P]`; a draw u is the level t = s + (highest - s) u.
+        bounds: levels that draws of 0 and 1 stand for, `[P]` each; a draw u is the level t = low + (high - low) u.
         keys: key of each row, `[P]`.
         schedule: the model's schedule.
         levels: distribution of u.
     """
     drawn, _ = draw_levels(keys, schedule, NoisingConfig(each=1, levels=levels))
-    noisy = level + (highest - level) * drawn[:, 0]
+    low, high = bounds
+    noisy = low + (high - low) * drawn[:, 0]
     noise = normal(fold_in(keys, Stream.NOISE), tuple(start.shape), dtype=start.dtype)
     return RenoisedSamples(
         x=renoise(start, noise, level, noisy).to(start.dtype),
         level=noisy,
         timestep=None,
         sample=rows.sample,
+        signal=rows.signal,
         weight=rows.weight,
         start=start,
         start_level=level,

@@ -126,6 +126,10 @@ PARTS: dict[str, str] = {
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
     **dict.fromkeys(("dmd2", "tdm"), "sampling trained form"),
+    "tdm-r1": "sampling trained advantage form",
+    "rtdmd": "sampling advantage form",
+    "refl": "sampling trained passes",
+    "srpo": "sampling passes form",
 }
 SHARED = {name for parts in PARTS.values() for name in parts.split()}
 
@@ -206,7 +210,9 @@ def test_hyper_parameters_out_of_range() -> None:
         assert "\n" not in str(refused.value)
 
 
-IMPLEMENTED = [name for name in OBJECTIVE_ROWS if name not in ("distill, mean_kl", "alignprop", "dmd2", "tdm")]
+IMPLEMENTED = [
+    name for name in OBJECTIVE_ROWS if name not in ("distill, mean_kl", "alignprop", "dmd2", "tdm", "tdm-r1", "refl", "srpo")
+]
 
 
 @pytest.mark.parametrize("name", IMPLEMENTED)

@@ -70,6 +70,12 @@ PUBLISHED: dict[str, str] = {
     "sft": "",
     "distill": "--match mean_kl --sampling.group 1",
     "dmd2": "--sampling.steps 4 --guidance 4 --fake-updates 5 --optimizer.lr 1e-5 --optimizer.ema-decay 0",
+    "tdm-r1": "--sampling.prompts 48 --sampling.group 24 --sampling.steps 4 --guidance 4.5 --fake.lr 3e-4 --fake-kl 0.02 "
+    "--tdm 0.3 --surrogate.optimizer.lr 3e-4 --surrogate.beta 10 --surrogate.clip 1e-3 --optimizer.lr 7.5e-5 --form square",
+    "rtdmd": "--sampling.steps 4 --sampling.sampler cps --sampling.sampler.eta 0.9 --sampling.group 24 --clip 1e-5 "
+    "--coef 1e-3 --guidance 4.5 --fake.lr 3e-5 --optimizer.lr 3e-6 --advantage.scale batch --first 2",
+    "refl": "--sampling.steps 40 --sampling.window.low 30 --margin 2 --scale 1e-3 --optimizer.lr 1e-5 --train full",
+    "srpo": "--sampling.steps 25 --margin 0.7 --towards 0.1 0.25 --away 0.3 0.01 --optimizer.lr 5e-6 --train full",
     "tdm": "--sampling.steps 4 --guidance 4 --interval reverse --form huber --sampling.prompts 128",
     **dict.fromkeys(("handwriting", "words", "edit-words"), FLOW_GRPO + "--passes.minibatches 1"),
 }
@@ -95,7 +101,7 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     config, tuned = RECIPES[name](OTHER), RECIPES[name](HANDWRITING)
     assert config.model == OTHER
     assert parse_config(config, "fluvial", PUBLISHED[name].split()) == config
-    assert config.train == ("full" if name == "dance" else "lora")
+    assert config.train == ("full" if name in ("dance", "refl", "srpo") else "lora")
     assert config.lora.targets is None  # the model's own
     assert (config.data.order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
@@ -241,6 +247,10 @@ OWN: dict[str, tuple[str, Any]] = {
     "distill": ("--teacher", Path("folder")),
     "dmd2": ("--fake.lr", 0.5),
     "tdm": ("--snr-max", 2.0),
+    "tdm-r1": ("--surrogate.beta", 2.0),
+    "rtdmd": ("--coef", 0.5),
+    "refl": ("--margin", 1.0),
+    "srpo": ("--length", 0.2),
     "handwriting": ("--clip-high", 0.2),
     "words": ("--evaluation.seeds", 3),
     "edit-words": ("--optimizer.lr", 0.001),

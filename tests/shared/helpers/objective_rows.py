@@ -17,13 +17,18 @@ from fluvial.engines.methods.table import (
     Nft,
     Raft,
     Refl,
+    Rtdmd,
     Sft,
     Srpo,
     Tdm,
+    TdmR1,
     TempFlow,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.sampling.window import AllSteps
 
 TEACHER, GIVEN = Path("teacher"), Path("given")
 OBJECTIVE_ROWS: dict[str, Method] = {
@@ -47,6 +52,8 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "alignprop": AlignProp(last=2),
     "dmd2": Dmd2(fake_updates=2),
     "tdm": Tdm(),
+    "tdm-r1": TdmR1(),
+    "rtdmd": Rtdmd(),
     "refl": Refl(sampling=SamplingConfig(prompts=4, group=1, steps=4, sampler=Ode(), window=AllSteps(low=2))),
     "srpo": Srpo(wanted=("",), unwanted=("",)),
 }

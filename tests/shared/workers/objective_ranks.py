@@ -9,12 +9,26 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Guard, Nft, Raft, Sft, Tdm
+from fluvial.engines.methods.table import (
+    Awm,
+    Distill,
+    Dmd2,
+    Dpo,
+    Guard,
+    Nft,
+    Raft,
+    Refl,
+    Rtdmd,
+    Sft,
+    Srpo,
+    Tdm,
+    TdmR1,
+)
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, RandomRecorded
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, RandomRecorded
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
@@ -30,6 +44,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
     "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
     "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
+    "tdm-r1": {"method": TdmR1(), "sampling": replace(STEPS, sampler=Ode()), "train": "lora"},
+    "rtdmd": {"method": Rtdmd(first=2), "sampling": replace(STEPS, sampler=Stochastic("cps", 0.9))},
+    "refl": {"method": Refl(), "sampling": replace(FEW, window=AllSteps(low=1))},
+    "srpo": {"method": Srpo(margin=9.0), "sampling": FEW},
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},

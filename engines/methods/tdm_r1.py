@@ -1,0 +1,121 @@
+"""TDM-R1: a few-step student that learns from any reward, through a surrogate that prefers its better samples."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fluvial.core.checks import per_sample
+from fluvial.core.distill import MatchForm, matching_loss
+from fluvial.core.random import Key, fold_in
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.methods.matching import FakeInfo, MatchInfo, Matching
+from fluvial.engines.methods.surrogate import SurrogateConfig
+from fluvial.engines.run.declared import Base, Networks
+from fluvial.engines.run.method import Needs
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RecordedSteps, RenoisedSamples
+from fluvial.engines.sampling.noising import Levels, UniformLevels
+from fluvial.engines.sampling.samplers import Ode
+from fluvial.engines.sampling.window import RandomRecorded
+from fluvial.engines.sampling.window import Trained as TrainedSteps
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.kernels import velocity_error
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
+
+
+@dataclass(frozen=True)
+class TdmR1(Matching, name="tdm-r1"):
+    """TDM-R1 in its authors' form: matching of the teacher's guidance, of the surrogate, and of the base (arXiv 2603.07700).
+
+        loss = tdm m(real - base) + (1 - tdm) m(surrogate - base) + m(base - fake)
+
+    m is `core.distill.matching_loss` of differences of predicted clean samples, where the student's steps end.
+
+    Args:
+        sampling: How the student samples: few steps of the ODE, without guidance.
+        trained: Which steps have a gradient.
+        advantage: How rewards become advantages.
+        teacher: Folder of the teacher's weights; None is the model without adapters.
+        guidance: Scale of the teacher's guidance.
+        fake: Optimizer of the model of the student's samples.
+        fake_kl: Weight of the fake's squared distance to the base.
+        surrogate: The surrogate.
+        tdm: Share of the teacher's guidance beside the surrogate.
+        levels: Distribution of the noise levels, from 0 (where the step ends, or the lowest) to 1.
+        form: How a correction becomes a loss, see `core.distill.matching_loss`.
+        huber: Size of a correction above which form huber takes its sign.
+    """
+
+    needs: ClassVar[Needs] = Needs(prediction="velocity", off_schedule=True)
+    bounds: ClassVar = {**Matching.bounds, "tdm": (0, 1), "fake_kl": (0, math.inf)}
+    sampling: SamplingConfig = SamplingConfig(prompts=48, group=24, steps=4, sampler=Ode())
+    trained: TrainedSteps = RandomRecorded(0.5)
+    advantage: AdvantageConfig = AdvantageConfig(scale="batch", clip=5.0)
+    teacher: Path | None = None
+    guidance: float = 4.5
+    fake: OptimizerConfig = OptimizerConfig()
+    fake_kl: float = 0.02
+    surrogate: SurrogateConfig = field(default_factory=SurrogateConfig)
+    tdm: float = 0.3
+    levels: Levels = UniformLevels(0.02, 0.98)
+    form: MatchForm = "square"
+    huber: float = 1e-3
+
+    def networks(self) -> Networks:
+        """Keep the teacher, the base, the fake, and the surrogate with its moving average and its guidance."""
+        return super().networks() | self.surrogate.networks() | {"base": Base(1.0)}
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Fit the fake, teach the surrogate which samples are better, then move the student by both."""
+        grades, q = run.grade(batch, self.advantage), self.surrogate
+        kept = partial(run.record_steps, batch, key, grades.advantage, keep=grades.keep)
+        part, judged = (next(run.minibatches(kept(trained=each), key, self.passes)) for each in (self.trained, q.trained))
+        run.update(run.predict(self.renoise(run, part, fold_in(key, 0)), "base"), self.fake_loss, network="fake")
+        judged = self.renoise(run, judged, fold_in(key, 1), q.lowest, shared=True)
+        noisy = run.predict(judged, "surrogate", "average", "base")
+        run.update(q.weigh(run, noisy), q.prefer, network="surrogate")
+        seen = run.predict(self.renoise(run, part, fold_in(key, 2)), "real", "fake", "base")
+        read = run.predict(self.renoise(run, part, fold_in(key, 3), q.read_from), "guide", "base")
+        real, fake, base = (clean(seen.rows, name) for name in ("real", "fake", "base"))
+        guide, start = (clean(read.rows, name) for name in ("guide", "base"))
+        part = part.with_predictions(real=real, kl=base - fake, cfg=real - base, guide=guide, rl=guide - start)
+        led = part.rows.place % part.used.shape[1] < (q.steps or self.sampling.steps)
+        yield run.update(part.with_rows(context=led), self.loss)
+
+    def renoise(self, run: "Run", part: "Items", key: Key, lowest: float = 0.0, *, shared: bool = False) -> "Items":
+        """Return the end of each step with noise, and the clean sample that the student predicted there."""
+        rows, bound = part.rows, part.rows.level_next.clamp(min=lowest)
+        noisy = run.renoise(part, rows.x_next, rows.level_next, self.levels, key, lowest=bound, shared=shared)
+        return noisy.with_predictions(x0=clean(rows, "old"))
+
+    def fake_loss(self, v: Tensor, rows: RenoisedSamples) -> tuple[Tensor, FakeInfo]:
+        """Return the error of the velocity away from the student's clean sample, and the distance to the base."""
+        error = velocity_error(v, (rows.x - rows.predictions["x0"]) / per_sample(rows.level, v))
+        return error + self.fake_kl * velocity_error(v, rows.predictions["base"]), FakeInfo(error.detach())
+
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, MatchInfo]:  # type: ignore[override]
+        """Return the sum of the three matching losses; steps that the surrogate does not lead have the teacher's alone."""
+        assert rows.context is not None
+        p, x0 = rows.predictions, rows.x - per_sample(rows.level, rows.x) * v
+        kl, cfg, rl = (
+            matching_loss(x0, p[name], p[scale], form=self.form, huber=self.huber)
+            for name, scale in (("kl", "real"), ("cfg", "real"), ("rl", "guide"))
+        )
+        led, alone = self.tdm * cfg + (1 - self.tdm) * rl + kl, self.tdm * (cfg + kl)
+        return torch.where(rows.context, led, alone), MatchInfo((p["kl"] ** 2).flatten(1).mean(1))
+
+
+def clean(rows: Any, name: str) -> Tensor:
+    """Return the clean sample that a network predicts at each row."""
+    v: Tensor = rows.predictions[name]
+    return rows.x - per_sample(rows.level, v) * v
