@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -115,7 +115,6 @@ class TdmR1(Matching, name="tdm-r1"):
         return torch.where(rows.context, led, alone), MatchInfo((p["kl"] ** 2).flatten(1).mean(1))
 
 
-def clean(rows: Any, name: str) -> Tensor:
+def clean(rows: RecordedSteps | RenoisedSamples, name: str) -> Tensor:
     """Return the clean sample that a network predicts at each row."""
-    v: Tensor = rows.predictions[name]
-    return rows.x - per_sample(rows.level, v) * v
+    return rows.x - per_sample(rows.level, rows.x) * rows.predictions[name]

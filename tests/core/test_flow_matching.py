@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from fluvial.core.flow_matching import interpolate, velocity_error
+from fluvial.core.flow_matching import interpolate, recover, velocity_error
 
 events = st.sampled_from(EVENTS)
 seeds = st.integers(0, 2**32)
@@ -29,6 +29,19 @@ def test_the_ends_of_the_path_are_exact() -> None:
     assert torch.equal(interpolate(x0, noise, 0.0), x0)
     assert torch.equal(interpolate(x0, noise, 1.0), noise)
     assert torch.equal(interpolate(x0, noise, torch.tensor([0.0, 1.0, 0.0]).double())[1], noise[1])
+
+
+@given(levels=st.tuples(st.floats(0, 1), st.floats(0, 0.95)), event=events, seed=seeds)
+def test_a_step_of_known_noise_recovers_the_clean_sample(
+    levels: tuple[float, float], event: tuple[int, ...], seed: int
+) -> None:
+    """Exactly with the true velocity, whatever the levels; an error e of the velocity moves it by e (s' - s) / (1 - s')."""
+    (x0, noise, error), (s, s_next) = normals(seed, 3, 2, *event), levels
+    x, limit = interpolate(x0, noise, s), tolerance("mean", torch.float64, condition=1000)
+    assert_close(recover(x, noise - x0, noise, s, s_next), x0, **limit)
+    moved = recover(x, noise - x0 + error, noise, s, s_next)
+    assert_close(moved, x0 + error * (s_next - s) / (1 - s_next), **limit)
+    assert_close(recover(x, noise - x0 + error, noise, s, 0.0), x - s * (noise - x0 + error), **limit)
 
 
 @given(event=events, batch=st.integers(0, 4), seed=seeds)

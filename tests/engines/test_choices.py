@@ -142,7 +142,7 @@ def _example(name: str, kind: str, seed: int) -> Any:
     if variant is UniformLevels:
         others[1:] = [{"low": 0.25}, {"high": 0.5}]
     if variant is OneRecorded:
-        others[2] = {"draw": "rollout"}
+        others[1:] = [{"odds": "late"}, {"draw": "rollout"}]
     known = {each.name for each in settings(variant)}
     return replace(value, **{key: setting for key, setting in others[seed].items() if key in known})
 

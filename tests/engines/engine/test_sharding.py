@@ -23,6 +23,14 @@ def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     return request.param, launch.on_ranks(request.param, "workers.ranks:updates")[0]
 
 
+def test_an_update_of_two_terms_is_one_of_their_sum() -> None:
+    """It has the weights, and as many reductions, of plain PyTorch's update on the sum, unless each pass reduces."""
+    for name, result in launch.on_ranks(2, "workers.ranks:updates", "split")[0].items():
+        check(name, {parameter: torch.tensor(values) for parameter, values in result["weights"].items()})
+        if not {"replicas", "grad_sync"} & SHARDINGS[name].keys():
+            assert result["counts"]["_reduce_scatter_base_"] == UNITS, name
+
+
 def check(name: str, weights: dict[str, Tensor]) -> None:
     """Compare with plain PyTorch; in bfloat16 a step of AdamW is as long, and nearly everywhere in the same direction."""
     half = "bfloat16" in name

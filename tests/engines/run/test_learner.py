@@ -25,7 +25,7 @@ from fluvial.engines.run.batch import make_batch
 from fluvial.engines.run.declared import NoOld
 from fluvial.engines.run.trainer import Trainer
 from fluvial.engines.sampling.samplers import Stochastic
-from fluvial.engines.sampling.window import FirstRecorded, RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import FirstRecorded, OneRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.engines.scoring.gather import Scoring
 
@@ -156,6 +156,14 @@ def test_a_fraction_of_the_steps(one: World, tmp_path: Path) -> None:
         drawn.append(tuple(map(frozenset, steps)))
     assert len(set(drawn[0])) > 1
     assert drawn[0] != drawn[1]
+
+
+def test_one_step_of_each_sample_late_ones_more_often() -> None:
+    """Step n of three is drawn with odds n; of a rollout all samples have the same."""
+    drawn = torch.stack([OneRecorded("rollout", "late").mask(key(n), 4, 3) for n in range(3000)])
+    assert torch.equal(drawn, drawn[:, :1].expand_as(drawn))
+    assert torch.equal(drawn.sum(2), torch.ones(3000, 4))
+    torch.testing.assert_close(drawn[:, 0].mean(0), torch.tensor([1, 2, 3]) / 6, rtol=0, atol=0.03)
 
 
 def test_the_first_steps(one: World, tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def clipped_cases() -> dict[str, TrainConfig]:
         ),
         "tdm": run(o.Tdm(fake_updates=2, fake=OptimizerConfig(lr=1e-3)), SINGLE, rollouts=3),
         "tdm-reverse": run(o.Tdm(interval="reverse", form="square", trained=AllRecorded()), SINGLE, train="lora"),
+        "tdm-r1": run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"),
+        "rtdmd": run(o.Rtdmd(first=2), replace(SDE, sampler=Stochastic("cps", 0.9)), train="lora"),
+        "refl": run(o.Refl(), replace(SINGLE, window=AllSteps(low=1))),
+        "srpo": run(o.Srpo(wanted=("",), unwanted=("",), away=(-1.0, -1.0), margin=9.0), SINGLE),
         "distill-mse": run(o.Distill(teacher=BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
     }
 
@@ -380,6 +384,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "resumed-dmd2": Case(
             run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
         ),
+        "resumed-tdm-r1": Case(run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"), way="resumed"),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"

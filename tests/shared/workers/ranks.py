@@ -19,8 +19,8 @@ from fluvial.engines.errors import RunError
 ITEMS, MICRO_BATCH = 7, 1
 
 
-def updates(world: World) -> dict[str, Any]:
-    """Return {name: {weights, counts, shard}} after an update of items that are shared out unevenly."""
+def updates(world: World, split: str = "") -> dict[str, Any]:
+    """Return {name: {weights, counts, shard}} after an update of items that are shared out unevenly, whole or split."""
     result: dict[str, Any] = {}
     items, weight = data(ITEMS)
     bounds = [round(ITEMS * (r / world.size) ** 0.5) for r in range(world.size + 1)]
@@ -38,7 +38,10 @@ def updates(world: World) -> dict[str, Any]:
             engine.onload()
         with Collectives() as counter:
             local = {key: tensor[mine] for key, tensor in items.items()}
-            engine.update(local, squared(net), weight[mine], count=ITEMS, micro_batch=MICRO_BATCH, pad_to=longest)
+            options: dict[str, Any] = {"count": ITEMS, "micro_batch": MICRO_BATCH, "pad_to": longest}
+            if split:  # one update of two terms
+                engine.accumulate(local, squared(net), 0.25 * weight[mine], **options)
+            engine.update(local, squared(net), (0.75 if split else 1) * weight[mine], **options)
         result[name] = {
             "weights": {key: tensor.tolist() for key, tensor in engine.weights(average=False)},
             "counts": dict(counter.counts),
