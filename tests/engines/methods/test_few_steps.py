@@ -1,0 +1,129 @@
+"""Methods of few steps and of reward gradients: their limits are other methods, and their losses the published formulas."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_jobs as tiny
+from helpers.tables import normals
+from torch import Tensor
+from torch.testing import assert_close
+
+from fluvial.core.random import key
+from fluvial.engines.data.records import Prompt
+from fluvial.engines.engine.config import OptimizerConfig
+from fluvial.engines.engine.world import World
+from fluvial.engines.methods.matching import RewardTermConfig
+from fluvial.engines.methods.srpo import prefix
+from fluvial.engines.methods.surrogate import SurrogateConfig
+from fluvial.engines.methods.table import Dmd2, Grpo, Refl, Rtdmd, Srpo, TdmR1
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import AllSteps, FirstRecorded, OneRecorded
+
+CPS = SamplingConfig(prompts=3, group=4, steps=4, sampler=Stochastic("cps", 0.9))
+WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+def gradient(method: Any, one: World, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the record of one update, and its gradient."""
+    settings = {"method": method, "sampling": method.sampling, "optimizer": OptimizerConfig(weight_decay=0.0), **changes}
+    run = tiny.Run(tiny.config(Path("out"), **settings), one)
+    return run.rollout(), run.gradient()
+
+
+def test_rtdmd_without_its_last_step_is_grpo(one: World) -> None:
+    """To the bit; with it, the gradients of the surrogate and of the matching loss are added."""
+    grpo = Grpo(sampling=CPS, form="unscaled", clip_low=1e-5, clip_high=1e-5, trained=FirstRecorded(0.5))
+    (_, want), (_, zero) = gradient(grpo, one), gradient(Rtdmd(sampling=CPS, coef=0.0), one)
+    assert all(torch.equal(want[name], zero[name]) for name in want)
+    _, both = gradient(Rtdmd(sampling=CPS, coef=1.0), one)
+    _, twice = gradient(Rtdmd(sampling=CPS, coef=2.0), one)
+    norm = sum(float((both[name] - want[name]).norm()) for name in want)
+    assert norm > 1e-6
+    for name in want:  # clipping of the gradient's norm is off at this size
+        assert_close(twice[name] - want[name], 2 * (both[name] - want[name]), rtol=1e-3, atol=1e-5)
+
+
+def test_a_reward_joins_a_matching_loss_after_some_updates(one: World) -> None:
+    """The gradient is then the sum of the two; a margin that every sample reaches gives none."""
+    sampling, rewards = replace(CPS, prompts=12, group=1, sampler=Stochastic("cps", 1.0)), ("brightness",)
+    method = Dmd2(sampling=sampling, fake_updates=2)
+    _, plain = gradient(method, one)
+    terms = {"on": (1.0, None, 0), "reached": (1.0, -9.0, 0), "later": (1.0, None, 1)}
+    methods = {name: replace(method, reward_term=RewardTermConfig(*term)) for name, term in terms.items()}
+    found = {name: gradient(each, one, rewards=rewards)[1] for name, each in methods.items()}
+    for name, values in plain.items():
+        assert_close(found["reached"][name], values)
+        assert_close(found["later"][name], values)
+    assert any((found["on"][name] - plain[name]).abs().max() > 1e-6 for name in plain)
+
+
+def test_refl_of_the_last_step_is_the_gradient_of_the_sample(one: World) -> None:
+    """The reward recorded is that of the finished samples; below the margin its gradient is whole, above it is 0."""
+    sampling = replace(CPS, prompts=12, group=1, sampler=Ode(), window=AllSteps(low=3))
+    method = Refl(sampling=sampling, trained=OneRecorded("rollout"))
+    record, free = gradient(method, one, rewards=("brightness",))
+    assert record["objective"]["reward"] == pytest.approx(record["reward"]["mean"], abs=1e-5)
+    below, above = (gradient(replace(method, margin=each), one, rewards=("brightness",))[1] for each in (9.0, -9.0))
+    for name, values in free.items():
+        assert_close(below[name], values)
+        assert not above[name].any()
+
+
+@pytest.mark.parametrize("form", ["code", "paper"])
+def test_srpo_is_its_formula_and_both_branches_agree(form: Any) -> None:
+    """With rewards w . x0 and -w . x0 of wanted and unwanted words, a step of either branch moves v towards the wanted."""
+    x0, noise, error = normals(0, 3, 2, 3, 4)
+    level, level_next = torch.tensor([0.8, 0.6]).double(), torch.tensor([0.6, 0.8]).double()  # towards, and away
+    x = torch.lerp(x0, noise, level.view(-1, 1, 1))
+    v, k = (noise - x0 + error).requires_grad_(), torch.tensor([0.25, 0.1]).double()
+    rows: Any = SimpleNamespace(x=x, x0=x0, target=noise - x0, level=level, context=torch.stack([level_next, k], dim=1))
+    score = lambda rows, sample: [(WEIGHT * sample).sum((1, 2)), -(WEIGHT * sample).sum((1, 2))]  # noqa: E731
+    loss, info = Srpo(form=form, margin=99.0).loss(v, rows, score)
+    seen = (WEIGHT * (x0 + error * ((level_next - level) / (1 - level_next)).view(-1, 1, 1))).sum((1, 2))
+    wanted, unwanted = torch.stack([seen[0], -seen[1]]), torch.stack([-seen[0], seen[1]])
+    relative = (1 + k) * wanted - unwanted if form == "code" else k * wanted + (1 - k) * unwanted
+    assert_close(loss, (99 - relative) / 2)
+    assert_close(info.reward, relative.detach())
+    (slope,) = torch.autograd.grad(loss.sum(), v)
+    if form == "code":  # x0 falls with v, so v has to go against w
+        assert all(float((slope[n] * WEIGHT).sum()) > 0 for n in range(2))
+
+
+def test_srpo_takes_steps_of_one_length_towards_and_away() -> None:
+    """Between the two levels; the weights are those of where the image is recovered, linear in its place."""
+    method = Srpo(highest=0.9, lowest=0.5, towards=(0.0, 1.0), away=(1.0, 0.0), length=0.1)
+    for number in range(50):
+        (start, away), (end, further), (near, far) = method.steps(key(number)).tolist()
+        assert 0.5 <= end < start <= 0.9 + 1e-6
+        assert 0.5 <= away < further <= 0.9 + 1e-6
+        assert max(start - end, further - away) <= 0.04 + 1e-6
+        assert near == pytest.approx((end - 0.5) / 0.4, abs=1e-5)
+        assert far == pytest.approx(1 - (away - 0.5) / 0.4, abs=1e-5)
+    assert prefix("old")(Prompt("cat")).text == "old cat"
+    assert prefix("")(Prompt("cat")).text == "cat"
+
+
+def test_tdm_r1_is_the_sum_of_three_matching_losses(one: World) -> None:
+    """Where the surrogate is the base, nothing leads; its weight is of the steps that it leads alone."""
+    method = TdmR1(tdm=0.3)
+    x, v, real, kl, cfg, guide, rl = normals(1, 7, 2, 3, 4)
+    v.requires_grad_()
+    level, led = torch.tensor([0.9, 0.5]).double(), torch.tensor([True, False])
+    predictions = {"real": real, "kl": kl, "cfg": cfg, "guide": guide, "rl": rl}
+    rows: Any = SimpleNamespace(x=x, level=level, predictions=predictions, context=led)
+    (slope,) = torch.autograd.grad(method.loss(v, rows)[0].sum(), v)
+    x0 = (x - level.view(-1, 1, 1) * v).detach()
+    mean, scale = (lambda t: t.abs().mean((1, 2), keepdim=True)), level.view(-1, 1, 1) / 12
+    pull = {name: 2 * d / mean(x0 - y) for name, d, y in (("kl", kl, real), ("cfg", cfg, real), ("rl", rl, guide))}
+    want = 0.3 * pull["cfg"] + 0.7 * pull["rl"] + pull["kl"], 0.3 * (pull["cfg"] + pull["kl"])
+    assert_close(slope, scale * torch.where(led.view(-1, 1, 1), *want))
+    sampling = replace(CPS, sampler=Ode())
+    still = TdmR1(sampling=sampling, guidance=1.0, surrogate=SurrogateConfig(OptimizerConfig(lr=0.0), guidance=1.0))
+    _, of_base = gradient(still, one, train="lora")
+    _, of_less = gradient(replace(still, tdm=1.0), one, train="lora")
+    assert all(torch.equal(of_base[name], of_less[name]) for name in of_base)  # guidance 1, and a surrogate that is the base
