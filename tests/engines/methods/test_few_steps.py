@@ -1,6 +1,7 @@
 """Methods of few steps and of reward gradients: their limits are other methods, and their losses the published formulas."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,3 +128,75 @@ def test_tdm_r1_is_the_sum_of_three_matching_losses(one: World) -> None:
     _, of_base = gradient(still, one, train="lora")
     _, of_less = gradient(replace(still, tdm=1.0), one, train="lora")
     assert all(torch.equal(of_base[name], of_less[name]) for name in of_base)  # guidance 1, and a surrogate that is the base
+
+
+class Watched(tiny.Run):
+    """A run that keeps the items of every prediction, update and accumulated term, in order."""
+
+    def __init__(self, method: Any, one: World, **changes: Any) -> None:
+        super().__init__(tiny.config(Path("out"), method=method, sampling=method.sampling, **changes), one)
+        self.seen: dict[str, list[Any]] = {"predict": [], "update": [], "accumulate": []}
+        run: Any = self.trainer.loop.run
+
+        def note(call: Any, kept: list[Any], items: Any, *args: Any, **options: Any) -> Any:
+            done = call(items, *args, **options)
+            kept.append(done if hasattr(done, "rows") else items)
+            return done
+
+        for verb, kept in self.seen.items():
+            setattr(run, verb, partial(note, getattr(run, verb), kept))
+
+
+def test_rtdmd_matches_the_last_step_alone(one: World) -> None:
+    """The surrogate has the first steps; the fake learns clean samples, and both networks are asked at the same noise."""
+    run = Watched(Rtdmd(sampling=CPS, first=2), one)
+    run.rollout()
+    fake, first = (items.rows for items in run.seen["update"])
+    (last,) = run.seen["accumulate"]
+    assert {*last.rows.level_next.tolist()} == {0.0}
+    assert len(last.rows.level) == len(first.level) / 2 == last.count
+    assert len({*first.level.tolist()}) == 2
+    assert torch.equal(fake.start, last.rows.x_next)
+    assert not fake.start_level.any()
+
+
+def test_a_reward_term_is_its_formula() -> None:
+    """With and without a margin, from the update on that it begins with."""
+    score = torch.tensor([0.5, 3.0])
+    run: Any = SimpleNamespace(clock=4, rewards_of=lambda items, rows, x0: [score])
+    for term, want in (((2.0,), -2 * score), ((2.0, 1.0), torch.tensor([1.0, 0.0])), ((2.0, None, 5), 0.0)):
+        assert_close(torch.as_tensor(RewardTermConfig(*term).bind(run, None)(None, score)), torch.as_tensor(want))  # type: ignore
+
+
+def test_the_surrogate_prefers_the_better_samples_of_its_group(one: World) -> None:
+    """Groups share noise; the student is led from the base to it; the average follows it, and not the policy."""
+    method = TdmR1(sampling=replace(CPS, sampler=Ode()), surrogate=SurrogateConfig(OptimizerConfig(lr=0.1)))
+    run = Watched(method, one, train="lora", optimizer=OptimizerConfig(lr=1e-9))
+    run.rollout()
+    _, judged, _, read = (items.rows for items in run.seen["predict"])
+    noise = judged.noise.unflatten(0, (3, 4))
+    assert torch.equal(noise, noise[:, :1].expand_as(noise))
+    assert not torch.equal(noise[0], noise[1])
+    led = run.seen["update"][-1].rows.predictions["rl"]
+    v, level = read.predictions, read.level.view(-1, *[1] * (read.x.ndim - 1))
+    assert_close(led, level * (v["base"] - v["guide"]))
+    state = run.weights()
+    for name in (name for name in state if ".average." in name):
+        assert_close(state[name], state[name.replace(".average.", ".surrogate.")], rtol=0, atol=2e-2)
+        assert not torch.allclose(state[name], state[name.replace(".average.", ".default.")], atol=2e-2) or "lora_A" in name
+
+
+def test_the_surrogate_leaves_what_it_prefers_once_it_is_far() -> None:
+    """Far from the base, a sample that it fits better than the base (A > 0) or worse (A < 0) adds no gradient."""
+    v, target, average, base = normals(2, 4, 4, 3, 4)
+    v.requires_grad_()
+    far = torch.tensor([1, 1, 0, 1]).double()
+    error, error_ref = (((each - target) ** 2).mean((1, 2)).detach() for each in (v, base))
+    signal = torch.where(torch.arange(4) < 3, (error_ref - error).sign(), (error - error_ref).sign())
+    context = torch.stack([torch.full_like(far, 0.5), far, torch.ones_like(far)], dim=1)
+    rows: Any = SimpleNamespace(
+        target=target, predictions={"average": average, "base": base}, signal=signal, context=context
+    )
+    loss, _ = SurrogateConfig(kl=0.0, clip=1.0).prefer(v, rows)
+    (slope,) = torch.autograd.grad(loss.sum(), v)
+    assert [bool(each.any()) for each in slope] == [False, False, True, True]
