@@ -22,12 +22,13 @@ from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.sampling.generate import finish
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
 from fluvial.engines.sampling.noising import Levels, NoisingConfig, knows_its_schedule_only
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
-from fluvial.engines.scoring.gather import Scoring, gather_rewards
+from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.gradients import weighted_sum
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
@@ -153,22 +154,46 @@ class Run:
         assert batch.scoring is not None
         if config.engine.offload == "phases" and config.method.source is None:
             self.engine.offload()
-        sampling = config.method.sampling
-        own = batch.scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
-        rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=sampling.group, max_invalid=config.rollout.max_invalid, world=self.world
-        )
+        rewards = self._gather_rewards(batch.scoring)
         self.engine.onload()
         self.networks.onload()
         return replace(batch, rewards=rewards)
+
+    def finish(self, batch: Batch, x: Tensor, step: int, *, jump: bool = False) -> Batch:
+        """Return a scored batch with the samples that deterministic steps make of others on their way, scored.
+
+        The network is the one that makes rollouts now. Groups that a reward fails at are no longer learnt from.
+
+        Args:
+            x: samples of this rank before a step, `[slots, *event]`, e.g. recorded ones.
+            step: index of that step in the schedule, the same of all samples; with none left x is the clean sample.
+            jump: take one step to the end of the schedule in place of all that are left.
+        """
+        assert batch.rewards is not None
+        plan, made, runners, parts = batch.plan, batch.made.result(), self.runners.apart(), list[Tensor]()
+        how = plan.requests, plan.sampling
+        with self.networks.open_sampler() as module:
+            for chunk in finish(self.job.model, module, made, *how, x, step, micro_batch=plan.per_pass, jump=jump):
+                done = sum(map(len, parts))
+                ids = plan.numbers[done : done + plan.per_pass]
+                runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final, ids)
+                parts.append(chunk.trajectory.final)
+        rewards = self._gather_rewards(Scoring(runners))
+        rewards = rewards._replace(kept=rewards.kept & batch.rewards.kept)
+        trajectory = made.trajectory._replace(final=torch.cat(parts))
+        return replace(batch, made=make_batch(made._replace(trajectory=trajectory)), rewards=rewards)
 
     def reward(self, batch: Batch) -> Tensor:
         """Return the weighted sum of the rewards of each sample that is learnt from, `[N]`."""
         assert batch.rewards is not None
         return batch.rewards.scores[batch.kept] @ self.runners.weights
 
-    def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE) -> Grades:
-        """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over."""
+    def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
+        """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over.
+
+        Args:
+            gains: reward of each recorded step, `[N, S]`, of which the advantages are, in place of the sample's.
+        """
         memory, rewards = self.memory, batch.rewards
         assert rewards is not None
         kept, weights = batch.kept, self.runners.weights
@@ -180,8 +205,8 @@ class Run:
             )
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
         prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
-        found = grade(scores, weights, batch.group, config, prompts=prompts, history=memory.rewards)
-        self.log(advantage=found.advantage.clone())  # what a method does to its own changes no record
+        found = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
+        self.log(advantage=found.advantage.flatten().clone())  # what a method does to its own changes no record
         return found
 
     # items
@@ -321,6 +346,15 @@ class Run:
         return weighted_sum(self.rewards, Samples(images, list(prompts), final), objective=method)
 
     # below: what no method sees
+
+    def _gather_rewards(self, scoring: Scoring) -> Rewards:
+        """Return the rewards of all samples of a batch, once they are there."""
+        sampling, most = self.config.method.sampling, self.config.rollout.max_invalid
+        own = scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
+        options: dict[str, Any] = {"group": sampling.group, "max_invalid": most, "world": self.world}
+        rewards, stopping = gather_rewards(own, stop=self.stop(), **options)
+        self.stopping |= stopping
+        return rewards
 
     @property
     def _before(self) -> list[str]:

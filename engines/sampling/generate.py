@@ -309,6 +309,45 @@ def generate(
         yield Chunk(prompts, cond, trajectory, images)
 
 
+def finish(
+    model: DiffusionModel,
+    module: nn.Module,
+    made: SampleBatch,
+    requests: Requests,
+    sampling: Sampling,
+    x: Tensor,
+    step: int,
+    *,
+    micro_batch: int,
+    jump: bool = False,
+) -> Iterator[Chunk]:
+    """Yield the samples that deterministic steps make of others on their way, in the chunks of their rollout.
+
+    Args:
+        made: samples of the rollout, whose prompts and conditioning these have.
+        requests, sampling, micro_batch: how that was made.
+        x: samples before a step, `[B, *event]`.
+        step: index of that step in the schedule.
+        jump: take one step to the end of the schedule in place of all that are left.
+    """
+    levels, timesteps = sampling.schedule
+    if jump and step < len(timesteps):
+        one = host_values.keep(lambda table: table[step : step + 1], timesteps)
+        sampling, step = replace(sampling, schedule=Schedule(torch.stack([levels[step], levels[-1]]), one)), 0
+    sampling = replace(sampling, stochastic=None)
+    left = range(step, len(sampling.schedule.timesteps))
+    for start in range(0, len(x), micro_batch):
+        part = slice(start, start + micro_batch)
+        index = to_device(torch.arange(len(x))[part], x.device)
+        cond = optree.tree_map(lambda table, index=index: host_values.rows(table, index), made.cond)
+        with torch.no_grad():
+            velocity = prediction_of(model, module, cond, sampling)
+            table = _plan(x[part], sampling, model.prediction, (), left)
+            trajectory = scan(velocity, x[part], table, requests.key)
+            images = decoded(model, trajectory.final, model_inputs(made.prompts[part]))
+        yield Chunk(made.prompts[part], cond, trajectory, images)
+
+
 def _initial(keys: Key, sampling: Sampling) -> Tensor:
     """Return the initial noise of samples from a key of each, `[B, *shape]`."""
     assert isinstance(keys.low, Tensor)
