@@ -1,6 +1,6 @@
 """Advantages: rewards centred in their group and scaled, without a Python loop over samples or a read from a device."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,54 @@ def multi_reward_advantages(
     ]
     total = torch.stack(columns, dim=1) @ weights.to(torch.float64)
     return ((total - total.mean()) / (_std(total, ddof) + eps)).to(dtype)
+
+
+class TurningPoints(NamedTuple):
+    """Rewards of the steps of B samples, `[B, S]`."""
+
+    gain: Tensor
+    turning: Tensor  # bool, whether the step is a turning point whose gain is that of all that follows
+
+
+def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoints:
+    """Return the gain of each step, that of all that follows at turning points, `[B, S]`.
+
+        r_k = R_{k+1} - R_k, D = R_S - R_0
+        turning point    sign(r_k) = sign(D) = sign(R_S - R_{k+1}), and for k > 0 sign(r_{k-1}) = -sign(D)
+        gain             R_S - R_k at turning points, else r_k
+
+    R_k is the reward of what deterministic steps make of the sample before step k. At a turning point the path begins to go
+    the way that it goes in the end. Balanced, equally many turning points of each sign of D are taken, those of the largest
+    |D|; the others keep r_k.
+
+    Args:
+        rewards: R_0 to R_S, `[B, S+1]`.
+        balanced: whether as many are taken of one sign as of the other.
+
+    Raises:
+        ValueError: rewards are not finite, or not `[B, S+1]`.
+
+    Source: TP-GRPO, arXiv 2602.06422, and its code.
+    """
+    dtype = compute_dtype("turning_point_gains", rewards=rewards)
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        raise ValueError(f"turning_point_gains: rewards has shape {list(rewards.shape)}, expected [B, S+1] with S > 0")
+    check_rewards("turning_point_gains", rewards, torch.zeros_like(rewards[:, 0], dtype=torch.int64))
+    rewards = rewards.to(torch.float64)
+    gain, total, rest = rewards.diff(dim=1), rewards[:, -1:] - rewards[:, :1], rewards[:, -1:] - rewards[:, 1:]
+    way = torch.sign(total)
+    ahead = (torch.sign(gain) * torch.sign(rest) > 0) & (torch.sign(gain) * way > 0)
+    turned = torch.cat([torch.ones_like(way), -torch.sign(gain[:, :-1]) * way], dim=1) > 0
+    turning = ahead & turned
+    if balanced:
+        signs = [turning & (way * sign > 0) for sign in (1, -1)]
+        least = torch.minimum(*(each.sum() for each in signs))
+        turning = torch.zeros_like(turning)
+        for each in signs:
+            size = torch.where(each, total.abs(), -1.0).flatten()
+            rank = torch.argsort(torch.argsort(size, descending=True, stable=True), stable=True).view_as(each)
+            turning = turning | (each & (rank < least))
+    return TurningPoints(torch.where(turning, rewards[:, -1:] - rewards[:, :-1], gain).to(dtype), turning)
 
 
 def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:

@@ -4,6 +4,7 @@ from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
 from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
@@ -39,6 +40,7 @@ __all__ = [
     "CorrectionConfig",
     "Crd",
     "D3po",
+    "DenseGrpo",
     "Dgpo",
     "Distill",
     "Dmd2",
@@ -65,4 +67,5 @@ __all__ = [
     "StepKLConfig",
     "Tdm",
     "TempFlow",
+    "TurningPointGrpo",
 ]

@@ -15,6 +15,7 @@ from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
 from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
@@ -30,7 +31,26 @@ from fluvial.engines.run.method import Method, explain_no_method
 
 METHODS: dict[str, type[Method]] = {
     kind.method_name: kind
-    for kind in (Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, AlignProp, Raft, Sft, Distill, Dmd2, Tdm)
+    for kind in (
+        Grpo,
+        Guard,
+        Dppo,
+        TempFlow,
+        DenseGrpo,
+        TurningPointGrpo,
+        Nft,
+        Awm,
+        Dpo,
+        Dgpo,
+        Crd,
+        D3po,
+        AlignProp,
+        Raft,
+        Sft,
+        Distill,
+        Dmd2,
+        Tdm,
+    )
 }
 
 

@@ -1,5 +1,6 @@
 """Advantages against a loop one would write, and the invariances that make them advantages."""
 
+import itertools
 import math
 import statistics
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.advantages import SCALES, Scale, group_advantages, multi_reward_advantages
+from fluvial.core.advantages import SCALES, Scale, group_advantages, multi_reward_advantages, turning_point_gains
 
 every_scale = pytest.mark.parametrize("scale", SCALES)
 # Any integers name groups; a few, so that groups have several members.
@@ -132,3 +133,40 @@ def test_no_reward_drowns_another() -> None:
     assert balanced.dtype == torch.float64
     low = multi_reward_advantages(torch.stack([first, second], dim=1).bfloat16(), torch.ones(2), group)
     assert low.dtype == torch.float32
+
+
+def plain_turning_points(rewards: Tensor, *, balanced: bool) -> Tensor:
+    """Return the gain of each step as a loop over samples and steps would."""
+    total, found = [float(row[-1] - row[0]) for row in rewards], dict[tuple[int, int], float]()
+    for i, row in enumerate(rewards.tolist()):
+        for k, (before, after) in enumerate(itertools.pairwise(row)):
+            same = (after - before) * (row[-1] - after) > 0
+            turned = k == 0 or (row[k] - row[k - 1]) * total[i] < 0 < (after - before) * total[i]
+            if same and turned:
+                found[i, k] = row[-1] - before
+    sides = [
+        sorted((key for key in found if total[key[0]] * sign > 0), key=lambda key: -abs(total[key[0]])) for sign in (1, -1)
+    ]
+    taken = [key for side in sides for key in (side[: min(map(len, sides))] if balanced else side)]
+    gains = rewards.diff(dim=1)
+    for key in taken:
+        gains[key] = found[key]
+    return gains
+
+
+@given(seed=st.integers(0, 10_000), steps=st.integers(1, 6), balanced=st.booleans())
+def test_turning_points_are_those_of_a_plain_loop(seed: int, steps: int, balanced: bool) -> None:
+    rewards = normals(seed, 8, steps + 1)
+    got = turning_point_gains(rewards, balanced=balanced)
+    assert_close(got.gain, plain_turning_points(rewards, balanced=balanced))
+    total = (rewards[:, -1:] - rewards[:, :1]).expand_as(got.turning)[got.turning]
+    assert not balanced or (total > 0).sum() == (total < 0).sum()
+    assert_close(torch.where(got.turning, rewards.diff(dim=1), got.gain).sum(1), rewards[:, -1] - rewards[:, 0])
+
+
+def test_a_path_without_gains_has_no_turning_point() -> None:
+    flat = turning_point_gains(torch.ones(3, 5), balanced=False)
+    assert not flat.gain.any()
+    assert not flat.turning.any()
+    for shape in ((3,), (3, 1)):
+        refuses(r"turning_point_gains: .* expected \[B, S", turning_point_gains, torch.ones(shape))

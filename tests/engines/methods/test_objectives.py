@@ -116,7 +116,9 @@ def test_what_has_no_meaning(method: Method, changes: dict[str, Any], words: str
 
 # What a method is made of beside its own hyper-parameters; it has nothing else that could be set.
 PARTS: dict[str, str] = {
-    **dict.fromkeys(("grpo", "tempflow"), "sampling trained advantage passes kl correction form reduction"),
+    **dict.fromkeys(
+        ("grpo", "tempflow", "densegrpo", "tpgrpo"), "sampling trained advantage passes kl correction form reduction"
+    ),
     **dict.fromkeys(("guard", "dppo"), "sampling trained advantage passes kl correction form"),
     **dict.fromkeys(("nft", "awm", "crd"), "sampling noising advantage passes kl"),
     "dgpo": "sampling noising advantage passes kl",

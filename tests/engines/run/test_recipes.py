@@ -62,6 +62,11 @@ PUBLISHED: dict[str, str] = {
     "--passes.minibatches 2 --sampling.group 24",
     "tempflow": "--sampling.group 216 --sampling.window branches --sampling.window.size 1 --sampling.window.samples 6 "
     "--sampling.window.high 9 --kl.coef 0.004 --kl.weight exact --scale 1.73",
+    "densegrpo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.group 24 "
+    "--sampling.guidance.scale 4.5 --kl.coef 0.04 --clip-low 1e-4 --optimizer.lr 3e-4",
+    "tpgrpo": "--sampling.sampler cps --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.window.high 9 "
+    "--sampling.prompts 48 --sampling.group 24 --sampling.guidance.scale 4.5 --kl.coef 1e-4 --clip-low 1e-5 "
+    "--clip-high 1e-5 --advantage.scale group",
     "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 "
     "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",
     "alignprop": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5 --last 8 "
@@ -234,6 +239,8 @@ OWN: dict[str, tuple[str, Any]] = {
     "dgpo": ("--old-samples-from", 7),
     "crd": ("--match", "bce"),
     "tempflow": ("--scale", 2.0),
+    "densegrpo": ("--clip-low", 0.2),
+    "tpgrpo": ("--balanced", False),
     "d3po": ("--eps", 0.2),
     "alignprop": ("--last", 3),
     "raft": ("--best", 0.5),

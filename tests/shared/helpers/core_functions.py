@@ -212,6 +212,7 @@ ROWS = (
         partial(advantages.multi_reward_advantages, weights=weights, group=GROUP),
         "rewards",
     ),
+    FunctionCall("advantages.turning_point_gains", advantages.turning_point_gains, "rewards"),
     FunctionCall("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
     *(
         FunctionCall(

@@ -205,6 +205,8 @@ def clipped_cases() -> dict[str, TrainConfig]:
             o.Dppo(), SDE, **half, correction=wide, **{"rollout.max_log_ratio": 1e3, "passes.minibatches": 2}
         ),
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
+        "densegrpo": run(o.DenseGrpo(), SDE, **KL, **{"passes.minibatches": 2}),
+        "tpgrpo": run(o.TurningPointGrpo(), replace(SDE, sampler=Stochastic("cps", 0.7), window=AllSteps(high=3))),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),

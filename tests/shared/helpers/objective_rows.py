@@ -7,6 +7,7 @@ from fluvial.engines.methods.table import (
     Awm,
     Crd,
     D3po,
+    DenseGrpo,
     Dgpo,
     Distill,
     Dmd2,
@@ -19,6 +20,7 @@ from fluvial.engines.methods.table import (
     Sft,
     Tdm,
     TempFlow,
+    TurningPointGrpo,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
@@ -41,6 +43,8 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "dgpo": Dgpo(),
     "crd": Crd(),
     "tempflow": TempFlow(),
+    "densegrpo": DenseGrpo(),
+    "tpgrpo": TurningPointGrpo(),
     "d3po": D3po(),
     "alignprop": AlignProp(last=2),
     "dmd2": Dmd2(fake_updates=2),
