@@ -1,5 +1,6 @@
 """Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
 
+from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.crd import Crd
@@ -34,6 +35,7 @@ from fluvial.engines.scoring.advantages import AdvantageConfig
 
 __all__ = [
     "METHODS",
+    "AdjointMatching",
     "AdvantageConfig",
     "AlignProp",
     "Awm",

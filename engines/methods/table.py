@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
 from fluvial.engines.methods.crd import Crd
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Method]] = {
         Crd,
         D3po,
         AlignProp,
+        AdjointMatching,
         Raft,
         Sft,
         Distill,

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+import optree
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from fluvial.engines.sampling.text import Padding
 from fluvial.engines.sampling.window import Trained
 from fluvial.engines.scoring.gather import Rewards, Scoring
 from fluvial.engines.streams import Stream
-from fluvial.models import Cond, Prediction
+from fluvial.models import Cond, Prediction, host_values
 from fluvial.models.host_values import to_device
 
 
@@ -140,6 +141,11 @@ class Items:
     def with_predictions(self, **predictions: Tensor) -> Self:
         """Return the items with the predictions of further networks."""
         return self.with_rows(predictions={**self.rows.predictions, **predictions})
+
+    def part(self, rows: slice) -> Self:
+        """Return some of this rank's rows, for forward passes; an update needs all of them."""
+        chosen = optree.tree_map(lambda tensor: host_values.rows(tensor, rows), self.rows)
+        return replace(self, rows=chosen, pad_to=len(chosen.level), real=len(chosen.level))
 
     def look_up(self, table: Tensor) -> Tensor:
         """Return each row's entry of a table of all items, `[B, M, ...] -> [P, ...]`, 0 for repeats."""

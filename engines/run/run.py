@@ -47,6 +47,7 @@ class Memory(Protocol):
 
     rewards: dict[str, list[float]]  # last rewards of each prompt
     multipliers: dict[str, float]  # of rewards that have a floor
+    numbers: dict[str, float]  # of the method
 
 
 class Run:
@@ -100,6 +101,15 @@ class Run:
     def log(self, **values: Any) -> None:
         """Add values to the record of this batch."""
         self.notes.update(values)
+
+    def average(self, name: str, value: float, decay: float) -> float:
+        """Return a moving average m <- decay m + (1 - decay) value, which a checkpoint holds; it begins at the first value.
+
+        The value must be the same on every rank.
+        """
+        known = self.memory.numbers
+        known[name] = decay * known.get(name, value) + (1 - decay) * value
+        return known[name]
 
     # samples
 
@@ -297,6 +307,22 @@ class Run:
                 found.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *found)
 
+    def vjp(self, items: Items, name: str, cotangent: Tensor) -> Tensor:
+        """Return J^T c for the Jacobian J of a network's prediction with respect to x at each row, float32 `[P, *event]`.
+
+        Args:
+            name: a network that the method declares, or policy.
+            cotangent: c, `[P, *event]`.
+        """
+        cond, found = self._condition(name, items), list[Tensor]()
+        with self.networks.open(name) as module:
+            for rows, c in self._passes(items, cotangent):
+                with torch.enable_grad():
+                    x = rows.x.requires_grad_()
+                    v = self._predict(module, rows._replace(x=x), cond)
+                    found.append(torch.autograd.grad(v, x, c.to(v.dtype))[0].float())
+        return torch.cat(found)[: len(items.rows.level)]
+
     def gather(self, items: Items, values: Tensor) -> Tensor:
         """Return a number per row of this rank as a table of all ranks, `[P] -> [B, M]`, 0 for items that are not used."""
         table = values.new_zeros(items.used.numel() + 1)  # the last entry is that of repeats
@@ -335,6 +361,16 @@ class Run:
     def forward(self, items: Items, rows: Rows) -> Tensor:
         """Return the policy's prediction at rows of items, with gradient: for a loss that takes further steps."""
         return self._predict(self.engine.module, rows, items.cond)
+
+    def reward_gradient(self, batch: Batch) -> Tensor:
+        """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
+        final, found, size = batch.trajectory.final, list[Tensor](), batch.plan.per_pass
+        for start in range(0, len(final), size):
+            part, prompts = final[start : start + size].detach().clone(), batch.prompts[start : start + size]
+            with torch.enable_grad():
+                total = self.rewards_of(part.requires_grad_(), prompts, method=self.config.method.method_name).sum()
+            found.append(torch.autograd.grad(total, part)[0].float())
+        return torch.cat(found)
 
     def rewards_of(self, final: Tensor, prompts: Sequence[Prompt], *, method: str) -> Tensor:
         """Return the weighted sum of the rewards of clean samples, `[P]`, with gradient.
@@ -426,10 +462,12 @@ class Run:
         """Return a network's prediction at each row, `[P, ...]`, computed in the update's own micro-batches."""
         return torch.cat([self._predict(module, rows, cond) for rows in self._passes(items)])[: len(items.rows.level)]
 
-    def _passes(self, items: Items) -> Iterator[Any]:
-        """Yield the rows of items in micro-batches."""
+    def _passes(self, items: Items, *more: Tensor) -> Iterator[Any]:
+        """Yield the rows of items in micro-batches, with those of further tensors `[P, ...]` if any are given."""
         sizes = self._pass_sizes(items.pad_to)
-        return micro_batches(items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device)
+        return micro_batches(
+            (items.rows, *more) if more else items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device
+        )
 
     def _pass_sizes(self, count: int) -> tuple[int, ...]:
         """Return the items per pass of `count` items; none is smaller than a rollout's rows, which have its bits."""

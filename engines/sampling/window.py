@@ -358,6 +358,39 @@ class RandomRecorded(_Fraction):
 
 
 @dataclass(frozen=True)
+class StratifiedRecorded:
+    """Recorded steps drawn for each sample, some from the first part of them and some from the rest, are trained on.
+
+    Args:
+        fraction: Fraction of the recorded steps that the first part is, rounded up.
+        first: Number of steps from the first part.
+        rest: Number of steps from the others.
+    """
+
+    kind: ClassVar[str] = "stratified"
+    fraction: float = 0.6
+    first: int = 2
+    rest: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, "trained", fraction=(1e-6, 1 - 1e-6), first=COUNT, rest=COUNT)
+
+    def count(self, recorded: int) -> int:
+        """Return how many of a sample's recorded steps are trained on."""
+        edge = math.ceil(self.fraction * recorded - 1e-9)
+        return min(self.first, edge) + min(self.rest, recorded - edge)
+
+    def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
+        """Return 1 for the drawn steps, else 0, `[B, S]`; the same on every rank."""
+        drawn, edge = (
+            uniform(fold_in(key, torch.arange(batch)), (batch, recorded)),
+            math.ceil(self.fraction * recorded - 1e-9),
+        )
+        parts = (drawn[:, :edge], self.first), (drawn[:, edge:], self.rest)
+        return torch.cat([(part.argsort(1).argsort(1) < count).float() for part, count in parts], dim=1)
+
+
+@dataclass(frozen=True)
 class OneRecorded:
     """One recorded step of each sample is trained on.
 
@@ -382,4 +415,4 @@ class OneRecorded:
         return (drawn == drawn.amax(1, keepdim=True)).float()
 
 
-Trained = AllRecorded | FirstRecorded | RandomRecorded | OneRecorded
+Trained = AllRecorded | FirstRecorded | RandomRecorded | StratifiedRecorded | OneRecorded

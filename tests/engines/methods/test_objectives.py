@@ -127,6 +127,7 @@ PARTS: dict[str, str] = {
     "d3po": "sampling trained passes",
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
+    "adjoint": "sampling trained passes",
     **dict.fromkeys(("dmd2", "tdm"), "sampling trained form"),
 }
 SHARED = {name for parts in PARTS.values() for name in parts.split()}
@@ -208,7 +209,7 @@ def test_hyper_parameters_out_of_range() -> None:
         assert "\n" not in str(refused.value)
 
 
-IMPLEMENTED = [name for name in OBJECTIVE_ROWS if name not in ("distill, mean_kl", "alignprop", "dmd2", "tdm")]
+IMPLEMENTED = [name for name in OBJECTIVE_ROWS if name not in ("distill, mean_kl", "alignprop", "adjoint", "dmd2", "tdm")]
 
 
 @pytest.mark.parametrize("name", IMPLEMENTED)

@@ -71,6 +71,9 @@ PUBLISHED: dict[str, str] = {
     "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",
     "alignprop": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5 --last 8 "
     "--spread 5 --target 10 --scale 0.01 --optimizer.lr 1e-3 --sampling.prompts 128",
+    "adjoint": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 7.5 "
+    "--sampling.guidance.update conditional --scale 100 --index current --quantile 0.9 --optimizer.lr 3e-6 "
+    "--trained stratified --trained.fraction 0.6 --trained.first 2 --trained.rest 2 --sampling.prompts 125",
     "raft": "--sampling.sampler ode",
     "sft": "",
     "distill": "--match mean_kl --sampling.group 1",
@@ -100,7 +103,7 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     config, tuned = RECIPES[name](OTHER), RECIPES[name](HANDWRITING)
     assert config.model == OTHER
     assert parse_config(config, "fluvial", PUBLISHED[name].split()) == config
-    assert config.train == ("full" if name == "dance" else "lora")
+    assert config.train == ("full" if name in ("dance", "adjoint") else "lora")
     assert config.lora.targets is None  # the model's own
     assert (config.data.order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
@@ -243,6 +246,7 @@ OWN: dict[str, tuple[str, Any]] = {
     "tpgrpo": ("--balanced", False),
     "d3po": ("--eps", 0.2),
     "alignprop": ("--last", 3),
+    "adjoint": ("--scale", 7.0),
     "raft": ("--best", 0.5),
     "sft": ("--noising.each", 2),
     "distill": ("--teacher", Path("folder")),

@@ -36,6 +36,7 @@ from fluvial.engines.sampling.window import (
     RandomRecorded,
     RandomWindow,
     ScatteredSteps,
+    StratifiedRecorded,
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
@@ -112,6 +113,7 @@ def prepare(folder: Path, models: Collection[str]) -> None:
 
 SDE = SamplingConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
 ODE = SamplingConfig(prompts=3, group=4, steps=4, sampler=Ode())
+EVERY = SamplingConfig(prompts=12, group=1, steps=4, sampler=Stochastic(eta=2**0.5))
 SINGLE = replace(ODE, prompts=12, group=1)  # for methods without groups
 READ = ReadingConfig(prompts=12, steps=4)
 NOISED = NoisingConfig(each=3)
@@ -279,6 +281,13 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
         "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, **{"kl.coef": 1.0, "passes.minibatches": 2}),
         "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),
         "sft": run(o.Sft(), READ, noising=NOISED, rewards=()),
+        "adjoint": run(o.AdjointMatching(scale=1.0), EVERY, rewards=("neat",), **{"passes.minibatches": 2}),
+        "adjoint-current": run(
+            o.AdjointMatching(scale=1.0, index="current", quantile=None, trained=StratifiedRecorded(first=1, rest=1)),
+            replace(EVERY, guidance=Guidance(3.0, update="conditional")),
+            rewards=("neat",),
+            **FULL,
+        ),
         "alignprop": run(o.AlignProp(last=2), SINGLE, rewards=("neat",)),
         "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",)),
     }
@@ -382,6 +391,7 @@ def cases(folder: Path) -> dict[str, Case]:
         "resumed-dmd2": Case(
             run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
         ),
+        "resumed-adjoint": Case(run(o.AdjointMatching(scale=1.0), EVERY, rewards=("neat",)), way="resumed"),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fluvial.engines.methods.table import (
+    AdjointMatching,
     AlignProp,
     Awm,
     Crd,
@@ -47,6 +48,7 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "tpgrpo": TurningPointGrpo(),
     "d3po": D3po(),
     "alignprop": AlignProp(last=2),
+    "adjoint": AdjointMatching(),
     "dmd2": Dmd2(fake_updates=2),
     "tdm": Tdm(),
 }

@@ -9,7 +9,20 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Awm, DenseGrpo, Distill, Dmd2, Dpo, Guard, Nft, Raft, Sft, Tdm, TurningPointGrpo
+from fluvial.engines.methods.table import (
+    AdjointMatching,
+    Awm,
+    DenseGrpo,
+    Distill,
+    Dmd2,
+    Dpo,
+    Guard,
+    Nft,
+    Raft,
+    Sft,
+    Tdm,
+    TurningPointGrpo,
+)
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
@@ -35,6 +48,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
     "densegrpo": {"method": DenseGrpo(), "sampling": STEPS},
     "tpgrpo": {"method": TurningPointGrpo(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
+    "adjoint": {
+        "method": AdjointMatching(scale=1.0),
+        "sampling": replace(STEPS, sampler=Stochastic(eta=2**0.5)),
+        "train": "lora",
+    },
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }
 
