@@ -77,6 +77,52 @@ def multi_reward_advantages(
     return ((total - total.mean()) / (_std(total, ddof) + eps)).to(dtype)
 
 
+class EdgeAdvantages(NamedTuple):
+    """Advantages of the edges of trees with B leaves and S steps, `[B, S]`; the leaves below an edge have the same."""
+
+    advantage: Tensor
+    first: Tensor  # bool, whether the leaf is the first in the batch below its edge
+
+
+def edge_advantages(
+    reward: PerSample, edge: Tensor, tree: Ids, *, eps: float = 1e-8, least: float = 1e-6, ddof: int = 1
+) -> EdgeAdvantages:
+    """Return the advantage of each edge of trees, compared with the edges of the same step in its tree, `[B, S]`.
+
+        R_e = mean of the rewards of the leaves below e
+        A_e = (R_e - mean R) / (std R + eps) over the tree's edges of the step, 0 if std R < least
+
+    Args:
+        reward: reward of each leaf, `[B]`.
+        edge: edge that each leaf takes at each step, integers `[B, S]`; leaves with the same number share it.
+        tree: tree of each leaf, `[B]` integers.
+        eps, least: in the unit of the reward.
+        ddof: 1 for unbiased standard deviations, 0 for those of the population.
+
+    Raises:
+        ValueError: shapes differ, or a reward is not finite.
+
+    Source: BranchGRPO, arXiv 2509.06040, and its code.
+    """
+    dtype = check_rewards("edge_advantages", reward, tree)
+    if edge.ndim != 2 or len(edge) != len(reward) or reward.ndim != 1:
+        raise ValueError(f"edge_advantages: edge has shape {list(edge.shape)}, expected [{len(reward)}, S]")
+    place = torch.arange(len(reward), device=reward.device)
+    apart = place[:, None] - place > 0  # whether a leaf comes after another
+    advantages, firsts = [], []
+    for edges in edge.unbind(1):
+        same = ((edges[:, None] == edges) & (tree[:, None] == tree)).to(torch.float64)
+        mean = same @ reward.to(torch.float64) / same.sum(1)
+        first = ~((same > 0) & apart).any(1)
+        others = (tree[:, None] == tree).to(torch.float64) * first.to(torch.float64)  # edges of the tree, once each
+        count = others.sum(1)
+        centred = mean - others @ mean / count
+        std = torch.sqrt(others @ centred**2 / (count - ddof).clamp(min=1))
+        advantages.append(torch.where(std < least, 0.0, centred / (std + eps)))
+        firsts.append(first)
+    return EdgeAdvantages(torch.stack(advantages, dim=1).to(dtype), torch.stack(firsts, dim=1))
+
+
 class TurningPoints(NamedTuple):
     """Rewards of the steps of B samples, `[B, S]`."""
 
