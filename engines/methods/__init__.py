@@ -3,6 +3,7 @@
 from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.branch import BranchGrpo
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
@@ -15,6 +16,7 @@ from fluvial.engines.methods.losses import ErrorInfo, KLConfig, StepKLConfig
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.spo import ConstantMargin, NoiseMargin, Spo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
 from fluvial.engines.methods.tdm import Tdm
@@ -39,6 +41,8 @@ __all__ = [
     "AdvantageConfig",
     "AlignProp",
     "Awm",
+    "BranchGrpo",
+    "ConstantMargin",
     "CorrectionConfig",
     "Crd",
     "D3po",
@@ -57,6 +61,7 @@ __all__ = [
     "Method",
     "Needs",
     "Nft",
+    "NoiseMargin",
     "NoisedRows",
     "NoisingConfig",
     "PassesConfig",
@@ -66,6 +71,7 @@ __all__ = [
     "RecordedRows",
     "SamplingConfig",
     "Sft",
+    "Spo",
     "StepKLConfig",
     "Tdm",
     "TempFlow",

@@ -14,6 +14,7 @@ from fluvial.engines.errors import FluvialError, RunError, UsageError
 from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.branch import BranchGrpo
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
 from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
@@ -25,6 +26,7 @@ from fluvial.engines.methods.grpo import Grpo
 from fluvial.engines.methods.nft import Nft
 from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.spo import Spo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.tdm import Tdm
 from fluvial.engines.run.declared import Loss
@@ -39,12 +41,14 @@ METHODS: dict[str, type[Method]] = {
         TempFlow,
         DenseGrpo,
         TurningPointGrpo,
+        BranchGrpo,
         Nft,
         Awm,
         Dpo,
         Dgpo,
         Crd,
         D3po,
+        Spo,
         AlignProp,
         AdjointMatching,
         Raft,

@@ -17,6 +17,8 @@ from fluvial.engines.methods import (
     AdjointMatching,
     AlignProp,
     Awm,
+    BranchGrpo,
+    ConstantMargin,
     Crd,
     D3po,
     DenseGrpo,
@@ -29,8 +31,10 @@ from fluvial.engines.methods import (
     Guard,
     KLConfig,
     Nft,
+    NoiseMargin,
     Raft,
     Sft,
+    Spo,
     Tdm,
     TempFlow,
     TurningPointGrpo,
@@ -44,7 +48,15 @@ from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, RandomRecorded, RandomWindow, StratifiedRecorded
+from fluvial.engines.sampling.window import (
+    AllRecorded,
+    AllSteps,
+    Candidates,
+    RandomRecorded,
+    RandomWindow,
+    Splits,
+    StratifiedRecorded,
+)
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
@@ -392,6 +404,65 @@ def d3po(model: str = UNET) -> TrainConfig:
     return config if model in MODELS else with_values(config, {"sampling.prompts": 20})
 
 
+def branchgrpo(model: str = HANDWRITING) -> TrainConfig:
+    """BranchGRPO (arXiv 2509.06040): paths that split on their way, compared edge by edge with others of the same step.
+
+    Large models have the numbers of its script for FLUX: 20 steps of dance_sde at eta 0.3, of which 4 split in two, two
+    trees on each of 8 GPUs. Full fine-tuning, and one update per rollout in place of one per 12 edges and GPU, are assumed.
+    On handwriting trees of 8 that split at the first 3 of the 6 noisiest steps.
+    """
+    tree = SamplingConfig(16, 16, 20, sampler=Stochastic("dance_sde", eta=0.3), window=Splits())
+    advantage = AdvantageConfig(eps=1e-8, clip=5.0)
+    small = replace(tree, group=8, steps=10, sampler=Stochastic("dance_sde"), window=Splits((0, 1, 2), high=6))
+    optimizer = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
+    return of_model(
+        model,
+        BranchGrpo(sampling=tree, advantage=advantage),
+        tuned={"method": BranchGrpo(sampling=small, advantage=advantage, passes=TWO)},
+        **({} if model in MODELS else {"train": "full", "optimizer": optimizer}),
+    )
+
+
+def spo(model: str = UNET) -> TrainConfig:
+    """SPO (arXiv 2406.04314): a preference between the best and the worst of four candidates for each next state.
+
+    Large models have the numbers of the authors' run on SD 1.5; its 4 GPUs, and a LoRA alpha of its rank, are assumed. Its
+    step-aware preference model is not offered: a candidate has the rewards of the clean sample that is predicted from it.
+    On handwriting-unet 4 candidates at the first 8 of 10 steps, and beta 100, because the log-ratios are per dimension.
+    """
+    return _candidates(model, Spo(sampling=_DDIM, margin=ConstantMargin(0.3)), margin=ConstantMargin(0.05))
+
+
+def lpo(model: str = UNET) -> TrainConfig:
+    """LPO (arXiv 2502.01051): SPO from the first step on, with a margin that grows with the noise of the step.
+
+    Large models have the numbers of the authors' run on SD 1.5, with SPO's batch; its reward model of noisy latents is not
+    offered, see `spo`. On handwriting-unet the margin is smaller.
+    """
+    method = Spo(sampling=replace(_DDIM, window=Candidates()), beta=500.0, margin=NoiseMargin())
+    return _candidates(model, method, margin=NoiseMargin(0.02, 0.1))
+
+
+_DDIM = SamplingConfig(40, 4, 20, guidance=Guidance(5.0), sampler=Stochastic("ddim", eta=1.0), window=Candidates(low=4))
+
+
+def _candidates(model: str, method: Spo, **tuned: Any) -> TrainConfig:
+    """Return a run of preferences between candidates.
+
+    Args:
+        method: that of large models.
+        tuned: its fields on the built-in models, where they differ.
+    """
+    small = SamplingConfig(32, 4, sampler=Stochastic("ddim", eta=1.0), window=Candidates(high=8))
+    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
+    return of_model(
+        model,
+        method,
+        tuned={**ONE_UPDATE, "method": Spo(sampling=small, beta=100.0, **tuned), "optimizer": optimizer},
+        **({} if model in MODELS else {"optimizer.lr": 6e-5, "lora": LoraConfig(rank=4, alpha=4.0)}),
+    )
+
+
 def alignprop(model: str = HANDWRITING) -> TrainConfig:
     """AlignProp (arXiv 2310.03739) and DRaFT (2309.17400): a differentiable reward's gradient through the last steps.
 
@@ -559,7 +630,10 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
             tempflow,
             densegrpo,
             tpgrpo,
+            branchgrpo,
             d3po,
+            spo,
+            lpo,
             alignprop,
             adjoint,
             raft,

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.advantages import SCALES, Scale, group_advantages, multi_reward_advantages, turning_point_gains
+from fluvial.core.advantages import (
+    SCALES,
+    Scale,
+    edge_advantages,
+    group_advantages,
+    multi_reward_advantages,
+    turning_point_gains,
+)
 
 every_scale = pytest.mark.parametrize("scale", SCALES)
 # Any integers name groups; a few, so that groups have several members.
@@ -170,3 +177,26 @@ def test_a_path_without_gains_has_no_turning_point() -> None:
     assert not flat.turning.any()
     for shape in ((3,), (3, 1)):
         refuses(r"turning_point_gains: .* expected \[B, S", turning_point_gains, torch.ones(shape))
+
+
+@given(seed=st.integers(0, 10_000), depth=st.integers(1, 3), trees=st.integers(1, 3))
+def test_edges_are_compared_with_those_of_their_step(seed: int, depth: int, trees: int) -> None:
+    """By the mean of the leaves below them; the advantages of a step have mean 0 over the edges, each counted once."""
+    leaves = 2**depth
+    reward, leaf = normals(seed, trees * leaves), torch.arange(trees * leaves)
+    edge = torch.stack([leaf // (leaves >> level) for level in range(depth + 1)], dim=1)  # one edge, 2, 4, ...
+    got = edge_advantages(reward, edge, leaf // leaves)
+    assert torch.equal(got.first.sum(0), trees * 2 ** torch.arange(depth + 1))
+    assert not got.advantage[:, 0].any()  # a step with one edge
+    assert_close(got.advantage[:, -1], group_advantages(reward, leaf // leaves, eps=1e-8))  # every leaf: GRPO
+    for level in range(1, depth + 1):
+        means = reward.reshape(trees, 2**level, -1).mean(2)  # the weights of an edge's leaves add up to 1
+        once = got.advantage[got.first[:, level], level].reshape(trees, -1)
+        assert_close(once.mean(1), torch.zeros(trees).double(), atol=1e-7, rtol=0)
+        expected = group_advantages(means.flatten(), torch.arange(trees).repeat_interleave(2**level), eps=1e-8)
+        assert_close(once.flatten(), expected)
+    shuffled = torch.randperm(len(leaf), generator=torch.Generator().manual_seed(seed))
+    again = edge_advantages(reward[shuffled], edge[shuffled], (leaf // leaves)[shuffled])
+    assert_close(again.advantage, got.advantage[shuffled])
+    assert not edge_advantages(1e-9 * reward, edge, leaf // leaves).advantage.any()
+    refuses(r"edge_advantages: edge has shape", edge_advantages, reward, edge[:, 0], leaf // leaves)

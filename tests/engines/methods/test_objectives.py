@@ -117,14 +117,15 @@ def test_what_has_no_meaning(method: Method, changes: dict[str, Any], words: str
 # What a method is made of beside its own hyper-parameters; it has nothing else that could be set.
 PARTS: dict[str, str] = {
     **dict.fromkeys(
-        ("grpo", "tempflow", "densegrpo", "tpgrpo"), "sampling trained advantage passes kl correction form reduction"
+        ("grpo", "tempflow", "densegrpo", "tpgrpo", "branchgrpo"),
+        "sampling trained advantage passes kl correction form reduction",
     ),
     **dict.fromkeys(("guard", "dppo"), "sampling trained advantage passes kl correction form"),
     **dict.fromkeys(("nft", "awm", "crd"), "sampling noising advantage passes kl"),
     "dgpo": "sampling noising advantage passes kl",
     **dict.fromkeys(("raft", "sft"), "sampling noising passes kl"),
     "dpo": "sampling noising passes",
-    "d3po": "sampling trained passes",
+    **dict.fromkeys(("d3po", "spo"), "sampling trained passes"),
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
     "adjoint": "sampling trained passes",

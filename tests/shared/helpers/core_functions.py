@@ -220,6 +220,11 @@ ROWS = (
         partial(advantages.multi_reward_advantages, weights=weights, group=GROUP),
         "rewards",
     ),
+    FunctionCall(
+        "advantages.edge_advantages",
+        partial(advantages.edge_advantages, edge=torch.tensor([[2, 2], [0, 0], [2, 1], [0, 3]]), tree=GROUP),
+        "reward",
+    ),
     FunctionCall("advantages.turning_point_gains", advantages.turning_point_gains, "rewards"),
     FunctionCall("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
     *(

@@ -15,6 +15,7 @@ from fluvial.core.random import key
 from fluvial.engines import Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.methods import NoiseMargin
 from fluvial.engines.methods import table as o
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
@@ -31,11 +32,13 @@ from fluvial.engines.sampling.window import (
     AllRecorded,
     AllSteps,
     Branches,
+    Candidates,
     FirstRecorded,
     MovingWindow,
     RandomRecorded,
     RandomWindow,
     ScatteredSteps,
+    Splits,
     StratifiedRecorded,
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
@@ -209,6 +212,8 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
         "densegrpo": run(o.DenseGrpo(), SDE, **KL, **{"passes.minibatches": 2}),
         "tpgrpo": run(o.TurningPointGrpo(), replace(SDE, sampler=Stochastic("cps", 0.7), window=AllSteps(high=3))),
+        "branchgrpo": run(o.BranchGrpo(), replace(SDE, window=Splits((0, 2), high=3)), **{"passes.minibatches": 2}),
+        "spo": run(o.Spo(beta=100.0, margin=NoiseMargin(0.01, 0.02)), replace(SDE, window=Candidates(4, low=1, high=3))),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),

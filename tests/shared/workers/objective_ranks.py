@@ -9,9 +9,11 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
+from fluvial.engines.methods import ConstantMargin
 from fluvial.engines.methods.table import (
     AdjointMatching,
     Awm,
+    BranchGrpo,
     DenseGrpo,
     Distill,
     Dmd2,
@@ -20,6 +22,7 @@ from fluvial.engines.methods.table import (
     Nft,
     Raft,
     Sft,
+    Spo,
     Tdm,
     TurningPointGrpo,
 )
@@ -27,7 +30,7 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, RandomRecorded
+from fluvial.engines.sampling.window import AllRecorded, Candidates, RandomRecorded, Splits
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
@@ -51,6 +54,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "adjoint": {
         "method": AdjointMatching(scale=1.0),
         "sampling": replace(STEPS, sampler=Stochastic(eta=2**0.5)),
+        "train": "lora",
+    },
+    "branchgrpo": {"method": BranchGrpo(), "sampling": replace(STEPS, window=Splits((0, 2)))},
+    "spo": {
+        "method": Spo(margin=ConstantMargin(0.0)),
+        "sampling": replace(STEPS, window=Candidates(4, low=1)),
         "train": "lora",
     },
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
