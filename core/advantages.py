@@ -117,8 +117,10 @@ def edge_advantages(
         others = (tree[:, None] == tree).to(torch.float64) * first.to(torch.float64)  # edges of the tree, once each
         count = others.sum(1)
         centred = mean - others @ mean / count
-        std = torch.sqrt(others @ centred**2 / (count - ddof).clamp(min=1))
-        advantages.append(torch.where(std < least, 0.0, centred / (std + eps)))
+        variance = others @ centred**2 / (count - ddof).clamp(min=1)
+        equal = variance < least**2
+        std = torch.sqrt(torch.where(equal, 1.0, variance))  # the gradient of a root at 0 is infinite
+        advantages.append(torch.where(equal, 0.0, centred / (std + eps)))
         firsts.append(first)
     return EdgeAdvantages(torch.stack(advantages, dim=1).to(dtype), torch.stack(firsts, dim=1))
 

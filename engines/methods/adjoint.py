@@ -84,9 +84,7 @@ class AdjointMatching(Method, name="adjoint"):
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Carry the gradient of the reward back through the base, then fit the control of the steps to it."""
-        assert batch.plan.transitions is not None
-        noisy = (batch.plan.transitions.std.cpu() > 0).to(torch.float32)
-        keep = run.grade(batch).keep[:, None] * noisy
+        keep = run.grade(batch).keep[:, None] * (batch.noise > 0)
         steps = run.record_steps(batch, key, trained=self.trained, keep=keep)
         steps = steps.with_predictions(adjoint=self.carry_back(run, steps, -self.scale * run.reward_gradient(batch)))
         for part in run.minibatches(steps, key, self.passes):

@@ -101,8 +101,7 @@ class Spo(D3po, name="spo"):
                 batch = run.finish(batch, taken.x_next[:, place], step + 1, jump=True)
                 assert batch.rewards is not None
                 rewards.append(batch.rewards.scores @ run.runners.weights)
-        assert batch.plan.transitions is not None
-        margins = self.margin.at(batch.plan.transitions.std.cpu()[steps[len(steps) - len(rewards) :]])
+        margins = self.margin.at(batch.noise[steps[len(steps) - len(rewards) :]])
         sides = [torch.zeros(len(batch.kept))] * (len(steps) - len(rewards))
         for reward, margin in zip(rewards, margins.tolist(), strict=True):
             sides.append(self.prefer(reward[batch.kept], batch.group, least=2 * math.atanh(min(margin, 1 - 1e-7))))

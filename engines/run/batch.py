@@ -99,6 +99,14 @@ class Batch:
         """Group of each sample that is learnt from, `[N]`."""
         return self.kept // self.compared
 
+    @property
+    def noise(self) -> Tensor:
+        """Standard deviation of the noise of each step of the schedule, `[T]`, on the host."""
+        sampling = self.plan.sampling
+        assert sampling.stochastic is not None
+        levels = sampling.schedule.levels
+        return sampling.stochastic.transition(levels[:-1], levels[1:]).std.expand(len(levels) - 1)
+
     def prompt(self, number: int) -> Prompt:
         """Return the prompt of a sample of any rank, by its index in the batch."""
         return self.plan.asked[number * len(self.plan.asked) // self.share.batch]

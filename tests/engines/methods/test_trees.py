@@ -93,7 +93,7 @@ def test_every_edge_is_trained_on_once(one: World) -> None:
         seen.append((run.reward(batch), signal, options["keep"]))
         return record_steps(batch, key, signal, **options)
 
-    run.record_steps = note  # type: ignore[method-assign]
+    run.record_steps = note  # type: ignore[method-assign,assignment]
     record = trained.rollout()
     ((reward, signal, keep),) = seen
     assert record["pairs"] == keep.sum() == 2 * (2 + 2 + 4 + 8 + 8)
@@ -112,8 +112,8 @@ def test_pairs_are_the_best_and_the_worst_candidate_of_a_state(one: World, margi
     run = build(one, Spo(margin=margin), STATES).trainer.loop.run
     batch, seen, spy = run.score(run.sample(key(3))), list[Tensor](), Spo(margin=margin)
     object.__setattr__(spy, "sampling", STATES)
-    object.__setattr__(spy, "compare", lambda run, batch, key, preferred: seen.append(preferred) or ())
-    assert not list(spy.learn(run, batch, key(3)))
+    object.__setattr__(spy, "compare", lambda run, batch, key, preferred: [seen.append(preferred)])
+    list(spy.learn(run, batch, key(3)))
     levels, transitions = batch.plan.sampling.schedule.levels, batch.plan.transitions
     assert transitions is not None
     std, expected = transitions.std[2:], torch.zeros(16, 6)

@@ -3,25 +3,18 @@
 Each has settings for large models and others for the built-in ones, which train in minutes on a CPU.
 """
 
-import math
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fluvial.engines import plugins
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods import (
-    AdjointMatching,
     AlignProp,
     Awm,
-    BranchGrpo,
-    ConstantMargin,
     Crd,
     D3po,
-    DenseGrpo,
     Dgpo,
     Distill,
     Dmd2,
@@ -31,132 +24,39 @@ from fluvial.engines.methods import (
     Guard,
     KLConfig,
     Nft,
-    NoiseMargin,
     Raft,
     Sft,
-    Spo,
     Tdm,
     TempFlow,
-    TurningPointGrpo,
 )
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
-from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.settings import DataConfig, MachineConfig, PipelineConfig
-from fluvial.engines.run.method import Method, PassesConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.recipes.base import (
+    BATCH,
+    CONSISTENCY,
+    EDIT_WORDS,
+    HANDWRITING,
+    NOISIEST,
+    ODE,
+    ONE_UPDATE,
+    TWO,
+    UNET,
+    WORDS,
+    of_model,
+    of_published,
+)
+from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
-from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
 from fluvial.engines.sampling.window import (
     AllRecorded,
     AllSteps,
-    Candidates,
     RandomRecorded,
     RandomWindow,
-    Splits,
-    StratifiedRecorded,
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
-from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
-
-HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
-# On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
-ONE_UPDATE = {"updates": 50, "evaluation.every": 10}
-TWO = PassesConfig(minibatches=2)
-# For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
-NOISIEST = SamplingConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
-BATCH = AdvantageConfig(scale="batch")
-# For methods that need no log-probabilities.
-ODE = SamplingConfig(prompts=16, group=8, sampler=Ode())
-CONSISTENCY = Stochastic("cps", eta=1.0)
-
-OUT = Path("runs") / "x"
-
-
-def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
-    """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
-
-    Large models keep their own LoRA targets, image size, length of prompts, dtypes, micro-batch, and the rollout's steps in
-    evaluations. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of prompts may have
-    weights. The moving average follows every update, so that a short run, too, exports what it has learnt.
-    """
-    if model in MODELS:
-        return of_built_in(model, **tuned)
-    config: TrainConfig = plugins.load("published", "extensions")(run)
-    evaluation, fixed = config.evaluation, explain_fixed_micro_batch(config.method) is not None
-    return replace(
-        config,
-        out=OUT,
-        model=model,
-        seed=0,
-        updates=100 * config.updates_per_rollout,
-        prompts=(),
-        rewards=(),
-        lora=replace(config.lora, targets=None),
-        optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),
-        data=DataConfig(),
-        engine=MachineConfig(micro_batch=config.engine.micro_batch if fixed else "auto"),
-        pipeline=PipelineConfig(),
-        evaluation=EvaluationConfig(
-            every=evaluation.every, samples=evaluation.samples, final_samples=evaluation.final_samples
-        ),
-    )
-
-
-def of_model(model: str, method: Method, *, tuned: dict[str, Any] | None = None, **settings: Any) -> TrainConfig:
-    """Return a run of a method that has no published run of its own here.
-
-    Args:
-        method: method, of large models and, if `tuned` has no other, of the built-in ones.
-        tuned: settings of the built-in models, where they differ.
-        settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
-    """
-    if model in MODELS:
-        return of_built_in(model, **{"method": method, **settings, **(tuned or {})})
-    config = TrainConfig(
-        OUT,
-        method,
-        model=model,
-        train="lora",
-        optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9),
-        lora=LoraConfig(rank=32, alpha=64.0),
-        engine=MachineConfig(micro_batch="auto"),
-        evaluation=EvaluationConfig(samples=32, final_samples=64),
-    )
-    return with_values(config, settings)
-
-
-def _fields(method: Method) -> dict[str, Any]:
-    """Return the hyper-parameters of a method by name, for one that extends it."""
-    return {field.name: getattr(method, field.name) for field in fields(method)}  # type: ignore[arg-type]
-
-
-def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
-    """Return a recipe of a method of the user's, with its own defaults and those of `of_model`."""
-
-    def recipe(model: str = HANDWRITING) -> TrainConfig:
-        return replace(of_model(model, kind(), tuned=ONE_UPDATE), out=Path("runs") / kind.__name__.lower())
-
-    recipe.__doc__ = kind.__doc__
-    return recipe
-
-
-def of_built_in(model: str, *, method: Method, **settings: Any) -> TrainConfig:
-    """Return a run of a built-in model, with settings by their dotted names."""
-    config = TrainConfig(
-        OUT,
-        method,
-        model=model,
-        updates=100,
-        train="lora",
-        data=DataConfig(order="draws"),
-        optimizer=OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
-        engine=MachineConfig(micro_batch=128, update_micro_batch="rollout"),  # fixed, so that results are reproduced
-        evaluation=EvaluationConfig(every=20, samples=200, final_samples=1000),
-    )
-    return with_values(config, settings)
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -350,42 +250,6 @@ def tempflow(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
-def densegrpo(model: str = HANDWRITING) -> TrainConfig:
-    """DenseGRPO (arXiv 2601.20218): a reward for every step, the gain of what the ODE makes of the sample by that step.
-
-    Large models have 10 steps and groups of 24, and otherwise the numbers of Flow-GRPO's run on text; the calibration of
-    the noise of each step is left out. On handwriting a window of 3 steps within the six noisiest, so that its 4 rewards per
-    sample cost about 17 more passes.
-    """
-    steps = SamplingConfig(prompts=16, group=8, window=RandomWindow(3, high=6))
-    config = grpo(model)
-    if model in MODELS:
-        return replace(config, method=DenseGrpo(sampling=steps, advantage=BATCH, passes=TWO))
-    known = config.method
-    assert isinstance(known, Grpo)
-    # The advantages of a step are compared within their group alone.
-    advantage = replace(known.advantage, scale="group")
-    return replace(config, method=DenseGrpo(**{**_fields(known), "advantage": advantage}))
-
-
-def tpgrpo(model: str = HANDWRITING) -> TrainConfig:
-    """TP-GRPO (arXiv 2602.06422): a reward for every step; one where a sample turns to the better gets all that follows.
-
-    Large models have the numbers of its script common_op3.sh for SD3.5: 9 steps of cps at eta 0.7, 48 groups of 24, and
-    what it leaves open is that of Flow-GRPO's run. On handwriting a window of 3 steps within the six noisiest.
-    """
-    config = grpo(model)
-    if model in MODELS:
-        steps = SamplingConfig(prompts=16, group=8, window=RandomWindow(3, high=6))
-        return replace(config, method=TurningPointGrpo(sampling=steps, advantage=BATCH, passes=TWO))
-    known = config.method
-    assert isinstance(known, Grpo)
-    method = TurningPointGrpo(**{**_fields(known), "clip_low": 1e-5, "clip_high": 1e-5, "trained": AllRecorded()})
-    sampling = replace(known.sampling, sampler=Stochastic("cps", 0.7), window=AllSteps(high=9), prompts=48)
-    changes = {"sampling": sampling, "kl.coef": 1e-4, "advantage.scale": "group"}
-    return with_values(config, {"method": method, **changes})
-
-
 def d3po(model: str = UNET) -> TrainConfig:
     """D3PO (arXiv 2311.13231): a preference between the best and the worst of a group, as one between each pair of steps.
 
@@ -404,65 +268,6 @@ def d3po(model: str = UNET) -> TrainConfig:
     return config if model in MODELS else with_values(config, {"sampling.prompts": 20})
 
 
-def branchgrpo(model: str = HANDWRITING) -> TrainConfig:
-    """BranchGRPO (arXiv 2509.06040): paths that split on their way, compared edge by edge with others of the same step.
-
-    Large models have the numbers of its script for FLUX: 20 steps of dance_sde at eta 0.3, of which 4 split in two, two
-    trees on each of 8 GPUs. Full fine-tuning, and one update per rollout in place of one per 12 edges and GPU, are assumed.
-    On handwriting trees of 8 that split at the first 3 of the 6 noisiest steps.
-    """
-    tree = SamplingConfig(16, 16, 20, sampler=Stochastic("dance_sde", eta=0.3), window=Splits())
-    advantage = AdvantageConfig(eps=1e-8, clip=5.0)
-    small = replace(tree, group=8, steps=10, sampler=Stochastic("dance_sde"), window=Splits((0, 1, 2), high=6))
-    optimizer = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
-    return of_model(
-        model,
-        BranchGrpo(sampling=tree, advantage=advantage),
-        tuned={"method": BranchGrpo(sampling=small, advantage=advantage, passes=TWO)},
-        **({} if model in MODELS else {"train": "full", "optimizer": optimizer}),
-    )
-
-
-def spo(model: str = UNET) -> TrainConfig:
-    """SPO (arXiv 2406.04314): a preference between the best and the worst of four candidates for each next state.
-
-    Large models have the numbers of the authors' run on SD 1.5; its 4 GPUs, and a LoRA alpha of its rank, are assumed. Its
-    step-aware preference model is not offered: a candidate has the rewards of the clean sample that is predicted from it.
-    On handwriting-unet 4 candidates at the first 8 of 10 steps, and beta 100, because the log-ratios are per dimension.
-    """
-    return _candidates(model, Spo(sampling=_DDIM, margin=ConstantMargin(0.3)), margin=ConstantMargin(0.05))
-
-
-def lpo(model: str = UNET) -> TrainConfig:
-    """LPO (arXiv 2502.01051): SPO from the first step on, with a margin that grows with the noise of the step.
-
-    Large models have the numbers of the authors' run on SD 1.5, with SPO's batch; its reward model of noisy latents is not
-    offered, see `spo`. On handwriting-unet the margin is smaller.
-    """
-    method = Spo(sampling=replace(_DDIM, window=Candidates()), beta=500.0, margin=NoiseMargin())
-    return _candidates(model, method, margin=NoiseMargin(0.02, 0.1))
-
-
-_DDIM = SamplingConfig(40, 4, 20, guidance=Guidance(5.0), sampler=Stochastic("ddim", eta=1.0), window=Candidates(low=4))
-
-
-def _candidates(model: str, method: Spo, **tuned: Any) -> TrainConfig:
-    """Return a run of preferences between candidates.
-
-    Args:
-        method: that of large models.
-        tuned: its fields on the built-in models, where they differ.
-    """
-    small = SamplingConfig(32, 4, sampler=Stochastic("ddim", eta=1.0), window=Candidates(high=8))
-    optimizer = OptimizerConfig(lr=2e-3, schedule="cosine", ema_decay=0.9)
-    return of_model(
-        model,
-        method,
-        tuned={**ONE_UPDATE, "method": Spo(sampling=small, beta=100.0, **tuned), "optimizer": optimizer},
-        **({} if model in MODELS else {"optimizer.lr": 6e-5, "lora": LoraConfig(rank=4, alpha=4.0)}),
-    )
-
-
 def alignprop(model: str = HANDWRITING) -> TrainConfig:
     """AlignProp (arXiv 2310.03739) and DRaFT (2309.17400): a differentiable reward's gradient through the last steps.
 
@@ -475,25 +280,6 @@ def alignprop(model: str = HANDWRITING) -> TrainConfig:
         **ONE_UPDATE,
         method=AlignProp(last=2, sampling=SamplingConfig(prompts=128, group=1, sampler=Ode())),
         rewards=("likeness",),
-    )
-
-
-def adjoint(model: str = HANDWRITING) -> TrainConfig:
-    """Adjoint Matching (arXiv 2409.08861): steps fitted to a differentiable reward's gradient, which the base carries back.
-
-    Large models have the numbers of the authors' code for SD 1.5 and ImageReward (microsoft/soc-fine-tuning-sd): 50 DDIM
-    steps, of which 4 are trained on, full fine-tuning in float32, without clipping of the gradient. Their noise schedule,
-    which they changed, is the model's own here. On handwriting flow_sde takes 10 steps, all trained on, towards likeness.
-    """
-    guidance = Guidance(7.5, update="conditional")
-    sampling = SamplingConfig(125, 1, 50, guidance=guidance, sampler=Stochastic("ddim", eta=1.0))
-    tuned = AdjointMatching(sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=math.sqrt(2))), scale=20.0)
-    optimizer = OptimizerConfig(lr=3e-6, betas=(0.9, 0.95), warmup=20, max_grad_norm=math.inf)
-    return of_model(
-        model,
-        AdjointMatching(sampling=sampling, trained=StratifiedRecorded(), index="current"),
-        tuned={**ONE_UPDATE, "method": tuned, "rewards": ("likeness",)},
-        **({} if model in MODELS else {"train": "full", "optimizer": optimizer, "engine.compute": "float32"}),
     )
 
 
