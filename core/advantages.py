@@ -164,7 +164,7 @@ def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoi
     turning = ahead & turned
     if balanced:
         signs = [turning & (way * sign > 0) for sign in (1, -1)]
-        least = torch.minimum(*(each.sum() for each in signs))
+        least = torch.stack([each.sum() for each in signs]).amin()
         turning = torch.zeros_like(turning)
         for each in signs:
             size = torch.where(each, total.abs(), -1.0).flatten()

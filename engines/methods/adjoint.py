@@ -18,6 +18,7 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.samplers import Stochastic
 from fluvial.engines.sampling.window import AllRecorded, AllSteps, Trained
+from fluvial.models.host_values import to_device
 
 if TYPE_CHECKING:
     from fluvial.engines.engine.engine import UpdateInfo
@@ -91,7 +92,8 @@ class AdjointMatching(Method, name="adjoint"):
             part = run.predict(part, "base")
             if self.quantile is not None:
                 sizes = run.gather(part, run.measure(part, lambda v, rows: self.loss(v, rows)[0])).sqrt()
-                largest = sizes[part.used.to(sizes.device) > 0].quantile(self.quantile).item()
+                counted = to_device(torch.nonzero(part.used.flatten()).flatten(), sizes.device)
+                largest = sizes.flatten()[counted].quantile(self.quantile).item()
                 bound = run.average("adjoint", largest, 0.9)
                 part = part.with_rows(context=part.look_up((sizes < bound).to(sizes.dtype)))
             yield run.update(part, self.loss)
