@@ -141,7 +141,8 @@ def adjoint(model: str = HANDWRITING) -> TrainConfig:
 
     Large models have the numbers of the authors' code for SD 1.5 and ImageReward (microsoft/soc-fine-tuning-sd): 50 DDIM
     steps, of which 4 are trained on, full fine-tuning in float32, without clipping of the gradient. Their noise schedule,
-    which they changed, is the model's own here. On handwriting flow_sde takes 10 steps towards likeness, with the adjoint that is exact.
+    which they changed, is the model's own here. On handwriting flow_sde takes 10 steps towards likeness, with the exact
+    adjoint.
     """
     guidance = Guidance(7.5, update="conditional")
     sampling = SamplingConfig(125, 1, 50, guidance=guidance, sampler=Stochastic("ddim", eta=1.0))
