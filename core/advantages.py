@@ -1,6 +1,6 @@
 """Advantages: rewards centred in their group and scaled, without a Python loop over samples or a read from a device."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,102 @@ def multi_reward_advantages(
     ]
     total = torch.stack(columns, dim=1) @ weights.to(torch.float64)
     return ((total - total.mean()) / (_std(total, ddof) + eps)).to(dtype)
+
+
+class EdgeAdvantages(NamedTuple):
+    """Advantages of the edges of trees with B leaves and S steps, `[B, S]`; the leaves below an edge have the same."""
+
+    advantage: Tensor
+    first: Tensor  # bool, whether the leaf is the first in the batch below its edge
+
+
+def edge_advantages(
+    reward: PerSample, edge: Tensor, tree: Ids, *, eps: float = 1e-8, least: float = 1e-6, ddof: int = 1
+) -> EdgeAdvantages:
+    """Return the advantage of each edge of trees, compared with the edges of the same step in its tree, `[B, S]`.
+
+        R_e = mean of the rewards of the leaves below e
+        A_e = (R_e - mean R) / (std R + eps) over the tree's edges of the step, 0 if std R < least
+
+    Args:
+        reward: reward of each leaf, `[B]`.
+        edge: edge that each leaf takes at each step, integers `[B, S]`; leaves with the same number share it.
+        tree: tree of each leaf, `[B]` integers.
+        eps, least: in the unit of the reward.
+        ddof: 1 for unbiased standard deviations, 0 for those of the population.
+
+    Raises:
+        ValueError: shapes differ, or a reward is not finite.
+
+    Source: BranchGRPO, arXiv 2509.06040, and its code.
+    """
+    dtype = check_rewards("edge_advantages", reward, tree)
+    if edge.ndim != 2 or len(edge) != len(reward) or reward.ndim != 1:
+        raise ValueError(f"edge_advantages: edge has shape {list(edge.shape)}, expected [{len(reward)}, S]")
+    place = torch.arange(len(reward), device=reward.device)
+    apart = place[:, None] - place > 0  # whether a leaf comes after another
+    advantages, firsts = [], []
+    for edges in edge.unbind(1):
+        same = ((edges[:, None] == edges) & (tree[:, None] == tree)).to(torch.float64)
+        mean = same @ reward.to(torch.float64) / same.sum(1)
+        first = ~((same > 0) & apart).any(1)
+        others = (tree[:, None] == tree).to(torch.float64) * first.to(torch.float64)  # edges of the tree, once each
+        count = others.sum(1)
+        centred = mean - others @ mean / count
+        variance = others @ centred**2 / (count - ddof).clamp(min=1)
+        equal = variance < least**2
+        std = torch.sqrt(torch.where(equal, 1.0, variance))  # the gradient of a root at 0 is infinite
+        advantages.append(torch.where(equal, 0.0, centred / (std + eps)))
+        firsts.append(first)
+    return EdgeAdvantages(torch.stack(advantages, dim=1).to(dtype), torch.stack(firsts, dim=1))
+
+
+class TurningPoints(NamedTuple):
+    """Rewards of the steps of B samples, `[B, S]`."""
+
+    gain: Tensor
+    turning: Tensor  # bool, whether the step is a turning point whose gain is that of all that follows
+
+
+def turning_point_gains(rewards: Tensor, *, balanced: bool = True) -> TurningPoints:
+    """Return the gain of each step, that of all that follows at turning points, `[B, S]`.
+
+        r_k = R_{k+1} - R_k, D = R_S - R_0
+        turning point    sign(r_k) = sign(D) = sign(R_S - R_{k+1}), and for k > 0 sign(r_{k-1}) = -sign(D)
+        gain             R_S - R_k at turning points, else r_k
+
+    R_k is the reward of what deterministic steps make of the sample before step k. At a turning point the path begins to go
+    the way that it goes in the end. Balanced, equally many turning points of each sign of D are taken, those of the largest
+    |D|; the others keep r_k.
+
+    Args:
+        rewards: R_0 to R_S, `[B, S+1]`.
+        balanced: whether as many are taken of one sign as of the other.
+
+    Raises:
+        ValueError: rewards are not finite, or not `[B, S+1]`.
+
+    Source: TP-GRPO, arXiv 2602.06422, and its code.
+    """
+    dtype = compute_dtype("turning_point_gains", rewards=rewards)
+    if rewards.ndim != 2 or rewards.shape[1] < 2:
+        raise ValueError(f"turning_point_gains: rewards has shape {list(rewards.shape)}, expected [B, S+1] with S > 0")
+    check_rewards("turning_point_gains", rewards, torch.zeros_like(rewards[:, 0], dtype=torch.int64))
+    rewards = rewards.to(torch.float64)
+    gain, total, rest = rewards.diff(dim=1), rewards[:, -1:] - rewards[:, :1], rewards[:, -1:] - rewards[:, 1:]
+    way = torch.sign(total)
+    ahead = (torch.sign(gain) * torch.sign(rest) > 0) & (torch.sign(gain) * way > 0)
+    turned = torch.cat([torch.ones_like(way), -torch.sign(gain[:, :-1]) * way], dim=1) > 0
+    turning = ahead & turned
+    if balanced:
+        signs = [turning & (way * sign > 0) for sign in (1, -1)]
+        least = torch.stack([each.sum() for each in signs]).amin()
+        turning = torch.zeros_like(turning)
+        for each in signs:
+            size = torch.where(each, total.abs(), -1.0).flatten()
+            rank = torch.argsort(torch.argsort(size, descending=True, stable=True), stable=True).view_as(each)
+            turning = turning | (each & (rank < least))
+    return TurningPoints(torch.where(turning, rewards[:, -1:] - rewards[:, :-1], gain).to(dtype), turning)
 
 
 def check_rewards(function: str, reward: Tensor, group: Tensor) -> torch.dtype:

@@ -1,9 +1,12 @@
 """Methods: one file per family, and the table of them; for one of your own see `run.method.Method`."""
 
+from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.branch import BranchGrpo
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
 from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
@@ -15,6 +18,7 @@ from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
 from fluvial.engines.methods.rtdmd import Rtdmd
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.spo import ConstantMargin, NoiseMargin, Spo
 from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.table import METHODS
@@ -37,12 +41,16 @@ from fluvial.engines.scoring.advantages import AdvantageConfig
 
 __all__ = [
     "METHODS",
+    "AdjointMatching",
     "AdvantageConfig",
     "AlignProp",
     "Awm",
+    "BranchGrpo",
+    "ConstantMargin",
     "CorrectionConfig",
     "Crd",
     "D3po",
+    "DenseGrpo",
     "Dgpo",
     "Distill",
     "Dmd2",
@@ -57,6 +65,7 @@ __all__ = [
     "Method",
     "Needs",
     "Nft",
+    "NoiseMargin",
     "NoisedRows",
     "NoisingConfig",
     "PassesConfig",
@@ -68,9 +77,11 @@ __all__ = [
     "Rtdmd",
     "SamplingConfig",
     "Sft",
+    "Spo",
     "Srpo",
     "StepKLConfig",
     "Tdm",
     "TdmR1",
     "TempFlow",
+    "TurningPointGrpo",
 ]

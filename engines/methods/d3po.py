@@ -61,21 +61,32 @@ class D3po(Method, name="d3po"):
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
         """Compare each step of the best sample of a group with the same step of its worst."""
-        preferred = self.prefer(run.grade(batch).reward, batch.group)
+        yield from self.compare(run, batch, key, self.prefer(run.grade(batch).reward, batch.group))
+
+    def compare(self, run: "Run", batch: "Batch", key: Key, preferred: Tensor) -> "Iterator[UpdateInfo]":
+        """Compare each step of a preferred sample with that of its group's rejected one.
+
+        Args:
+            preferred: 1 for the preferred sample of a group, -1 for the rejected one, else 0, `[N]`, or of each recorded
+                step, `[N, S]`.
+        """
         chosen = (preferred != 0).to(preferred.dtype)
         steps = run.record_steps(batch, key, preferred, trained=self.trained, keep=chosen)
-        side, group = batch.spread(preferred), torch.arange(batch.share.batch) // batch.compared
-        partner = (group[:, None] == group) & (side[:, None] * side == -1)  # [B, B]
+        side, group = batch.spread(preferred).reshape(batch.share.batch, 1, -1), torch.arange(batch.share.batch)
+        same = (group[:, None] // batch.compared == group // batch.compared)[:, :, None]
+        partner = same & (side * side.transpose(0, 1) == -1)  # [B, B, 1 or S]
         for part in run.minibatches(steps, key, self.passes):
             part = run.predict(part, "ref")
             ratios = run.gather(part, run.measure(part, self.log_ratio))
-            part = part.with_rows(context=part.look_up(to_device(partner.to(ratios.dtype), ratios.device) @ ratios))
+            others = to_device(partner.to(ratios.dtype), ratios.device)
+            part = part.with_rows(context=part.look_up((others * ratios).sum(1)))
             yield run.update(part, self.loss)
 
-    def prefer(self, reward: Tensor, group: Tensor) -> Tensor:
-        """Return 1 for the best sample of each group, -1 for the worst, else 0; groups with equal rewards have none."""
+    def prefer(self, reward: Tensor, group: Tensor, least: float = 0.0) -> Tensor:
+        """Return 1 for the best sample of each group, -1 for the worst, else 0; all 0 unless they differ by over `least`."""
         chosen, preferred = best_and_worst(reward, group), torch.zeros_like(reward)
-        preferred[chosen.win[chosen.valid]], preferred[chosen.lose[chosen.valid]] = 1.0, -1.0
+        valid = chosen.valid & (reward[chosen.win] - reward[chosen.lose] > least)
+        preferred[chosen.win[valid]], preferred[chosen.lose[valid]] = 1.0, -1.0
         return preferred
 
     def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, D3poInfo]:

@@ -16,7 +16,7 @@ from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.items import RecordedSteps
 from fluvial.engines.sampling.window import AllRecorded, Trained
-from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.engines.scoring.advantages import AdvantageConfig, Grades
 from fluvial.kernels import policy_loss, step_log_prob
 
 if TYPE_CHECKING:
@@ -56,8 +56,11 @@ class PolicyGradient(Method):
         return RecordedRows(self.form, self.reduction, self.records_velocity, self.trained)
 
     def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
-        """Climb the surrogate of every recorded step, weighted by the advantage of its sample."""
-        grades = run.grade(batch, self.advantage)
+        """Grade the samples, and climb the surrogate of their recorded steps."""
+        yield from self.climb(run, batch, key, run.grade(batch, self.advantage))
+
+    def climb(self, run: "Run", batch: "Batch", key: Key, grades: Grades) -> "Iterator[UpdateInfo]":
+        """Climb the surrogate of every recorded step, with the advantages of the samples, or of the steps."""
         steps = run.record_steps(
             batch, key, grades.advantage, trained=self.trained, keep=grades.keep, skip_zero=not self.networks()
         )

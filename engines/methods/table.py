@@ -11,10 +11,13 @@ from torch import Tensor
 
 from fluvial.engines import plugins
 from fluvial.engines.errors import FluvialError, RunError, UsageError
+from fluvial.engines.methods.adjoint import AdjointMatching
 from fluvial.engines.methods.alignprop import AlignProp
 from fluvial.engines.methods.awm import Awm
+from fluvial.engines.methods.branch import BranchGrpo
 from fluvial.engines.methods.crd import Crd
 from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.dense import DenseGrpo, TurningPointGrpo
 from fluvial.engines.methods.dgpo import Dgpo
 from fluvial.engines.methods.distill import Distill
 from fluvial.engines.methods.dmd2 import Dmd2
@@ -25,6 +28,7 @@ from fluvial.engines.methods.raft import Raft
 from fluvial.engines.methods.refl import Refl
 from fluvial.engines.methods.rtdmd import Rtdmd
 from fluvial.engines.methods.sft import Sft
+from fluvial.engines.methods.spo import Spo
 from fluvial.engines.methods.srpo import Srpo
 from fluvial.engines.methods.successors import Dppo, Guard, TempFlow
 from fluvial.engines.methods.tdm import Tdm
@@ -33,8 +37,8 @@ from fluvial.engines.run.declared import Loss
 from fluvial.engines.run.method import Method, explain_no_method
 
 BUILT_IN: tuple[type[Method], ...] = (
-    *(Grpo, Guard, Dppo, TempFlow, Nft, Awm, Dpo, Dgpo, Crd, D3po, Raft, Sft),
-    *(AlignProp, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
+    *(Grpo, Guard, Dppo, TempFlow, DenseGrpo, TurningPointGrpo, BranchGrpo, Spo, Nft, Awm, Dpo, Dgpo, Crd, D3po, Raft, Sft),
+    *(AlignProp, AdjointMatching, Refl, Srpo, Distill, Dmd2, Rtdmd, Tdm, TdmR1),
 )
 METHODS = {kind.method_name: kind for kind in BUILT_IN}
 

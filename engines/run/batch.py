@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+import optree
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from fluvial.engines.sampling.text import Padding
 from fluvial.engines.sampling.window import Trained
 from fluvial.engines.scoring.gather import Rewards, Scoring
 from fluvial.engines.streams import Stream
-from fluvial.models import Cond, Prediction
+from fluvial.models import Cond, Prediction, host_values
 from fluvial.models.host_values import to_device
 
 
@@ -98,13 +99,21 @@ class Batch:
         """Group of each sample that is learnt from, `[N]`."""
         return self.kept // self.compared
 
+    @property
+    def noise(self) -> Tensor:
+        """Standard deviation of the noise of each step of the schedule, `[T]`, on the host."""
+        sampling = self.plan.sampling
+        assert sampling.stochastic is not None
+        levels = sampling.schedule.levels
+        return sampling.stochastic.transition(levels[:-1], levels[1:]).std.expand(len(levels) - 1)
+
     def prompt(self, number: int) -> Prompt:
         """Return the prompt of a sample of any rank, by its index in the batch."""
         return self.plan.asked[number * len(self.plan.asked) // self.share.batch]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return a number per sample that is learnt from as one per sample of the batch, `[N] -> [B]`, 0 for the others."""
-        everyone = values.new_zeros(self.share.batch)
+        """Return numbers of the samples that are learnt from as those of the batch, `[N, ...] -> [B, ...]`, 0 for others."""
+        everyone = values.new_zeros((self.share.batch, *values.shape[1:]))
         everyone[self.kept] = values
         return everyone
 
@@ -147,6 +156,11 @@ class Items:
         used[:, chosen] = self.used[:, chosen]
         return replace(self, used=used, count=self.count * used[:, chosen].shape[1] / used.shape[1])
 
+    def part(self, rows: slice) -> Self:
+        """Return some of this rank's rows, for forward passes; an update needs all of them."""
+        chosen = optree.tree_map(lambda tensor: host_values.rows(tensor, rows), self.rows)
+        return replace(self, rows=chosen, pad_to=len(chosen.level), real=len(chosen.level))
+
     def look_up(self, table: Tensor) -> Tensor:
         """Return each row's entry of a table of all items, `[B, M, ...] -> [P, ...]`, 0 for repeats."""
         flat = to_device(table, self.rows.place.device).flatten(0, 1)
@@ -165,13 +179,14 @@ def record_steps(
     """Return the recorded steps of a batch.
 
     Args:
-        signal: number of each sample that is learnt from, `[N]`; 1 by default.
-        keep: 1 for the samples, of those, that the loss is averaged over, `[N]`; all by default.
-        skip_zero: whether samples of signal 0 add nothing, so that they need not be computed.
+        signal: number of each sample that is learnt from, `[N]`, or of each of its S recorded steps, `[N, S]`; 1 by default.
+        keep: 1 for the samples, of those, that the loss is averaged over, `[N]`, or for their steps, `[N, S]`; all by
+            default.
+        skip_zero: whether a signal of 0 adds nothing, so that these items need not be computed.
         trained: which of the recorded steps are trained on, drawn from `key`; all by default.
     """
     total, number = batch.share.batch, batch.trajectory.log_prob.shape[1]
-    weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero)
+    weights = _Weights.of(batch, signal, keep, skip_zero=skip_zero, steps=number)
     assert batch.plan.transitions is not None
     schedule = batch.plan.sampling.schedule
     rows = rows_of.recorded_steps(batch.trajectory, schedule, batch.plan.transitions, weights.signal, weights.weight)
@@ -244,24 +259,28 @@ def return_to(batch: Batch, key: Key, count: int, keep: Tensor | None = None) ->
 
 
 class _Weights(NamedTuple):
-    """Numbers of the samples of a batch in the loss: `[slots]` of this rank on the device, `[B]` of all on the host."""
+    """Numbers of the samples of a batch in the loss: of this rank on the device, of all on the host; 1 or M per sample."""
 
     weight: Tensor  # [slots], 0 for repeats
-    signal: Tensor  # [slots]
-    computed: Tensor  # [B], 0 for samples that add nothing to the loss
-    counted: Tensor  # [B], 0 for samples that the loss is not averaged over
+    signal: Tensor  # [slots], or [slots, M]
+    computed: Tensor  # [B, 1 or M], 0 for items that add nothing to the loss
+    counted: Tensor  # [B, 1 or M], 0 for items that the loss is not averaged over
 
     @classmethod
-    def of(cls, batch: Batch, signal: Tensor | None, keep: Tensor | None, *, skip_zero: bool) -> "_Weights":
+    def of(
+        cls, batch: Batch, signal: Tensor | None, keep: Tensor | None, *, skip_zero: bool, steps: int | None = None
+    ) -> "_Weights":
         ones = torch.ones(len(batch.kept))
         for name, values in {"signal": signal, "keep": keep}.items():
-            if values is not None and values.shape != ones.shape:
-                raise UsageError(f"{name} has shape {[*values.shape]}, expected {[*ones.shape]}, a number per sample")
+            if values is not None and values.shape not in (ones.shape, (*ones.shape, steps)):
+                expected = f"{[*ones.shape]}, a number per sample"
+                expected += "" if steps is None else f", or {[*ones.shape, steps]}, one per recorded step"
+                raise UsageError(f"{name} has shape {[*values.shape]}, expected {expected}")
         if signal is not None and not torch.isfinite(signal).all():
             raise UsageError("signal is not finite, expected finite numbers")
         signal = batch.spread(ones if signal is None else signal)
-        counted = batch.spread(ones if keep is None else keep)
-        computed = counted * (signal != 0).to(counted.dtype) if skip_zero else counted
+        counted = batch.spread(ones if keep is None else keep).reshape(batch.share.batch, -1)
+        computed = counted * (signal != 0).to(counted.dtype).reshape(len(counted), -1) if skip_zero else counted
         device = batch.trajectory.final.device
         weight, own = (to_device(batch.share.rows(values), device) for values in (torch.ones(batch.share.batch), signal))
         return cls(weight, own, computed, counted)
@@ -273,8 +292,8 @@ def _items(batch: Batch, rows: Any, used: Tensor, weights: _Weights) -> Items:
     numbers = share.first + torch.arange(share.slots)
     places = torch.where(numbers < share.batch, numbers * each + torch.arange(each)[:, None], share.batch * each)
     rows = rows._replace(place=to_device(places.flatten(), rows.level.device))
-    count, size = int((used * weights.counted[:, None]).sum()), len(rows.level)
-    return Items(rows, batch.cond, used * weights.computed[:, None], count, batch, size, size)
+    count, size = int((used * weights.counted).sum()), len(rows.level)
+    return Items(rows, batch.cond, used * weights.computed, count, batch, size, size)
 
 
 def _noising_keys(batch: Batch, noising: NoisingConfig, key: Key) -> tuple[Key, Key | None]:

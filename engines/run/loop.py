@@ -68,7 +68,8 @@ class Loop:
         seconds: dict[str, float] = {}
         known = self.progress
         lists = {prompt: [*rewards] for prompt, rewards in known.rewards.items()}
-        self.finished = self.run.networks.updates, replace(known, rewards=lists, multipliers={**known.multipliers})
+        copies = replace(known, rewards=lists, multipliers={**known.multipliers}, numbers={**known.numbers})
+        self.finished = self.run.networks.updates, copies
         self.run.notes = {}
         with self.time(seconds, "rollout"), naming_errors(self.method, "collect"):
             batch = self.method.collect(self.run, root) if self.ahead is None else self.ahead.next()

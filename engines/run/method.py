@@ -116,12 +116,16 @@ class Needs:
         prediction: what the model predicts; None is anything.
         ratio: the loss compares the policy with that of the rollout, so that both must compute the same numbers. On recorded
             steps it is a ratio of densities, and the steps need noise. Diagnostics have a field `log_ratio`.
+        candidates: samples need not go on from the states that are recorded (the window candidates).
+        conditional: recorded steps may be trained on without the guidance that they were made with.
         off_schedule: networks are evaluated at noise levels off the sampling schedule, whatever the rows.
         rewards: what is learnt from: scores, or gradients of differentiable rewards; None learns from no reward.
     """
 
     prediction: Prediction | None = None
     ratio: bool = False
+    candidates: bool = False
+    conditional: bool = False
     off_schedule: bool = False
     rewards: Literal["scores", "gradients"] | None = "scores"
 
@@ -163,6 +167,9 @@ class Method:
             yield no_effect(name, "with `kl.coef` 0, without a reference")
         if isinstance(reference, Start) and reference.guidance is not None and sampling.guidance.update == "conditional":
             yield no_effect(name, "with `sampling.guidance.update` conditional, where the policy has none")
+        if sampling.window.records_candidates and not self.needs.candidates:
+            hint = f"{self.method_name} learns from whole samples"
+            yield UsageError("sampling.window", sampling.window.kind, "another than candidates", hint)
         yield from self._check_groups()
         yield from self._check_steps(rows) if isinstance(rows, RecordedRows) else self._check_levels(rows)
 
@@ -202,7 +209,7 @@ class Method:
             yield UsageError("sampling.sampler.solver", sampler.solver, "euler", hint)
         if self.correction is not None and self.correction.mode != "none" and unscaled:
             yield UsageError("form", "unscaled", "density or no_const", "a correction takes a ratio of densities")
-        if sampling.guidance.update == "conditional":
+        if sampling.guidance.update == "conditional" and not self.needs.conditional:
             hint = f"{name} trains on steps of guided rollouts"
             yield UsageError("sampling.guidance.update", "conditional", "guided", hint)
         if not (sampler.rule.last_step_is_deterministic and window.range(sampling.steps)[1] == sampling.steps):

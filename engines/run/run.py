@@ -23,12 +23,13 @@ from fluvial.engines.run.jobs.base import Job
 from fluvial.engines.run.method import EpochsConfig
 from fluvial.engines.run.networks import BuiltNetworks
 from fluvial.engines.run.sampler import Sampler
+from fluvial.engines.sampling.generate import finish
 from fluvial.engines.sampling.items import Pairs, Rows, Share, rebalance, select
 from fluvial.engines.sampling.noising import Levels, NoisingConfig, knows_its_schedule_only
 from fluvial.engines.sampling.window import AllRecorded, Trained
 from fluvial.engines.scoring.advantages import AdvantageConfig, Grades, grade
 from fluvial.engines.scoring.floors import learnt_weights, update_multipliers
-from fluvial.engines.scoring.gather import Scoring, gather_rewards
+from fluvial.engines.scoring.gather import Rewards, Scoring, gather_rewards
 from fluvial.engines.scoring.gradients import weighted_sum
 from fluvial.engines.scoring.protocol import Reward
 from fluvial.engines.scoring.runner import RewardRunners
@@ -40,6 +41,12 @@ from fluvial.models.guidance import Guided, guidance_halves, guided_velocity, is
 from fluvial.models.routing import Routed
 
 ADVANTAGE, ALL_RECORDED = AdvantageConfig(), AllRecorded()
+Edit = Callable[[Prompt], Prompt]
+
+
+def keep(prompt: Prompt) -> Prompt:
+    """Return a prompt as it is."""
+    return prompt
 
 
 class Memory(Protocol):
@@ -47,6 +54,7 @@ class Memory(Protocol):
 
     rewards: dict[str, list[float]]  # last rewards of each prompt
     multipliers: dict[str, float]  # of rewards that have a floor
+    numbers: dict[str, float]  # of the method
 
 
 class Run:
@@ -101,6 +109,15 @@ class Run:
         """Add values to the record of this batch."""
         self.notes.update(values)
 
+    def average(self, name: str, value: float, decay: float) -> float:
+        """Return a moving average m <- decay m + (1 - decay) value, which a checkpoint holds; it begins at the first value.
+
+        The value must be the same on every rank.
+        """
+        known = self.memory.numbers
+        known[name] = decay * known.get(name, value) + (1 - decay) * value
+        return known[name]
+
     # samples
 
     def sample(self, key: Key) -> Batch:
@@ -154,22 +171,46 @@ class Run:
         assert batch.scoring is not None
         if config.engine.offload == "phases" and config.method.source is None:
             self.engine.offload()
-        sampling = config.method.sampling
-        own = batch.scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
-        rewards, self.stopping = gather_rewards(
-            own, stop=self.stop(), group=sampling.group, max_invalid=config.rollout.max_invalid, world=self.world
-        )
+        rewards = self._gather_rewards(batch.scoring)
         self.engine.onload()
         self.networks.onload()
         return replace(batch, rewards=rewards)
+
+    def finish(self, batch: Batch, x: Tensor, step: int, *, jump: bool = False) -> Batch:
+        """Return a scored batch with the samples that deterministic steps make of others on their way, scored.
+
+        The network is the one that makes rollouts now. Groups that a reward fails at are no longer learnt from.
+
+        Args:
+            x: samples of this rank before a step, `[slots, *event]`, e.g. recorded ones.
+            step: index of that step in the schedule, the same of all samples; with none left x is the clean sample.
+            jump: take one step to the end of the schedule in place of all that are left.
+        """
+        assert batch.rewards is not None
+        plan, made, runners, parts = batch.plan, batch.made.result(), self.runners.apart(), list[Tensor]()
+        how = plan.requests, plan.sampling
+        with self.networks.open_sampler() as module:
+            for chunk in finish(self.job.model, module, made, *how, x, step, micro_batch=plan.per_pass, jump=jump):
+                done = sum(map(len, parts))
+                ids = plan.numbers[done : done + plan.per_pass]
+                runners.submit(chunk.images, chunk.prompts, chunk.trajectory.final, ids)
+                parts.append(chunk.trajectory.final)
+        rewards = self._gather_rewards(Scoring(runners))
+        rewards = rewards._replace(kept=rewards.kept & batch.rewards.kept)
+        trajectory = made.trajectory._replace(final=torch.cat(parts))
+        return replace(batch, made=make_batch(made._replace(trajectory=trajectory)), rewards=rewards)
 
     def reward(self, batch: Batch) -> Tensor:
         """Return the weighted sum of the rewards of each sample that is learnt from, `[N]`."""
         assert batch.rewards is not None
         return batch.rewards.scores[batch.kept] @ self.runners.weights
 
-    def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE) -> Grades:
-        """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over."""
+    def grade(self, batch: Batch, config: AdvantageConfig = ADVANTAGE, gains: Tensor | None = None) -> Grades:
+        """Return the reward and the advantage of each sample that is learnt from, and which the loss is averaged over.
+
+        Args:
+            gains: reward of each recorded step, `[N, S]`, of which the advantages are, in place of the sample's.
+        """
         memory, rewards = self.memory, batch.rewards
         assert rewards is not None
         kept, weights = batch.kept, self.runners.weights
@@ -181,8 +222,8 @@ class Run:
             )
             weights = learnt_weights(weights, list(self.rewards), memory.multipliers)
         prompts = [str(model_inputs([batch.prompt(place)])[0]) for place in kept.tolist()] if config.history else ()
-        found = grade(scores, weights, batch.group, config, prompts=prompts, history=memory.rewards)
-        self.log(advantage=found.advantage.clone())  # what a method does to its own changes no record
+        found = grade(scores, weights, batch.group, config, gains=gains, prompts=prompts, history=memory.rewards)
+        self.log(advantage=found.advantage.flatten().clone())  # what a method does to its own changes no record
         return found
 
     # items
@@ -271,6 +312,22 @@ class Run:
                 found.append(optree.tree_map(lambda tensor: tensor.clone(), function(v, _with(rows, before))))
         return optree.tree_map(lambda *parts: torch.cat(parts)[: len(items.rows.level)], *found)
 
+    def vjp(self, items: Items, name: str, cotangent: Tensor) -> Tensor:
+        """Return J^T c for the Jacobian J of a network's prediction with respect to x at each row, float32 `[P, *event]`.
+
+        Args:
+            name: a network that the method declares, or policy.
+            cotangent: c, `[P, *event]`.
+        """
+        cond, found = self._condition(name, items), list[Tensor]()
+        with self.networks.open(name) as module:
+            for rows, c in self._passes(items, cotangent):
+                with torch.enable_grad():
+                    x = rows.x.requires_grad_()
+                    v = self._predict(module, rows._replace(x=x), cond)
+                    found.append(torch.autograd.grad(v, x, c.to(v.dtype))[0].float())
+        return torch.cat(found)[: len(items.rows.level)]
+
     def gather(self, items: Items, values: Tensor) -> Tensor:
         """Return a number per row of this rank as a table of all ranks, `[P] -> [B, M]`, 0 for items that are not used."""
         table = values.new_zeros(items.used.numel() + 1)  # the last entry is that of repeats
@@ -311,9 +368,17 @@ class Run:
         """Return the policy's prediction at rows of items, with gradient: for a loss that takes further steps."""
         return self._predict(self.engine.module, rows, items.cond)
 
-    def rewards_of(
-        self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Callable[[Prompt], Prompt]] = (lambda prompt: prompt,)
-    ) -> list[Tensor]:
+    def reward_gradient(self, batch: Batch) -> Tensor:
+        """Return the gradient of the weighted sum of the rewards at this rank's samples, float32 `[slots, *event]`."""
+        final, found, size = batch.trajectory.final, list[Tensor](), batch.plan.per_pass
+        for start in range(0, len(final), size):
+            part, prompts = final[start : start + size].detach().clone(), batch.prompts[start : start + size]
+            with torch.enable_grad():
+                total = self._rewards_of(part.requires_grad_(), prompts)[0].sum()
+            found.append(torch.autograd.grad(total, part)[0].float())
+        return torch.cat(found)
+
+    def rewards_of(self, items: Items, rows: Rows, final: Tensor, edits: Sequence[Edit] = (keep,)) -> list[Tensor]:
         """Return the weighted sum of the rewards of clean samples, with gradient: `[P]` for each edit of their prompts.
 
         Args:
@@ -325,11 +390,23 @@ class Run:
         batch, each, last = items.batch, items.used.shape[1], items.used.numel() - 1
         assert rows.place is not None
         prompts = [batch.prompt(place // each) for place in host_values.read(rows.place).clamp(max=last).tolist()]
+        return self._rewards_of(final, prompts, edits)
+
+    # below: what no method sees
+
+    def _rewards_of(self, final: Tensor, prompts: Sequence[Prompt], edits: Sequence[Edit] = (keep,)) -> list[Tensor]:
         images, name = decoded(self.job.model, final, model_inputs(prompts)), self.config.method.method_name
         seen = [Samples(images, [edit(prompt) for prompt in prompts], final) for edit in edits]
         return [weighted_sum(self.rewards, samples, objective=name) for samples in seen]
 
-    # below: what no method sees
+    def _gather_rewards(self, scoring: Scoring) -> Rewards:
+        """Return the rewards of all samples of a batch, once they are there."""
+        sampling, most = self.config.method.sampling, self.config.rollout.max_invalid
+        own = scoring.collect(self.world, batch=sampling.batch, stop=self.stop)
+        options: dict[str, Any] = {"group": sampling.group, "max_invalid": most, "world": self.world}
+        rewards, stopping = gather_rewards(own, stop=self.stop(), **options)
+        self.stopping |= stopping
+        return rewards
 
     @property
     def _before(self) -> list[str]:
@@ -410,10 +487,12 @@ class Run:
         """Return a network's prediction at each row, `[P, ...]`, computed in the update's own micro-batches."""
         return torch.cat([self._predict(module, rows, cond) for rows in self._passes(items)])[: len(items.rows.level)]
 
-    def _passes(self, items: Items) -> Iterator[Any]:
-        """Yield the rows of items in micro-batches."""
+    def _passes(self, items: Items, *more: Tensor) -> Iterator[Any]:
+        """Yield the rows of items in micro-batches, with those of further tensors `[P, ...]` if any are given."""
         sizes = self._pass_sizes(items.pad_to)
-        return micro_batches(items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device)
+        return micro_batches(
+            (items.rows, *more) if more else items.rows, micro_batch=sizes, pad_to=items.pad_to, device=self.world.device
+        )
 
     def _pass_sizes(self, count: int) -> tuple[int, ...]:
         """Return the items per pass of `count` items; none is smaller than a rollout's rows, which have its bits."""

@@ -326,6 +326,7 @@ class Sampler:
                 reduction="mean" if record is None else record.reduction,
                 keep_velocity=record is not None and record.velocity,
                 implementation=config.engine.implementation,
+                noise=asked.window.noise_of(),
             )
         return Sampling(
             shape,

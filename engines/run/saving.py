@@ -52,6 +52,7 @@ class Progress:
     evaluations: list[Point] = field(default_factory=list)  # during the run, see `gaming`
     recent: list[float] = field(default_factory=list)  # mean reward of each rollout since the last of them
     multipliers: dict[str, float] = field(default_factory=dict)  # of rewards with a floor, see `scoring.floors`
+    numbers: dict[str, float] = field(default_factory=dict)  # moving averages of the method, see `Run.average`
 
 
 class Saver:

@@ -128,10 +128,10 @@ class SamplingConfig(ReadingConfig):
         if sampler.is_deterministic and (same or window.share_prefix):
             name = "sampling.shared_noise" if same else "sampling.window.share_prefix"
             raise UsageError(name, True, "False", f"{sampler.kind} takes no noise that tells the samples of a group apart")
-        if sampler.is_deterministic and (window.tail != Tail() or window.kind == "branches"):
+        if sampler.is_deterministic and (window.tail != Tail() or window.is_tree):
             raise UsageError("sampling.window", window.kind, "all", f"{sampler.kind} has no stochastic steps")
-        if self.shared_noise and window.kind == "branches":
-            raise no_effect("sampling.shared_noise", "with `sampling.window` branches")
+        if self.shared_noise and window.is_tree:
+            raise no_effect("sampling.shared_noise", f"with `sampling.window` {window.kind}")
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,9 @@ class RolloutConfig:
             return
         if sampler.solver != "euler":
             raise UsageError("sampling.sampler.solver", sampler.solver, "euler", "servers return Euler's latents alone")
+        if sampling.window.noise_of() is not None:
+            hint = "a server draws the noise of every sample from its own id"
+            raise UsageError("sampling.window", sampling.window.kind, "another than splits or candidates", hint)
         if sampler.kind not in SAMPLERS:
             hint = "a server knows the built-in samplers alone"
             raise UsageError("sampling.sampler", sampler.kind, f"one of {', '.join(SAMPLERS)}", hint)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 
+from fluvial.core import gaussian
 from fluvial.core.checks import check_fields
 from fluvial.core.gaussian import Form, Reduction
 from fluvial.core.random import Key, fold_in, normal
@@ -28,7 +30,7 @@ from fluvial.engines.errors import UsageError
 from fluvial.engines.sampling.items.steps import concatenate
 from fluvial.engines.sampling.solvers import Estimate, Solver, deterministic_step, sa_schedule, solve
 from fluvial.engines.sampling.tail import Tail, after_schedule
-from fluvial.engines.sampling.window import Steps
+from fluvial.engines.sampling.window import NoiseIds, NoiseOf, Steps
 from fluvial.engines.streams import Stream
 from fluvial.kernels import Implementation, sde_step
 from fluvial.kernels.dispatch import resolve
@@ -133,6 +135,7 @@ class StochasticSteps:
         reduction: reduction of the log-probability over the dimensions.
         keep_velocity: also store the model's prediction at each recorded step.
         implementation: implementation of the log-probability, see `fluvial.kernels.dispatch`.
+        noise: whose noise each sample takes at a step; by default its own.
     """
 
     transition: Sampler
@@ -142,6 +145,7 @@ class StochasticSteps:
     reduction: Reduction = "mean"
     keep_velocity: bool = False
     implementation: Implementation = "auto"
+    noise: NoiseOf | None = None
 
     def steps_of(self, ids: Sequence[int]) -> Steps:
         """Return the stochastic steps of the samples that are generated together."""
@@ -293,7 +297,7 @@ def generate(
             velocity = prediction_of(model, module, cond, sampling, exact=window)
             steps = fold_in(keys, Stream.STEPS)
             if sampling.solver == "euler":
-                trajectory, before = _unroll(velocity, x, steps, sampling, model.prediction, window)
+                trajectory, before = _unroll(velocity, x, key, ids, sampling, model.prediction, window)
             else:
                 solver = partial(solve, sampling.solver, prediction=model.prediction, eta=sampling.eta, keys=steps)
                 trajectory, before = wrap_samples(solver(velocity, x, sampling.schedule)), None
@@ -307,6 +311,45 @@ def generate(
             if not sampling.final:
                 trajectory = trajectory._replace(final=trajectory.final.flatten(1)[:, :0])
         yield Chunk(prompts, cond, trajectory, images)
+
+
+def finish(
+    model: DiffusionModel,
+    module: nn.Module,
+    made: SampleBatch,
+    requests: Requests,
+    sampling: Sampling,
+    x: Tensor,
+    step: int,
+    *,
+    micro_batch: int,
+    jump: bool = False,
+) -> Iterator[Chunk]:
+    """Yield the samples that deterministic steps make of others on their way, in the chunks of their rollout.
+
+    Args:
+        made: samples of the rollout, whose prompts and conditioning these have.
+        requests, sampling, micro_batch: how that was made.
+        x: samples before a step, `[B, *event]`.
+        step: index of that step in the schedule.
+        jump: take one step to the end of the schedule in place of all that are left.
+    """
+    levels, timesteps = sampling.schedule
+    if jump and step < len(timesteps):
+        one = host_values.keep(lambda table: table[step : step + 1], timesteps)
+        sampling, step = replace(sampling, schedule=Schedule(torch.stack([levels[step], levels[-1]]), one)), 0
+    sampling = replace(sampling, stochastic=None)
+    left = range(step, len(sampling.schedule.timesteps))
+    for start in range(0, len(x), micro_batch):
+        part = slice(start, start + micro_batch)
+        index = to_device(torch.arange(len(x))[part], x.device)
+        cond = optree.tree_map(lambda table, index=index: host_values.rows(table, index), made.cond)
+        with torch.no_grad():
+            velocity = prediction_of(model, module, cond, sampling)
+            table = _plan(x[part], sampling, model.prediction, (), left)
+            trajectory = scan(velocity, x[part], table, requests.key)
+            images = decoded(model, trajectory.final, model_inputs(made.prompts[part]))
+        yield Chunk(made.prompts[part], cond, trajectory, images)
 
 
 def _initial(keys: Key, sampling: Sampling) -> Tensor:
@@ -388,7 +431,13 @@ def _plan(x: Tensor, sampling: Sampling, prediction: Prediction, window: Steps, 
 
 
 def _unroll(
-    velocity: Velocity, x: Tensor, keys: Key, sampling: Sampling, prediction: Prediction, window: Steps
+    velocity: Velocity,
+    x: Tensor,
+    key: Key,
+    ids: Sequence[int],
+    sampling: Sampling,
+    prediction: Prediction,
+    window: Steps,
 ) -> tuple[Trajectory, Estimate | None]:
     """Return the trajectory up to the tail, and the clean estimate of its last step; None where there is no tail."""
     end = len(sampling.schedule.timesteps)
@@ -396,10 +445,30 @@ def _unroll(
     first = 0 if sampling.prefix is None else sampling.prefix.steps
     table = _plan(x, sampling, prediction, window, range(first, last))
     draw = None if sampling.stochastic is None else sampling.stochastic.kernel(x)
-    latest = deque[Step](maxlen=1)
+    latest, noise = deque[Step](maxlen=1), None if sampling.stochastic is None else sampling.stochastic.noise
+
+    def keys_of(ids: Sequence[int]) -> Key:
+        return fold_in(fold_in(key, to_device(torch.tensor(list(ids)), x.device)), Stream.STEPS)
+
+    def take_parts() -> Iterator[Step]:
+        """Take the steps in parts in which each sample takes the noise of one."""
+        here = x
+        own = NoiseIds(list(ids), list(ids))
+        for taken, part in groupby(table.steps, key=lambda step: own if noise is None else noise(ids, step)):
+            steps = [*part]
+            apart = taken.recorded != taken.leading
+            for some in [[step] for step in steps] if apart else [steps]:
+                now = table._replace(steps=range(some[0], some[-1] + 1))
+                # Drawn by the reference, so that the candidate that goes on has the bits of its record.
+                for step in unroll(velocity, here, now, keys_of(taken.recorded), draw=None if apart else draw):
+                    yield step
+                    here = step.x_next
+                if apart:
+                    drawn = normal(fold_in(keys_of(taken.leading), step.t), tuple(step.x.shape), dtype=step.x.dtype)
+                    here = gaussian.sample(table.transition(step.t), step.x, step.v, drawn)
 
     def take_steps() -> Iterator[Step]:
-        for step in unroll(velocity, x, table, keys, draw=draw):
+        for step in take_parts():
             latest.append(step)
             if sampling.observe is not None:
                 sampling.observe(step)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from itertools import pairwise
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ Steps = Collection[int] | Tensor
 # (ids of samples that are generated together) -> their stochastic steps
 StepsOf = Callable[[Sequence[int]], Steps]
 
+
+class NoiseIds(NamedTuple):
+    """Ids whose noise the samples take at a step, one per sample."""
+
+    recorded: list[int]  # of the step that is recorded
+    leading: list[int]  # of the one that the sample goes on with
+
+
+# (ids of samples that are generated together, index of a step) -> whose noise they take
+NoiseOf = Callable[[Sequence[int], int], NoiseIds]
+
 COUNT, INDEX = (1, 2**31), (0, 2**31)
 BOUNDS = {
     **{"size": COUNT, "low": INDEX, "high": COUNT, "samples": (2, 2**31)},
@@ -36,6 +48,8 @@ class _Range:
     share_prefix: bool = False
     tail: Tail = Tail()
     draw: Draw = "rollout"
+    is_tree: ClassVar[bool] = False  # whether samples share noise
+    records_candidates: ClassVar[bool] = False  # whether samples go on from other states than those that are recorded
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling.window", **BOUNDS)
@@ -73,6 +87,10 @@ class _Range:
             raise no_effect("sampling.window.share_prefix", "with `sampling.group` 1")
         if self.draw != "rollout" and self.places(steps) == 1:
             raise no_effect("sampling.window.draw", "with a window that covers its whole range")
+
+    def noise_of(self) -> NoiseOf | None:
+        """Return whose noise samples take at each step; None where each takes its own."""
+        return None
 
     def count_compared(self, group: int) -> int:
         """Return the number of consecutive samples that are compared with each other."""
@@ -245,8 +263,34 @@ class MovingWindow(_Range):
         return lambda ids: moved
 
 
+class _Tree(_Range):
+    """A window whose samples share the first steps of their paths: those of one trunk are the leaves of a tree."""
+
+    is_tree: ClassVar[bool] = True
+    shares_start: ClassVar[bool] = True
+
+    def leaves(self, steps: int) -> int:
+        """Return the number of consecutive samples that are the leaves of one tree."""
+        raise NotImplementedError
+
+    def check(self, steps: int, group: int) -> None:
+        """Raise UsageError unless the window fits the schedule, and a group divides into trees."""
+        super().check(steps, group)
+        if group % self.leaves(steps):
+            leaves = self.leaves(steps)
+            raise UsageError("sampling.group", group, f"a multiple of {leaves}", f"a tree has {leaves} samples")
+
+    def count_compared(self, group: int) -> int:
+        """Return the number of consecutive samples that are compared with each other."""
+        return self.samples  # type: ignore[attr-defined]
+
+    def trunk(self, steps: int, group: int) -> int:
+        """Return the number of consecutive samples that start from the same noise."""
+        return self.leaves(steps)
+
+
 @dataclass(frozen=True)
-class Branches(_Range):
+class Branches(_Tree):
     """Samples that differ in the noise of one window alone are compared with each other (TempFlow-GRPO, arXiv 2508.04324).
 
     A group consists of trunks, each with its own initial noise and `samples` samples at every place of the window.
@@ -259,26 +303,14 @@ class Branches(_Range):
     """
 
     kind: ClassVar[str] = "branches"
-    shares_start: ClassVar[bool] = True
     differs: ClassVar[bool] = True
     size: int
     samples: int
     low: int = 0
     high: int | None = None
 
-    def check(self, steps: int, group: int) -> None:
-        """Raise UsageError unless the window fits the schedule, and a group divides into trunks."""
-        super().check(steps, group)
-        if group % self.trunk(steps, group):
-            hint = f"{self.samples} samples at each of the {self.places(steps)} places of the window"
-            raise UsageError("sampling.group", group, f"a multiple of {self.trunk(steps, group)}", hint)
-
-    def count_compared(self, group: int) -> int:
-        """Return the number of consecutive samples that are compared with each other."""
-        return self.samples
-
-    def trunk(self, steps: int, group: int) -> int:
-        """Return the number of consecutive samples that start from the same noise."""
+    def leaves(self, steps: int) -> int:
+        """Return the number of consecutive samples that are the leaves of one tree."""
         return self.samples * self.places(steps)
 
     def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
@@ -287,13 +319,124 @@ class Branches(_Range):
         return lambda ids: torch.tensor([i // self.samples % places for i in ids])[:, None] + window
 
 
+class _NoisyTree(_Tree):
+    """A tree whose every step before `high` takes noise."""
+
+    def count(self, steps: int) -> int:
+        """Return the number of stochastic steps of a sample."""
+        return self.range(steps)[1]
+
+    def range(self, steps: int) -> tuple[int, int]:
+        """Return the first stochastic step, and the one after the last."""
+        return 0, steps if self.high is None else self.high
+
+    def steps_of(self, key: Key, run: Key, *, done: int, steps: int, group: int) -> StepsOf:
+        """Return the stochastic steps of samples, see `Window`."""
+        every = range(*self.range(steps))
+        return lambda ids: every
+
+
+@dataclass(frozen=True)
+class Splits(_NoisyTree):
+    """Every step takes noise, and paths split at some of them: the samples of a tree share the steps before their split.
+
+    Samples share an edge of the tree if they share its noise, and so its bits (BranchGRPO, arXiv 2509.06040).
+
+    Args:
+        splits: Indices of the steps at which each path splits, rising.
+        children: Number of paths that each splits into.
+        high: Index after the last stochastic step; None is the end of the schedule.
+    """
+
+    kind: ClassVar[str] = "splits"
+    low: ClassVar[int] = 0  # type: ignore[misc]
+    splits: tuple[int, ...] = (0, 3, 6, 9)
+    children: int = 2
+    high: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "sampling.window", children=(2, 2**31), high=COUNT)
+        rising = all(a < b for a, b in pairwise(self.splits))
+        if not self.splits or self.splits[0] < 0 or not rising:
+            raise UsageError("sampling.window.splits", self.splits, "rising indices of steps, at least one")
+
+    def check(self, steps: int, group: int) -> None:
+        """Raise UsageError unless the splits are steps of the window, and a group divides into trees."""
+        super().check(steps, group)
+        end = self.range(steps)[1]
+        if self.splits[-1] >= end:
+            raise UsageError("sampling.window.splits", self.splits, f"steps below {end}")
+
+    def leaves(self, steps: int) -> int:
+        """Return the number of consecutive samples that are the leaves of one tree."""
+        return self.children ** len(self.splits)
+
+    def count_compared(self, group: int) -> int:
+        """Return the number of consecutive samples that are compared with each other."""
+        return self.leaves(0)
+
+    def first_leaf(self, number: int, step: int) -> int:
+        """Return the first sample that takes the same step as a sample, whose edge of the tree that is."""
+        below: int = self.children ** sum(split > step for split in self.splits)
+        return number // below * below
+
+    def noise_of(self) -> NoiseOf:
+        """Return whose noise samples take at each step: that of the first one that shares the edge."""
+
+        def shared(ids: Sequence[int], step: int) -> NoiseIds:
+            first = [self.first_leaf(i, step) for i in ids]
+            return NoiseIds(first, first)
+
+        return shared
+
+
+@dataclass(frozen=True)
+class Candidates(_NoisyTree):
+    """Every step takes noise; from step `low` on there are several candidates for the next state, and one of them goes on.
+
+    The samples that are compared are at one state at every step, from which each records a candidate of its own. All go on
+    with that of the first of them, which is one at random because its noise is independent of everything else.
+
+    Args:
+        samples: Number of candidates.
+        low: Index of the first step with candidates.
+        high: Index after the last one; None is the end of the schedule.
+    """
+
+    kind: ClassVar[str] = "candidates"
+    records_candidates: ClassVar[bool] = True
+    samples: int = 4
+    low: int = 0
+    high: int | None = None
+
+    def check(self, steps: int, group: int) -> None:
+        """Raise UsageError unless the window fits the schedule, and a group divides into sets of candidates."""
+        super().check(steps, group)
+        end = self.range(steps)[1]
+        if self.low >= end:
+            raise UsageError("sampling.window.low", self.low, f"below {end}")
+
+    def leaves(self, steps: int) -> int:
+        """Return the number of consecutive samples that are at one state."""
+        return self.samples
+
+    def noise_of(self) -> NoiseOf:
+        """Return whose noise samples take at each step."""
+
+        def noise(ids: Sequence[int], step: int) -> NoiseIds:
+            first = [i // self.samples * self.samples for i in ids]
+            return NoiseIds(first if step < self.low else list(ids), first)
+
+        return noise
+
+
 # `window.steps_of(key, run, done=, steps=, group=)` returns a function of the ids of samples that are generated together:
 #   key    key of the rollout's windows
 #   run    key of the run's windows, for those that are drawn once
 #   done   number of rollouts made so far
 #   steps  number of steps of the schedule
 #   group  number of samples per group
-Window = AllSteps | RandomWindow | ScatteredSteps | MovingWindow | Branches
+Window = AllSteps | RandomWindow | ScatteredSteps | MovingWindow | Branches | Splits | Candidates
 
 
 @dataclass(frozen=True)
@@ -358,6 +501,39 @@ class RandomRecorded(_Fraction):
 
 
 @dataclass(frozen=True)
+class StratifiedRecorded:
+    """Recorded steps drawn for each sample, some from the first part of them and some from the rest, are trained on.
+
+    Args:
+        fraction: Fraction of the recorded steps that the first part is, rounded up.
+        first: Number of steps from the first part.
+        rest: Number of steps from the others.
+    """
+
+    kind: ClassVar[str] = "stratified"
+    fraction: float = 0.6
+    first: int = 2
+    rest: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, "trained", fraction=(1e-6, 1 - 1e-6), first=COUNT, rest=COUNT)
+
+    def count(self, recorded: int) -> int:
+        """Return how many of a sample's recorded steps are trained on."""
+        edge = math.ceil(self.fraction * recorded - 1e-9)
+        return min(self.first, edge) + min(self.rest, recorded - edge)
+
+    def mask(self, key: Key, batch: int, recorded: int) -> Tensor:
+        """Return 1 for the drawn steps, else 0, `[B, S]`; the same on every rank."""
+        drawn, edge = (
+            uniform(fold_in(key, torch.arange(batch)), (batch, recorded)),
+            math.ceil(self.fraction * recorded - 1e-9),
+        )
+        parts = (drawn[:, :edge], self.first), (drawn[:, edge:], self.rest)
+        return torch.cat([(part.argsort(1).argsort(1) < count).float() for part, count in parts], dim=1)
+
+
+@dataclass(frozen=True)
 class OneRecorded:
     """One recorded step of each sample is trained on.
 
@@ -386,4 +562,4 @@ class OneRecorded:
         return (drawn == drawn.amax(1, keepdim=True)).float()
 
 
-Trained = AllRecorded | FirstRecorded | RandomRecorded | OneRecorded
+Trained = AllRecorded | FirstRecorded | RandomRecorded | StratifiedRecorded | OneRecorded

@@ -106,7 +106,7 @@ class Grades(NamedTuple):
     """What N scored samples are worth to a method, `[N]` each, on the host."""
 
     reward: Tensor  # weighted sum of the rewards
-    advantage: Tensor
+    advantage: Tensor  # [N, S] where steps have rewards of their own
     keep: Tensor  # 1 for samples that the loss is averaged over, else 0
 
 
@@ -116,6 +116,7 @@ def grade(
     group: Tensor,
     config: AdvantageConfig,
     *,
+    gains: Tensor | None = None,
     prompts: Sequence[str] = (),
     history: History,
 ) -> Grades:
@@ -126,17 +127,22 @@ def grade(
         weights: weight of each reward, `[K]`.
         group: index of each sample's group, `[N]`.
         config: how rewards become advantages.
+        gains: reward of each of a sample's S steps, `[N, S]`; the advantages are theirs in place of the sample's, each
+            compared with the same step of the group.
         prompts: prompt of each sample, `[N]`, read if `config.history` is set.
         history: last rewards of each prompt; those of these samples are added if `config.history` is set.
     """
     reward = rewards @ weights
-    if config.history:
+    if gains is not None:
+        one = torch.ones(1)
+        advantage = torch.stack([advantages(gain[:, None], one, group, config) for gain in gains.unbind(1)], dim=1)
+    elif config.history:
         advantage = history_advantages(reward, prompts, history, config)
     else:
         advantage = advantages(rewards, weights, group, config)
     keep = extreme(reward, group, config.extremes)
     if config.drop_zero:
-        keep = keep * (advantage != 0).to(keep.dtype)
+        keep = keep * (advantage != 0).reshape(len(keep), -1).any(1).to(keep.dtype)
     return Grades(reward, advantage, keep)
 
 

@@ -1,5 +1,6 @@
 """Advantages against a loop one would write, and the invariances that make them advantages."""
 
+import itertools
 import math
 import statistics
 
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from fluvial.core.advantages import SCALES, Scale, group_advantages, multi_reward_advantages
+from fluvial.core.advantages import (
+    SCALES,
+    Scale,
+    edge_advantages,
+    group_advantages,
+    multi_reward_advantages,
+    turning_point_gains,
+)
 
 every_scale = pytest.mark.parametrize("scale", SCALES)
 # Any integers name groups; a few, so that groups have several members.
@@ -132,3 +140,63 @@ def test_no_reward_drowns_another() -> None:
     assert balanced.dtype == torch.float64
     low = multi_reward_advantages(torch.stack([first, second], dim=1).bfloat16(), torch.ones(2), group)
     assert low.dtype == torch.float32
+
+
+def plain_turning_points(rewards: Tensor, *, balanced: bool) -> Tensor:
+    """Return the gain of each step as a loop over samples and steps would."""
+    total, found = [float(row[-1] - row[0]) for row in rewards], dict[tuple[int, int], float]()
+    for i, row in enumerate(rewards.tolist()):
+        for k, (before, after) in enumerate(itertools.pairwise(row)):
+            same = (after - before) * (row[-1] - after) > 0
+            turned = k == 0 or (row[k] - row[k - 1]) * total[i] < 0 < (after - before) * total[i]
+            if same and turned:
+                found[i, k] = row[-1] - before
+    sides = [
+        sorted((key for key in found if total[key[0]] * sign > 0), key=lambda key: -abs(total[key[0]])) for sign in (1, -1)
+    ]
+    taken = [key for side in sides for key in (side[: min(map(len, sides))] if balanced else side)]
+    gains = rewards.diff(dim=1)
+    for key in taken:
+        gains[key] = found[key]
+    return gains
+
+
+@given(seed=st.integers(0, 10_000), steps=st.integers(1, 6), balanced=st.booleans())
+def test_turning_points_are_those_of_a_plain_loop(seed: int, steps: int, balanced: bool) -> None:
+    rewards = normals(seed, 8, steps + 1)
+    got = turning_point_gains(rewards, balanced=balanced)
+    assert_close(got.gain, plain_turning_points(rewards, balanced=balanced))
+    total = (rewards[:, -1:] - rewards[:, :1]).expand_as(got.turning)[got.turning]
+    assert not balanced or (total > 0).sum() == (total < 0).sum()
+    assert_close(torch.where(got.turning, rewards.diff(dim=1), got.gain).sum(1), rewards[:, -1] - rewards[:, 0])
+
+
+def test_a_path_without_gains_has_no_turning_point() -> None:
+    flat = turning_point_gains(torch.ones(3, 5), balanced=False)
+    assert not flat.gain.any()
+    assert not flat.turning.any()
+    for shape in ((3,), (3, 1)):
+        refuses(r"turning_point_gains: .* expected \[B, S", turning_point_gains, torch.ones(shape))
+
+
+@given(seed=st.integers(0, 10_000), depth=st.integers(1, 3), trees=st.integers(1, 3))
+def test_edges_are_compared_with_those_of_their_step(seed: int, depth: int, trees: int) -> None:
+    """By the mean of the leaves below them; the advantages of a step have mean 0 over the edges, each counted once."""
+    leaves = 2**depth
+    reward, leaf = normals(seed, trees * leaves), torch.arange(trees * leaves)
+    edge = torch.stack([leaf // (leaves >> level) for level in range(depth + 1)], dim=1)  # one edge, 2, 4, ...
+    got = edge_advantages(reward, edge, leaf // leaves)
+    assert torch.equal(got.first.sum(0), trees * 2 ** torch.arange(depth + 1))
+    assert not got.advantage[:, 0].any()  # a step with one edge
+    assert_close(got.advantage[:, -1], group_advantages(reward, leaf // leaves, eps=1e-8))  # every leaf: GRPO
+    for level in range(1, depth + 1):
+        means = reward.reshape(trees, 2**level, -1).mean(2)  # the weights of an edge's leaves add up to 1
+        once = got.advantage[got.first[:, level], level].reshape(trees, -1)
+        assert_close(once.mean(1), torch.zeros(trees).double(), atol=1e-7, rtol=0)
+        expected = group_advantages(means.flatten(), torch.arange(trees).repeat_interleave(2**level), eps=1e-8)
+        assert_close(once.flatten(), expected)
+    shuffled = torch.randperm(len(leaf), generator=torch.Generator().manual_seed(seed))
+    again = edge_advantages(reward[shuffled], edge[shuffled], (leaf // leaves)[shuffled])
+    assert_close(again.advantage, got.advantage[shuffled])
+    assert not edge_advantages(1e-9 * reward, edge, leaf // leaves).advantage.any()
+    refuses(r"edge_advantages: edge has shape", edge_advantages, reward, edge[:, 0], leaf // leaves)

@@ -66,6 +66,7 @@ NUMBERS: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(0, 9),
     float: st.floats(0.001, 0.99),
     NoneType: st.none(),
+    tuple[int, ...]: st.lists(st.integers(0, 9), unique=True).map(lambda steps: tuple(sorted(steps))),  # type: ignore[dict-item]
 }
 
 
@@ -105,7 +106,7 @@ def flags(value: Any, prefix: str) -> list[str]:
             group, _, name = flag.rpartition(".")
             words.append(f"--{flag}" if found else f"--{group}.no-{name}")
         else:
-            words += [f"--{flag}", str(found)]
+            words += [f"--{flag}", *map(str, found if isinstance(found, tuple) else (found,))]
     return words
 
 

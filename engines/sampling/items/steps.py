@@ -22,7 +22,7 @@ class RecordedSteps(NamedTuple):
     level: Tensor  # its noise level: sigma of a flow, alpha_bar of an epsilon-prediction model
     timestep: Tensor  # timestep that the model is given
     sample: Tensor  # int64, row of the conditioning; the items of one sample share it
-    signal: Tensor  # number of the sample that the method gave, e.g. its advantage
+    signal: Tensor  # number of the sample, or of the step, that the method gave, e.g. its advantage
     weight: Tensor  # weight in the loss: 1, or 0 for items that only fill up
     level_next: Tensor
     x_next: Tensor
@@ -76,7 +76,7 @@ def recorded_steps(
         trajectory: B samples with S recorded steps.
         schedule: schedule of the trajectory.
         transitions: coefficients of each step of the schedule, `[T]`.
-        signal: number of each sample that the method gave, `[B]`.
+        signal: number of each sample that the method gave, `[B]`, or of each step, `[B, S]`.
         weight: weight in the loss, `[B]`.
     """
     batch, count = trajectory.log_prob.shape
@@ -88,7 +88,7 @@ def recorded_steps(
         level=levels[step],
         timestep=host_values.rows(timesteps, step),
         sample=to_device(torch.arange(batch).repeat(count), device),
-        signal=signal.repeat(count),
+        signal=by_step(signal.reshape(batch, -1).expand(-1, count)),
         weight=weight.repeat(count),
         level_next=levels[step + 1],
         x_next=by_step(trajectory.x_next),

@@ -116,15 +116,19 @@ def test_what_has_no_meaning(method: Method, changes: dict[str, Any], words: str
 
 # What a method is made of beside its own hyper-parameters; it has nothing else that could be set.
 PARTS: dict[str, str] = {
-    **dict.fromkeys(("grpo", "tempflow"), "sampling trained advantage passes kl correction form reduction"),
+    **dict.fromkeys(
+        ("grpo", "tempflow", "densegrpo", "tpgrpo", "branchgrpo"),
+        "sampling trained advantage passes kl correction form reduction",
+    ),
     **dict.fromkeys(("guard", "dppo"), "sampling trained advantage passes kl correction form"),
     **dict.fromkeys(("nft", "awm", "crd"), "sampling noising advantage passes kl"),
     "dgpo": "sampling noising advantage passes kl",
     **dict.fromkeys(("raft", "sft"), "sampling noising passes kl"),
     "dpo": "sampling noising passes",
-    "d3po": "sampling trained passes",
+    **dict.fromkeys(("d3po", "spo"), "sampling trained passes"),
     "distill": "sampling trained passes kl",
     "alignprop": "sampling",
+    "adjoint": "sampling trained passes",
     **dict.fromkeys(("dmd2", "tdm"), "sampling trained form"),
     "tdm-r1": "sampling trained advantage form",
     "rtdmd": "sampling advantage form",
@@ -210,9 +214,8 @@ def test_hyper_parameters_out_of_range() -> None:
         assert "\n" not in str(refused.value)
 
 
-IMPLEMENTED = [
-    name for name in OBJECTIVE_ROWS if name not in ("distill, mean_kl", "alignprop", "dmd2", "tdm", "tdm-r1", "refl", "srpo")
-]
+WITHOUT_KERNEL = ("distill, mean_kl", "alignprop", "adjoint", "dmd2", "tdm", "tdm-r1", "refl", "srpo")
+IMPLEMENTED = [name for name in OBJECTIVE_ROWS if name not in WITHOUT_KERNEL]
 
 
 @pytest.mark.parametrize("name", IMPLEMENTED)

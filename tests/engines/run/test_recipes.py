@@ -62,10 +62,27 @@ PUBLISHED: dict[str, str] = {
     "--passes.minibatches 2 --sampling.group 24",
     "tempflow": "--sampling.group 216 --sampling.window branches --sampling.window.size 1 --sampling.window.samples 6 "
     "--sampling.window.high 9 --kl.coef 0.004 --kl.weight exact --scale 1.73",
+    "densegrpo": "--sampling.sampler flow_sde --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.group 24 "
+    "--sampling.guidance.scale 4.5 --kl.coef 0.04 --clip-low 1e-4 --optimizer.lr 3e-4",
+    "tpgrpo": "--sampling.sampler cps --sampling.sampler.eta 0.7 --sampling.steps 10 --sampling.window.high 9 "
+    "--sampling.prompts 48 --sampling.group 24 --sampling.guidance.scale 4.5 --kl.coef 1e-4 --clip-low 1e-5 "
+    "--clip-high 1e-5 --advantage.scale group",
+    "branchgrpo": "--sampling.sampler dance_sde --sampling.sampler.eta 0.3 --sampling.steps 20 --sampling.window splits "
+    "--sampling.window.splits 0 3 6 9 --sampling.window.children 2 --sampling.group 16 --clip-low 1e-3 --advantage.clip 5 "
+    "--optimizer.lr 1e-5 --optimizer.weight-decay 1e-4",
+    "spo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 20 --sampling.guidance.scale 5 --beta 10 "
+    "--eps 0.1 --sampling.window candidates --sampling.window.samples 4 --sampling.window.low 4 --margin.size 0.3 "
+    "--optimizer.lr 6e-5 --lora.rank 4",
+    "lpo": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 20 --sampling.guidance.scale 5 --beta 500 "
+    "--eps 0.1 --sampling.window candidates --sampling.window.samples 4 --sampling.window.low 0 --margin noise "
+    "--margin.low 0.35 --margin.high 0.5 --optimizer.lr 6e-5 --lora.rank 4",
     "d3po": "--sampling.sampler ddim --sampling.steps 20 --sampling.guidance.scale 5 --sampling.group 2 --beta 0.1 "
     "--eps 0.1 --sampling.shared-noise --optimizer.lr 3e-5",
     "alignprop": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 5 --last 8 "
     "--spread 5 --target 10 --scale 0.01 --optimizer.lr 1e-3 --sampling.prompts 128",
+    "adjoint": "--sampling.sampler ddim --sampling.sampler.eta 1 --sampling.steps 50 --sampling.guidance.scale 7.5 "
+    "--sampling.guidance.update conditional --scale 100 --index current --quantile 0.9 --optimizer.lr 3e-6 "
+    "--trained stratified --trained.fraction 0.6 --trained.first 2 --trained.rest 2 --sampling.prompts 125",
     "raft": "--sampling.sampler ode",
     "sft": "",
     "distill": "--match mean_kl --sampling.group 1",
@@ -101,7 +118,7 @@ def test_numbers_of_other_models_are_the_published(name: str) -> None:
     config, tuned = RECIPES[name](OTHER), RECIPES[name](HANDWRITING)
     assert config.model == OTHER
     assert parse_config(config, "fluvial", PUBLISHED[name].split()) == config
-    assert config.train == ("full" if name in ("dance", "refl", "srpo") else "lora")
+    assert config.train == ("full" if name in ("dance", "adjoint", "branchgrpo", "refl", "srpo") else "lora")
     assert config.lora.targets is None  # the model's own
     assert (config.data.order, config.optimizer.ema_interval, config.optimizer.ema_repeats) == ("epochs", 1, 1)
     assert replace(config, model=HANDWRITING) != tuned
@@ -240,8 +257,14 @@ OWN: dict[str, tuple[str, Any]] = {
     "dgpo": ("--old-samples-from", 7),
     "crd": ("--match", "bce"),
     "tempflow": ("--scale", 2.0),
+    "densegrpo": ("--clip-low", 0.2),
+    "tpgrpo": ("--balanced", False),
+    "branchgrpo": ("--sampling.window.children", 4),
+    "spo": ("--margin.size", 0.2),
+    "lpo": ("--margin.low", 0.2),
     "d3po": ("--eps", 0.2),
     "alignprop": ("--last", 3),
+    "adjoint": ("--scale", 7.0),
     "raft": ("--best", 0.5),
     "sft": ("--noising.each", 2),
     "distill": ("--teacher", Path("folder")),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fluvial.core
 from fluvial.core import (
+    adjoint,
     advantages,
     awm,
     checks,
@@ -205,6 +206,13 @@ debug = table.Record([1], velocity=True, debug=True)
 taken = partial(rollout.unroll, velocity, plan=PLAN, key=random.key(1))
 
 ROWS = (
+    FunctionCall("adjoint.lean_adjoint", _step(adjoint.lean_adjoint, "v", "v_ref"), "a b std v v_ref", still="std"),
+    FunctionCall(
+        "adjoint.adjoint_loss",
+        _step(adjoint.adjoint_loss, "v", "v_ref", "v_old"),
+        "a b std v v_ref v_old",
+        still="a b std v_ref v_old",
+    ),
     FunctionCall("advantages.group_advantages", group_advantages, "reward"),
     FunctionCall("advantages.group_advantages batch", partial(group_advantages, scale="batch"), "reward"),
     FunctionCall(
@@ -212,6 +220,12 @@ ROWS = (
         partial(advantages.multi_reward_advantages, weights=weights, group=GROUP),
         "rewards",
     ),
+    FunctionCall(
+        "advantages.edge_advantages",
+        partial(advantages.edge_advantages, edge=torch.tensor([[2, 2], [0, 0], [2, 1], [0, 3]]), tree=GROUP),
+        "reward",
+    ),
+    FunctionCall("advantages.turning_point_gains", advantages.turning_point_gains, "rewards"),
     FunctionCall("advantages.check_rewards", checking(lambda t: advantages.check_rewards("f", t, GROUP)), "reward"),
     *(
         FunctionCall(

@@ -15,6 +15,7 @@ from fluvial.core.random import key
 from fluvial.engines import Job, OptimizerConfig, TrainConfig
 from fluvial.engines.data.preferences import write_preferences
 from fluvial.engines.data.records import Prompt
+from fluvial.engines.methods import NoiseMargin
 from fluvial.engines.methods import table as o
 from fluvial.engines.run.config import with_values
 from fluvial.engines.run.declared import LinearOld, NoOld, Ramp
@@ -31,11 +32,14 @@ from fluvial.engines.sampling.window import (
     AllRecorded,
     AllSteps,
     Branches,
+    Candidates,
     FirstRecorded,
     MovingWindow,
     RandomRecorded,
     RandomWindow,
     ScatteredSteps,
+    Splits,
+    StratifiedRecorded,
 )
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
@@ -112,6 +116,7 @@ def prepare(folder: Path, models: Collection[str]) -> None:
 
 SDE = SamplingConfig(prompts=3, group=4, steps=4, window=RandomWindow(2, high=3), sampler=Stochastic(eta=0.7))
 ODE = SamplingConfig(prompts=3, group=4, steps=4, sampler=Ode())
+EVERY = SamplingConfig(prompts=12, group=1, steps=4, sampler=Stochastic(eta=2**0.5))
 SINGLE = replace(ODE, prompts=12, group=1)  # for methods without groups
 READ = ReadingConfig(prompts=12, steps=4)
 NOISED = NoisingConfig(each=3)
@@ -205,6 +210,10 @@ def clipped_cases() -> dict[str, TrainConfig]:
             o.Dppo(), SDE, **half, correction=wide, **{"rollout.max_log_ratio": 1e3, "passes.minibatches": 2}
         ),
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
+        "densegrpo": run(o.DenseGrpo(), SDE, **KL, **{"passes.minibatches": 2}),
+        "tpgrpo": run(o.TurningPointGrpo(), replace(SDE, sampler=Stochastic("cps", 0.7), window=AllSteps(high=3))),
+        "branchgrpo": run(o.BranchGrpo(), replace(SDE, window=Splits((0, 2), high=3)), **{"passes.minibatches": 2}),
+        "spo": run(o.Spo(beta=100.0, margin=NoiseMargin(0.01, 0.02)), replace(SDE, window=Candidates(4, low=1, high=3))),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
         "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
@@ -281,6 +290,13 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
         "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, **{"kl.coef": 1.0, "passes.minibatches": 2}),
         "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),
         "sft": run(o.Sft(), READ, noising=NOISED, rewards=()),
+        "adjoint": run(o.AdjointMatching(scale=1.0), EVERY, rewards=("neat",), **{"passes.minibatches": 2}),
+        "adjoint-current": run(
+            o.AdjointMatching(scale=1.0, index="current", quantile=None, trained=StratifiedRecorded(first=1, rest=1)),
+            replace(EVERY, guidance=Guidance(3.0, update="conditional")),
+            rewards=("neat",),
+            **FULL,
+        ),
         "alignprop": run(o.AlignProp(last=2), SINGLE, rewards=("neat",)),
         "alignprop-spread": run(o.AlignProp(last=2, spread=1.0, target=0.3), SINGLE, rewards=("neat",)),
     }
@@ -385,6 +401,7 @@ def cases(folder: Path) -> dict[str, Case]:
             run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
         ),
         "resumed-tdm-r1": Case(run(o.TdmR1(guidance=1.0), replace(SDE, sampler=Ode()), train="lora"), way="resumed"),
+        "resumed-adjoint": Case(run(o.AdjointMatching(scale=1.0), EVERY, rewards=("neat",)), way="resumed"),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
             grpo(rewards=("bold", "neat"), advantage=AdvantageConfig(floors=("neat=0.3",), floor_lr=1.0)), way="resumed"

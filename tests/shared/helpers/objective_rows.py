@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from fluvial.engines.methods.table import (
+    AdjointMatching,
     AlignProp,
     Awm,
+    BranchGrpo,
     Crd,
     D3po,
+    DenseGrpo,
     Dgpo,
     Distill,
     Dmd2,
@@ -19,10 +22,12 @@ from fluvial.engines.methods.table import (
     Refl,
     Rtdmd,
     Sft,
+    Spo,
     Srpo,
     Tdm,
     TdmR1,
     TempFlow,
+    TurningPointGrpo,
 )
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
@@ -48,8 +53,13 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "dgpo": Dgpo(),
     "crd": Crd(),
     "tempflow": TempFlow(),
+    "densegrpo": DenseGrpo(),
+    "tpgrpo": TurningPointGrpo(),
+    "branchgrpo": BranchGrpo(),
     "d3po": D3po(),
+    "spo": Spo(),
     "alignprop": AlignProp(last=2),
+    "adjoint": AdjointMatching(),
     "dmd2": Dmd2(fake_updates=2),
     "tdm": Tdm(),
     "tdm-r1": TdmR1(),

@@ -9,8 +9,12 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
+from fluvial.engines.methods import ConstantMargin
 from fluvial.engines.methods.table import (
+    AdjointMatching,
     Awm,
+    BranchGrpo,
+    DenseGrpo,
     Distill,
     Dmd2,
     Dpo,
@@ -20,15 +24,17 @@ from fluvial.engines.methods.table import (
     Refl,
     Rtdmd,
     Sft,
+    Spo,
     Srpo,
     Tdm,
     TdmR1,
+    TurningPointGrpo,
 )
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, RandomRecorded
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, Candidates, RandomRecorded, Splits
 
 # 12 samples: with 2 ranks 4 slots are repeats
 STEPS = SamplingConfig(prompts=3, group=4, steps=tiny.STEPS, sampler=Stochastic(eta=0.5))
@@ -51,6 +57,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
     "fraction": {"sampling": replace(STEPS, shared_noise=True), "trained": RandomRecorded(0.5)},
     "correction": {"sampling": STEPS, "rollout.autocast": True, "correction": CorrectionConfig("truncate", "trajectory")},
+    "densegrpo": {"method": DenseGrpo(), "sampling": STEPS},
+    "tpgrpo": {"method": TurningPointGrpo(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
+    "adjoint": {
+        "method": AdjointMatching(scale=1.0),
+        "sampling": replace(STEPS, sampler=Stochastic(eta=2**0.5)),
+        "train": "lora",
+    },
+    "branchgrpo": {"method": BranchGrpo(), "sampling": replace(STEPS, window=Splits((0, 2)))},
+    "spo": {
+        "method": Spo(margin=ConstantMargin(0.0)),
+        "sampling": replace(STEPS, window=Candidates(4, low=1)),
+        "train": "lora",
+    },
     "guard": {"method": Guard(), "sampling": STEPS, "rewards": ("brightness", "contrast=0.1")},
 }
 

@@ -7,9 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from fluvial.engines import plugins
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
 from fluvial.engines.methods import (
@@ -19,7 +17,6 @@ from fluvial.engines.methods import (
     D3po,
     Dgpo,
     Distill,
-    Dmd2,
     Dpo,
     Dppo,
     Grpo,
@@ -27,120 +24,36 @@ from fluvial.engines.methods import (
     KLConfig,
     Nft,
     Raft,
-    Refl,
-    Rtdmd,
     Sft,
-    Srpo,
-    Tdm,
-    TdmR1,
     TempFlow,
 )
-from fluvial.engines.methods.matching import RewardTermConfig
-from fluvial.engines.methods.surrogate import SurrogateConfig
 from fluvial.engines.named_models import MODELS
-from fluvial.engines.run.config import TrainConfig, explain_fixed_micro_batch, with_values
-from fluvial.engines.run.evaluation.config import EvaluationConfig
-from fluvial.engines.run.jobs.settings import DataConfig, MachineConfig, PipelineConfig
-from fluvial.engines.run.method import Method, PassesConfig
+from fluvial.engines.run.config import TrainConfig, with_values
+from fluvial.engines.run.recipes.base import (
+    BATCH,
+    EDIT_WORDS,
+    HANDWRITING,
+    NOISIEST,
+    ODE,
+    ONE_UPDATE,
+    TWO,
+    UNET,
+    WORDS,
+    of_model,
+    of_published,
+)
+from fluvial.engines.run.recipes.few_steps import dmd2, refl, rtdmd, srpo, tdm, tdm_r1
+from fluvial.engines.run.recipes.steps import adjoint, branchgrpo, densegrpo, lpo, spo, tpgrpo
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import (
+    AllSteps,
+    RandomRecorded,
+    RandomWindow,
+)
 from fluvial.engines.scoring.advantages import AdvantageConfig
-from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
-
-HANDWRITING, UNET, WORDS, EDIT_WORDS = MODELS
-# On the built-in models every recipe makes 50 rollouts of 128 samples; these make one update per rollout, the others two.
-ONE_UPDATE = {"updates": 50, "evaluation.every": 10}
-TWO = PassesConfig(minibatches=2)
-# For policy gradients on handwriting: a random window of 5 steps within the six noisiest, which decide what is written.
-NOISIEST = SamplingConfig(prompts=16, group=8, window=RandomWindow(5, high=6))
-BATCH = AdvantageConfig(scale="batch")
-# For methods that need no log-probabilities.
-ODE = SamplingConfig(prompts=16, group=8, sampler=Ode())
-CONSISTENCY = Stochastic("cps", eta=1.0)
-
-OUT = Path("runs") / "x"
-
-
-def of_published(run: str, model: str, **tuned: Any) -> TrainConfig:
-    """Return a run with the settings of the published run of a name, or, for the built-in models, with those in `tuned`.
-
-    Large models keep their own LoRA targets, image size, length of prompts, dtypes, micro-batch, and the rollout's steps in
-    evaluations. Prompts are your own, and rewards the job's. Prompts come in epochs, so that files of prompts may have
-    weights. The moving average follows every update, so that a short run, too, exports what it has learnt.
-    """
-    if model in MODELS:
-        return of_built_in(model, **tuned)
-    config: TrainConfig = plugins.load("published", "extensions")(run)
-    evaluation, fixed = config.evaluation, explain_fixed_micro_batch(config.method) is not None
-    return replace(
-        config,
-        out=OUT,
-        model=model,
-        seed=0,
-        updates=100 * config.updates_per_rollout,
-        prompts=(),
-        rewards=(),
-        lora=replace(config.lora, targets=None),
-        optimizer=replace(config.optimizer, ema_interval=1, ema_repeats=1),
-        data=DataConfig(),
-        engine=MachineConfig(micro_batch=config.engine.micro_batch if fixed else "auto"),
-        pipeline=PipelineConfig(),
-        evaluation=EvaluationConfig(
-            every=evaluation.every, samples=evaluation.samples, final_samples=evaluation.final_samples
-        ),
-    )
-
-
-def of_model(model: str, method: Method, *, tuned: dict[str, Any] | None = None, **settings: Any) -> TrainConfig:
-    """Return a run of a method that has no published run of its own here.
-
-    Args:
-        method: method, of large models and, if `tuned` has no other, of the built-in ones.
-        tuned: settings of the built-in models, where they differ.
-        settings: further settings; large models train LoRA of rank 32 at learning rate 3e-4.
-    """
-    if model in MODELS:
-        return of_built_in(model, **{"method": method, **settings, **(tuned or {})})
-    config = TrainConfig(
-        OUT,
-        method,
-        model=model,
-        train="lora",
-        optimizer=OptimizerConfig(lr=3e-4, weight_decay=1e-4, ema_decay=0.9),
-        lora=LoraConfig(rank=32, alpha=64.0),
-        engine=MachineConfig(micro_batch=8 if explain_fixed_micro_batch(method) else "auto"),
-        evaluation=EvaluationConfig(samples=32, final_samples=64),
-    )
-    return with_values(config, settings)
-
-
-def recipe_of(kind: type[Method]) -> Callable[..., TrainConfig]:
-    """Return a recipe of a method of the user's, with its own defaults and those of `of_model`."""
-
-    def recipe(model: str = HANDWRITING) -> TrainConfig:
-        return replace(of_model(model, kind(), tuned=ONE_UPDATE), out=Path("runs") / kind.__name__.lower())
-
-    recipe.__doc__ = kind.__doc__
-    return recipe
-
-
-def of_built_in(model: str, *, method: Method, **settings: Any) -> TrainConfig:
-    """Return a run of a built-in model, with settings by their dotted names."""
-    config = TrainConfig(
-        OUT,
-        method,
-        model=model,
-        updates=100,
-        train="lora",
-        data=DataConfig(order="draws"),
-        optimizer=OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
-        engine=MachineConfig(micro_batch=128, update_micro_batch="rollout"),  # fixed, so that results are reproduced
-        evaluation=EvaluationConfig(every=20, samples=200, final_samples=1000),
-    )
-    return with_values(config, settings)
 
 
 def grpo(model: str = HANDWRITING) -> TrainConfig:
@@ -409,143 +322,6 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
     )
 
 
-def dmd2(model: str = HANDWRITING) -> TrainConfig:
-    """DMD2 (arXiv 2405.14867): a student of four noisy steps whose samples a teacher cannot tell from its own.
-
-    The teacher is the model itself with guidance. Numbers of large models are those of Flow-Factory's run on SD3.5. On
-    handwriting the student takes two steps. Rewards are measured, not learnt from.
-    """
-    fake = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
-    return of_model(
-        model,
-        Dmd2(sampling=SamplingConfig(prompts=2560, group=1, steps=4, sampler=CONSISTENCY), fake=fake),
-        tuned={
-            **ONE_UPDATE,
-            "method": Dmd2(
-                sampling=SamplingConfig(prompts=160, group=1, steps=2, sampler=CONSISTENCY),
-                guidance=1.0,
-                fake=replace(fake, lr=1e-3),
-            ),
-            "optimizer.lr": 2e-4,
-            "optimizer.ema_decay": 0.9,
-        },
-        **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0},
-    )
-
-
-def tdm(model: str = HANDWRITING) -> TrainConfig:
-    """TDM (arXiv 2503.06674): a student of four ODE steps, each of which ends where the teacher's samples of that level are.
-
-    The teacher is the model itself with guidance. Numbers of large models are those of Flow-Factory's run on SD3.5. On
-    handwriting the student takes two steps. Rewards are measured, not learnt from.
-    """
-    fake = OptimizerConfig(lr=1e-5, weight_decay=1e-4)
-    sampling = SamplingConfig(prompts=128, group=1, steps=4, sampler=Ode())
-    return of_model(
-        model,
-        Tdm(sampling=sampling, trained=AllRecorded(), guidance=4.0, fake=fake, interval="reverse"),
-        tuned={
-            **ONE_UPDATE,
-            "method": Tdm(sampling=replace(sampling, steps=2), guidance=1.0, fake=replace(fake, lr=1e-3), form="dmd"),
-            "optimizer.lr": 2e-4,
-            "optimizer.ema_decay": 0.9,
-        },
-        **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0},
-    )
-
-
-def tdm_r1(model: str = HANDWRITING) -> TrainConfig:
-    """TDM-R1 (arXiv 2603.07700): a student of four ODE steps that learns from any reward through a surrogate.
-
-    Numbers of large models are those of its OCR run on SD3.5, whose student continues from a TDM adapter (`lora.weights`);
-    the time-shift of the surrogate's levels is left out. On handwriting the student takes two steps.
-    """
-    fast = OptimizerConfig(lr=3e-4, betas=(0.0, 0.999), weight_decay=1e-4)
-    learns = SurrogateConfig(replace(fast, betas=(0.9, 0.999)))
-    small = replace(learns, optimizer=OptimizerConfig(lr=1e-3), guidance=1.0)
-    return of_model(
-        model,
-        TdmR1(fake=fast, surrogate=learns),
-        tuned={
-            **ONE_UPDATE,
-            "method": TdmR1(
-                sampling=SamplingConfig(prompts=16, group=8, steps=2, sampler=Ode()),
-                guidance=1.0,
-                fake=OptimizerConfig(lr=1e-3),
-                surrogate=small,
-            ),
-            "optimizer.lr": 2e-4,
-            "optimizer.betas": (0.9, 0.999),
-        },
-        **{"optimizer.lr": 7.5e-5, "optimizer.betas": (0.0, 0.999)},
-    )
-
-
-def rtdmd(model: str = HANDWRITING) -> TrainConfig:
-    """RTDMD (arXiv 2605.26108): a few-step student that learns from rewards, and is matched to its teacher at its last step.
-
-    Numbers of large models are those of its run on SD3.5, which adds `reward_term.coef` 1e-4 and `reward_term.margin` 3 for
-    differentiable rewards. On handwriting the reward is likeness, a density of real digits.
-    """
-    fake, term = OptimizerConfig(lr=3e-5, weight_decay=0.0), RewardTermConfig(0.03)
-    sampling = SamplingConfig(prompts=48, group=24, steps=4, sampler=Stochastic("cps", eta=0.9))
-    return of_model(
-        model,
-        Rtdmd(sampling=sampling, advantage=AdvantageConfig(scale="batch"), fake=fake),
-        tuned={
-            **ONE_UPDATE,
-            "method": Rtdmd(
-                sampling=replace(sampling, prompts=16, group=8),
-                clip=1e-3,
-                guidance=1.0,
-                fake=replace(fake, lr=1e-3),
-                reward_term=term,
-            ),
-            "optimizer.lr": 5e-4,
-            "rewards": ("likeness",),
-        },
-        **{"optimizer.lr": 3e-6},
-    )
-
-
-def refl(model: str = HANDWRITING) -> TrainConfig:
-    """ReFL (arXiv 2304.05977): the gradient of a differentiable reward of what one of the last ten steps predicts.
-
-    Numbers of large models are those of its run on SD1.4, which trains all weights. On handwriting the step is one of the
-    last four, and the reward is likeness, a density of real digits, without a margin.
-    """
-    sampling = SamplingConfig(prompts=128, group=1, sampler=Ode(), window=AllSteps(low=6))
-    return of_model(
-        model,
-        Refl(margin=2.0, scale=1e-3),
-        tuned={
-            **ONE_UPDATE,
-            "method": Refl(sampling=sampling),
-            "optimizer.lr": 5e-4,
-            "rewards": ("likeness",),
-            "train": "lora",
-        },
-        **{"optimizer.lr": 1e-5, "optimizer.weight_decay": 1e-2, "train": "full"},
-    )
-
-
-def srpo(model: str = HANDWRITING) -> TrainConfig:
-    """SRPO (arXiv 2509.06942): a reward relative to an opposite description, of images recovered from any noise level.
-
-    The settings of large models are those of the published run srpo/flux.1-dev/hpsv2. On handwriting the reward is
-    likeness, without words: then the steps away from the image have a negative weight, so that both branches agree.
-    """
-    small = SamplingConfig(prompts=128, group=1, sampler=Ode())
-    levels: dict[str, Any] = {"highest": 0.9, "lowest": 0.3, "towards": (1.0, 1.0), "away": (-1.0, -1.0), "margin": 100.0}
-    return of_published(
-        "srpo/flux.1-dev/hpsv2",
-        model,
-        **ONE_UPDATE,
-        method=Srpo(sampling=small, wanted=("",), unwanted=("",), **levels),
-        rewards=("likeness",),
-    )
-
-
 def handwriting(model: str = HANDWRITING) -> TrainConfig:
     """Flow-GRPO (arXiv 2505.05470) on the small SD3 transformer: 80 rollouts of 128 samples, one update each."""
     return with_values(grpo(model), {"updates": 80, "evaluation.every": 20, "passes.minibatches": 1})
@@ -590,8 +366,14 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
             dgpo,
             crd,
             tempflow,
+            densegrpo,
+            tpgrpo,
+            branchgrpo,
             d3po,
+            spo,
+            lpo,
             alignprop,
+            adjoint,
             raft,
             sft,
             distill,

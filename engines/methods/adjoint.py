@@ -1,0 +1,120 @@
+"""Adjoint Matching: each step's control is fitted to the gradient of a differentiable reward, carried back by the base."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fluvial.core.adjoint import adjoint_loss, lean_adjoint
+from fluvial.core.random import Key
+from fluvial.core.transitions import Transition
+from fluvial.engines.errors import UsageError
+from fluvial.engines.run.declared import Networks, Start
+from fluvial.engines.run.method import Method, Needs, PassesConfig, RecordedRows
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.items import RecordedSteps
+from fluvial.engines.sampling.samplers import Stochastic
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, Trained
+from fluvial.models.host_values import to_device
+
+if TYPE_CHECKING:
+    from fluvial.engines.engine.engine import UpdateInfo
+    from fluvial.engines.run.batch import Batch, Items
+    from fluvial.engines.run.run import Run
+
+
+class AdjointInfo(NamedTuple):
+    """Diagnostics of Adjoint Matching, one number per item, without gradient."""
+
+    control: Tensor  # mean |b (v - v_base) / std|^2, which is 0 for the base
+    adjoint: Tensor  # mean |std adj|^2, what the control is to become
+
+
+@dataclass(frozen=True)
+class AdjointMatching(Method, name="adjoint"):
+    """Adjoint Matching: a policy that samples from p_base exp(scale R), for a differentiable reward R (arXiv 2409.08861).
+
+        loss = sum |b (v - v_base) / std + std adj|^2
+        adj_k = a adj_{k+1} + b J_base(x_k)^T adj_{k+1}, adj_T = -scale grad R(x_T)
+
+    The base is the policy that training starts from. Only a memoryless sampler is unbiased: flow_sde with eta sqrt(2), or
+    ddim with eta 1. The adjoint is float32; the network computes it in the dtype of its forward passes.
+
+    Args:
+        sampling: How samples are made. With `guidance.update` conditional neither adjoint nor control has guidance, as in
+            the authors' runs.
+        trained: Which of the recorded steps are trained on; one without noise is left out.
+        passes: How often a batch is learnt from.
+        scale: Factor lambda of the reward.
+        index: Adjoint of a step: next, that of its end, which is exact; or current, that of its start, as in the code for
+            SD 1.5.
+        quantile: Quantile q of sqrt(loss) over the items of an update; items at or above its moving average, of decay 0.9,
+            add no gradient. None keeps all.
+    """
+
+    needs: ClassVar[Needs] = Needs(rewards="gradients", conditional=True)
+    bounds: ClassVar = {"scale": (0, math.inf), "quantile": (1e-6, 1)}
+    sampling: SamplingConfig = SamplingConfig(sampler=Stochastic(eta=math.sqrt(2)))
+    trained: Trained = AllRecorded()
+    passes: PassesConfig = PassesConfig()
+    scale: float = 100.0
+    index: Literal["next", "current"] = "next"
+    quantile: float | None = 0.9
+
+    def problems(self) -> Iterator[UsageError]:
+        """Yield what has no meaning among the hyper-parameters."""
+        yield from super().problems()
+        sampler, window = self.sampling.sampler, self.sampling.window
+        if sampler.is_deterministic:
+            hint = "the control of a step is relative to its noise"
+            yield UsageError("sampling.sampler", sampler.kind, "flow_sde or ddim, whose steps have noise", hint)
+        if window != AllSteps():
+            yield UsageError("sampling.window", window.kind, "all steps, through which adjoint carries the gradient back")
+
+    @property
+    def rows(self) -> RecordedRows:
+        """Record every step, the last one too, which may have no noise."""
+        return RecordedRows("unscaled", trained=self.trained)
+
+    def networks(self) -> Networks:
+        """Keep the base, which the control is relative to."""
+        return {"base": Start()}
+
+    def learn(self, run: "Run", batch: "Batch", key: Key) -> "Iterator[UpdateInfo]":
+        """Carry the gradient of the reward back through the base, then fit the control of the steps to it."""
+        keep = run.grade(batch).keep[:, None] * (batch.noise > 0)
+        steps = run.record_steps(batch, key, trained=self.trained, keep=keep)
+        steps = steps.with_predictions(adjoint=self.carry_back(run, steps, -self.scale * run.reward_gradient(batch)))
+        for part in run.minibatches(steps, key, self.passes):
+            part = run.predict(part, "base")
+            if self.quantile is not None:
+                sizes = run.gather(part, run.measure(part, lambda v, rows: self.loss(v, rows)[0])).sqrt()
+                counted = to_device(torch.nonzero(part.used.flatten()).flatten(), sizes.device)
+                largest = sizes.flatten()[counted].quantile(self.quantile).item()
+                bound = run.average("adjoint", largest, 0.9)
+                part = part.with_rows(context=part.look_up((sizes < bound).to(sizes.dtype)))
+            yield run.update(part, self.loss)
+
+    def carry_back(self, run: "Run", steps: "Items", adjoint: Tensor) -> Tensor:
+        """Return the adjoint of each recorded step, from that of the samples, `[slots, *event] -> [P, *event]`."""
+        found, size = list[Tensor](), len(adjoint)
+        for start in reversed(range(0, len(steps.rows.level), size)):
+            part = steps.part(slice(start, start + size))
+            end, transition = adjoint, Transition(*(coefficient.float() for coefficient in part.rows.transition))
+            adjoint = lean_adjoint(transition, adjoint, run.vjp(part, "base", adjoint))
+            found.append(end if self.index == "next" else adjoint)
+        return torch.cat(found[::-1])
+
+    def loss(self, v: Tensor, rows: RecordedSteps) -> tuple[Tensor, AdjointInfo]:
+        """Return `core.adjoint.adjoint_loss` of the steps that are not dropped."""
+        base, adjoint, zero = rows.predictions["base"], rows.predictions["adjoint"], torch.zeros_like(v)
+        loss = adjoint_loss(rows.transition, v, base, adjoint)
+        with torch.no_grad():
+            parts = (
+                adjoint_loss(rows.transition, *each) / v[0].numel() for each in ((v, base, zero), (zero, zero, adjoint))
+            )
+            info = AdjointInfo(*parts)
+        return (loss if rows.context is None else loss * rows.context), info

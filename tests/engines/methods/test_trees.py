@@ -1,0 +1,202 @@
+"""Trees of paths: shared noise, candidates of which one goes on, and what is learnt from their edges."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_jobs as tiny
+from helpers.tables import normals
+from torch import Tensor
+from torch.testing import assert_close
+
+from fluvial.core import gaussian
+from fluvial.core.random import fold_in, key, normal
+from fluvial.core.transitions import Transition
+from fluvial.engines.engine.world import World
+from fluvial.engines.errors import UsageError
+from fluvial.engines.methods import ConstantMargin, NoiseMargin
+from fluvial.engines.methods.branch import BranchGrpo
+from fluvial.engines.methods.d3po import D3po
+from fluvial.engines.methods.grpo import Grpo
+from fluvial.engines.methods.spo import Spo
+from fluvial.engines.run.config import RolloutConfig
+from fluvial.engines.run.method import Method
+from fluvial.engines.sampling.config import SamplingConfig
+from fluvial.engines.sampling.samplers import Ode, Stochastic
+from fluvial.engines.sampling.window import Candidates, Splits
+from fluvial.engines.scoring.advantages import AdvantageConfig
+from fluvial.engines.streams import Stream
+
+TREE = SamplingConfig(prompts=2, group=8, steps=6, sampler=Stochastic("dance_sde", 0.5), window=Splits((0, 2, 3), high=5))
+STATES = replace(TREE, window=Candidates(4, low=2))
+
+
+def build(world: World, method: Method, sampling: SamplingConfig, **changes: Any) -> tiny.Run:
+    changes = {"train": "lora", "rewards": ("brightness",), **changes}
+    return tiny.Run(tiny.config(Path("out"), method=method, sampling=sampling, **changes), world)
+
+
+@pytest.mark.parametrize("sampling", [TREE, STATES], ids=lambda sampling: sampling.window.kind)
+def test_samples_are_paths_with_the_noise_of_their_edges(one: World, sampling: SamplingConfig) -> None:
+    """That of the first sample that shares the edge; a candidate records its own, and goes on with the first one's."""
+    run = build(one, Grpo() if sampling is TREE else Spo(), sampling).trainer.loop.run
+    batch, window, root = run.sample(key(1)), sampling.window, fold_in(key(1), Stream.SAMPLES)
+    trajectory, transitions, module = batch.trajectory, batch.plan.transitions, run.engine.module
+    assert transitions is not None
+    trunk = torch.arange(16) // (8 if sampling is TREE else 4)
+    x = normal(fold_in(fold_in(root, trunk), Stream.INITIAL), (16, *tiny.SHAPE))
+    for step in range(trajectory.steps.shape[1]):
+        own = torch.arange(16)
+        if isinstance(window, Splits):
+            below = 8 >> sum(split <= step for split in window.splits)
+            leads = own = own // below * below
+        else:
+            leads = own // 4 * 4
+            own = leads if step < 2 else own
+        taken = Transition(*(each[step] for each in transitions))
+        v = run.job.model.predict(module, x, batch.plan.sampling.schedule.levels[step].expand(16), batch.cond).detach()
+        after, recorded = (
+            gaussian.sample(taken, x, v, normal(fold_in(fold_in(fold_in(root, ids), Stream.STEPS), step), tuple(x.shape)))
+            for ids in (leads, own)
+        )
+        assert_close(trajectory.x[:, step], x)
+        assert_close(trajectory.x_next[:, step], recorded)
+        table = trajectory.x_next[:, step].flatten(1)
+        assert torch.equal(table[own], table)  # to the bit
+        assert len(table.unique(dim=0)) == len(own.unique())
+        x = after
+    if sampling is STATES:
+        assert torch.equal(trajectory.x, trajectory.x[torch.arange(16) // 4 * 4])
+
+
+@pytest.mark.parametrize(("method", "sampling"), [(BranchGrpo(), TREE), (Spo(), STATES)])
+def test_a_tree_does_not_depend_on_its_chunks(one: World, method: Any, sampling: SamplingConfig) -> None:
+    found = [
+        build(one, method, sampling, **{"engine.micro_batch": size}).trainer.loop.run.sample(key(1)).trajectory
+        for size in (2, 8, 16)
+    ]
+    for name in ("x", "x_next", "log_prob", "final"):
+        first, *others = (getattr(each, name) for each in found)
+        for other in others:
+            assert_close(other, first)
+
+
+def test_every_edge_is_trained_on_once(one: World) -> None:
+    """With the advantage of the mean of its leaves among the edges of its step."""
+    trained, seen = build(one, BranchGrpo(), TREE), list[Any]()
+    run = trained.trainer.loop.run
+    record_steps = run.record_steps
+
+    def note(batch: Any, key: Any, signal: Tensor, **options: Any) -> Any:
+        seen.append((run.reward(batch), signal, options["keep"]))
+        return record_steps(batch, key, signal, **options)
+
+    run.record_steps = note  # type: ignore[method-assign,assignment]
+    record = trained.rollout()
+    ((reward, signal, keep),) = seen
+    assert record["pairs"] == keep.sum() == 2 * (2 + 2 + 4 + 8 + 8)
+    for step, edges in enumerate((2, 2, 4, 8, 8)):
+        means = reward.reshape(2, edges, -1).mean(2)
+        expected = (means - means.mean(1, keepdim=True)) / (means.std(1, keepdim=True) + 1e-8)
+        found = signal[:, step].reshape(2, edges, -1)
+        assert_close(found[..., 0], expected.clamp(-5, 5))
+        assert torch.equal(found, found[..., :1].expand_as(found))
+        assert torch.equal(keep[:, step].reshape(2, edges, -1)[..., 0], torch.ones(2, edges))
+
+
+@pytest.mark.parametrize("margin", [ConstantMargin(0.0), ConstantMargin(0.02), NoiseMargin(0.0, 0.05)])
+def test_pairs_are_the_best_and_the_worst_candidate_of_a_state(one: World, margin: Any) -> None:
+    """By the reward of the clean sample that is predicted from each, where they are far enough apart."""
+    run = build(one, Spo(margin=margin), STATES).trainer.loop.run
+    batch, seen, spy = run.score(run.sample(key(3))), list[Tensor](), Spo(margin=margin)
+    object.__setattr__(spy, "sampling", STATES)
+    object.__setattr__(spy, "compare", lambda run, batch, key, preferred: [seen.append(preferred)])
+    list(spy.learn(run, batch, key(3)))
+    levels, transitions = batch.plan.sampling.schedule.levels, batch.plan.transitions
+    assert transitions is not None
+    std, expected = transitions.std[2:], torch.zeros(16, 6)
+    for step in range(2, 6):
+        x, level = batch.trajectory.x_next[:, step], levels[step + 1]
+        v = run.job.model.predict(run.engine.module, x, level.expand(16), batch.cond).detach()
+        reward = tiny.brightness(run.job.model.decode(x - level * v), []).reshape(4, 4)
+        place = (std[step - 2] - std.min()) / (std.max() - std.min())
+        least = margin.size if isinstance(margin, ConstantMargin) else 0.05 * place
+        for state in range(4):
+            high, low = int(reward[state].argmax()), int(reward[state].argmin())
+            better = torch.softmax(reward[state][[high, low]], 0)
+            if better[0] - better[1] > least:
+                expected[4 * state + high, step], expected[4 * state + low, step] = 1, -1
+    assert torch.equal(seen[0], expected)
+    assert 0 < int(expected.abs().sum()) <= 32
+    assert (margin == ConstantMargin(0.0)) == (int(expected.abs().sum()) == 32)
+
+
+def test_a_pair_of_one_state_compares_where_it_went() -> None:
+    """log rho_w - log rho_l = mean of b (v - v_ref) (x_w - x_l) / std^2, of two candidates for the same state."""
+    x, v, v_ref, win, lose = normals(0, 5, 3, 4)
+    step = Transition(*torch.tensor([0.9, -0.2, 0.3], dtype=torch.float64))
+    rho = [gaussian.log_prob(step, x, v, to) - gaussian.log_prob(step, x, v_ref, to) for to in (win, lose)]
+    expected = (step.b * (v - v_ref) * (win - lose) / step.std**2).mean(1)
+    assert_close(rho[0] - rho[1], expected)
+
+
+def test_the_partner_of_a_step_is_that_of_its_state(one: World) -> None:
+    """Before any update every ratio is 1; after one, an item's context is the log-ratio of its partner."""
+    method = Spo(beta=100.0, margin=ConstantMargin(0.0))
+    trained, seen = build(one, method, STATES, updates=2, **{"passes.epochs": 2}), list[Any]()
+    run = trained.trainer.loop.run
+    update = run.update
+
+    def note(items: Any, loss: Any, **options: Any) -> Any:
+        ratios = run.gather(items, run.measure(items, method.log_ratio))
+        seen.append((ratios, run.gather(items, items.rows.context), run.gather(items, items.rows.signal)))
+        return update(items, loss, **options)
+
+    run.update = note  # type: ignore[method-assign]
+    trained.rollout()
+    assert not seen[0][0].any()
+    ratios, others, preferred = seen[1]
+    assert ratios.abs().max() > 1e-6
+    for state in range(4):
+        for step in range(2, 6):
+            rows = slice(4 * state, 4 * state + 4)
+            win, lose = int(preferred[rows, step].argmax()), int(preferred[rows, step].argmin())
+            assert_close(others[rows, step][[win, lose]], ratios[rows, step][[lose, win]])
+
+
+@pytest.mark.parametrize(
+    ("method", "sampling", "words"),
+    [
+        (Grpo(), STATES, "sampling.window is 'candidates', expected another .*: grpo learns from whole samples"),
+        (D3po(), STATES, "d3po learns from whole samples"),
+        (Spo(), TREE, "sampling.window is 'splits', expected candidates"),
+        (BranchGrpo(), STATES, "sampling.window is 'candidates', expected"),
+    ],
+)
+def test_what_has_no_meaning(method: Any, sampling: SamplingConfig, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build(None, method, sampling)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="advantage has no effect with branchgrpo"):
+        BranchGrpo(sampling=TREE, advantage=AdvantageConfig(scale="batch"))
+
+
+def test_trees_that_are_none() -> None:
+    changes: dict[str, Any]
+    for changes, words in (
+        ({"group": 4}, "sampling.group is 4, expected a multiple of 8: a tree has 8 samples"),
+        ({"window": Splits((0, 1, 5), high=5)}, "sampling.window.splits is .* expected steps below 5"),
+        ({"window": Candidates(4, low=6)}, "sampling.window.low is 6, expected below 6"),
+        ({"sampler": Ode()}, "sampling.window is 'splits', expected all"),
+        ({"shared_noise": True}, "sampling.shared_noise has no effect with sampling.window splits"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            replace(TREE, **changes)
+    for splits in ((), (2, 1), (0, 0), (-1,)):
+        with pytest.raises(UsageError, match=r"splits is .* expected rising indices"):
+            Splits(splits)
+    with pytest.raises(
+        UsageError, match=r"sampling.window is 'splits', .*a server draws the noise of every sample from its own"
+    ):
+        RolloutConfig(source="http://there").check_sampling(TREE)
