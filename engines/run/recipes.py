@@ -390,7 +390,7 @@ def sft(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
-def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights")) -> TrainConfig:
+def distill(model: str = HANDWRITING, *, teacher: str = "runs/grpo/weights") -> TrainConfig:
     """On-policy distillation (arXiv 2306.13649): the student samples, a teacher says which step it would have taken.
 
     The teacher is a folder of weights (teacher), by default what `fluvial train grpo` exports. Rewards are
@@ -398,8 +398,8 @@ def distill(model: str = HANDWRITING, *, teacher: Path = Path("runs/grpo/weights
     """
     return of_model(
         model,
-        Distill(teacher=teacher, sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7))),
-        tuned={**ONE_UPDATE, "method": Distill(teacher=teacher, sampling=replace(NOISIEST, prompts=128, group=1))},
+        Distill(teacher=(teacher,), sampling=SamplingConfig(prompts=128, group=1, sampler=Stochastic(eta=0.7))),
+        tuned={**ONE_UPDATE, "method": Distill(teacher=(teacher,), sampling=replace(NOISIEST, prompts=128, group=1))},
     )
 
 

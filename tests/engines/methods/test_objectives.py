@@ -71,13 +71,13 @@ CPS = Stochastic("cps", eta=0.5)
         ),
         (Grpo(), {"rollout.autocast": True}, "rollout.autocast is True, expected False, or correction.mode truncate"),
         (
-            Distill(teacher=TEACHER, match="velocity_mse"),
+            Distill(teacher=(TEACHER,), match="velocity_mse"),
             ODE | {"match": "mean_kl"},
             "match is 'mean_kl', expected velocity_mse: .* have no noise",
         ),
         (Distill(), {}, "teacher is None, expected a folder of weights: distill compares with a teacher"),
         (
-            Distill(teacher=TEACHER, match="velocity_mse"),
+            Distill(teacher=(TEACHER,), match="velocity_mse"),
             {"sampling.sampler": Ode("dpmpp_2m")},
             "sampling.sampler.solver is 'dpmpp_2m', expected euler: distill trains on steps, which are transitions",
         ),
@@ -175,7 +175,7 @@ def test_what_does_not_fit_the_model(
         (Dpo(preferences=GIVEN), "encode", "cannot be used: "),
         (Dpo(preferences=GIVEN), "preferences", "preferences given/preferences.jsonl cannot be read: No such file"),
         (
-            Distill(teacher=TEACHER, match="velocity_mse"),
+            Distill(teacher=(TEACHER,), match="velocity_mse"),
             "load",
             "teacher cannot be loaded: this job has no function from a folder",
         ),

@@ -163,7 +163,7 @@ RUNS: list[TrainConfig] = [
             noising=NoisingConfig(3, LogitNormalLevels()),
         ),
     ),
-    TrainConfig(Path("out"), method=Distill(teacher=Path("runs/teacher"))),
+    TrainConfig(Path("out"), method=Distill(teacher=("runs/teacher",))),
     TrainConfig(
         Path("out"),
         Grpo(),
@@ -238,7 +238,7 @@ OWN: dict[str, tuple[str, Any]] = {
     "alignprop": ("--last", 3),
     "raft": ("--best", 0.5),
     "sft": ("--noising.each", 2),
-    "distill": ("--teacher", Path("folder")),
+    "distill": ("--match", "sample_mse"),
     "dmd2": ("--fake.lr", 0.5),
     "tdm": ("--snr-max", 2.0),
     "handwriting": ("--clip-high", 0.2),

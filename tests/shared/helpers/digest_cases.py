@@ -207,14 +207,14 @@ def clipped_cases() -> dict[str, TrainConfig]:
         "tempflow": run(o.TempFlow(), SDE, **{"passes.minibatches": 2}),
         "d3po": run(o.D3po(beta=100.0), SDE),
         "d3po-uneven": run(o.D3po(beta=100.0), replace(SDE, prompts=4), **{"engine.micro_batch": 2}),
-        "distill": run(o.Distill(teacher=BASE), replace(SDE, prompts=12, group=1), **FULL),
+        "distill": run(o.Distill(teacher=(str(BASE),)), replace(SDE, prompts=12, group=1), **FULL),
         "dmd2": run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}),
         "dmd2-full": run(
             o.Dmd2(fake_updates=2, guidance=1.0), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}, **FULL
         ),
         "tdm": run(o.Tdm(fake_updates=2, fake=OptimizerConfig(lr=1e-3)), SINGLE, rollouts=3),
         "tdm-reverse": run(o.Tdm(interval="reverse", form="square", trained=AllRecorded()), SINGLE, train="lora"),
-        "distill-mse": run(o.Distill(teacher=BASE, match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
+        "distill-mse": run(o.Distill(teacher=(str(BASE),), match="velocity_mse"), replace(SDE, prompts=12, group=1), **KL),
     }
 
 

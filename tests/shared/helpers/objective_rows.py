@@ -23,13 +23,13 @@ from fluvial.engines.methods.table import (
 from fluvial.engines.run.declared import LinearOld, NoOld
 from fluvial.engines.run.method import Method
 
-TEACHER, GIVEN = Path("teacher"), Path("given")
+TEACHER, GIVEN = "teacher", Path("given")
 OBJECTIVE_ROWS: dict[str, Method] = {
     "clipped": Grpo(),
     "guard": Guard(),
     "dppo": Dppo(),
-    "distill, mean_kl": Distill(teacher=TEACHER),
-    "distill, velocity_mse": Distill(teacher=TEACHER, match="velocity_mse"),
+    "distill, mean_kl": Distill(teacher=(TEACHER,)),
+    "distill, velocity_mse": Distill(teacher=(TEACHER,), match="velocity_mse"),
     "nft, none": Nft(old=NoOld()),
     "nft, linear": Nft(),
     "nft, delayed": Nft(old=LinearOld(delay=1)),

@@ -27,7 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dpo, lora": {"method": Dpo(), "sampling": ODE, "train": "lora"},
     "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
     "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
-    "distill": {"method": Distill(teacher=Path("teacher")), "sampling": STEPS},
+    "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
     "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
     "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},

@@ -35,7 +35,7 @@ SMALL = {"engine.micro_batch": 2, "engine.update_micro_batch": "rollout"}
 
 
 def recipe(name: str) -> TrainConfig:
-    return RECIPES[name](teacher=BASE) if name == "distill" else RECIPES[name]()
+    return RECIPES[name](teacher=str(BASE)) if name == "distill" else RECIPES[name]()
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
