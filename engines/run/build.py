@@ -54,7 +54,7 @@ from fluvial.models import LoraConfig, Schedule, is_recorded
 from fluvial.models.device import has_values
 from fluvial.models.digests import digest_tensors, join_digests
 from fluvial.models.lora import LowRank, adapter_names, add_lora, lora_layers
-from fluvial.models.lora_files import LoraFile, is_lora, load_lora
+from fluvial.models.lora_files import load_lora
 from fluvial.models.protocol import Weights
 
 
@@ -278,7 +278,7 @@ def _networks(
             frozen[name] = _frozen(config, job, engine.world, weights)
         elif isinstance(network, Trained):
             trained[name] = _trained(config, job, network, engine, weights, adapters.get(name))
-        elif isinstance(network, Teacher) and name not in _teaching_adapters(config):
+        elif isinstance(network, Teacher) and not network.is_adapter:
             assert network.weights is not None
             taught = job.with_weights(network.weights)
             frozen[name] = _frozen(config, taught, engine.world, None if weights is None else taught.model.weights)
@@ -286,24 +286,10 @@ def _networks(
     return BuiltNetworks(config.networks, engine, trained, frozen, job.model, continues=continues)
 
 
-def _read_teachers(config: TrainConfig, job: Job, module: nn.Module) -> dict[str, LoraFile]:
-    """Return the adapters that teach, by network."""
-    found = dict[str, LoraFile]()
-    for name, folder in _teaching_adapters(config).items():
-        where = f"`teacher` names {folder}, an adapter"
-        if config.train == "full":
-            raise UsageError(f"{where}, and `train` is full: train lora, or merge it (fluvial export --as merged)")
-        found[name] = read_adapter(folder, job, module, "teacher")
-        teacher, policy = found[name].form.kind, config.lora.form.kind
-        if teacher != policy and "lokr" in (teacher, policy):
-            raise UsageError(f"{where} of the form {teacher}, and `lora.form` is {policy}: layers take one of the two")
-    return found
-
-
-def _teaching_adapters(config: TrainConfig) -> dict[str, Path]:
+def _list_adapted_teachers(config: TrainConfig) -> dict[str, Path]:
     """Return the files of the teachers that are adapters of the policy's module, by network."""
-    named = {name: network.weights for name, network in config.networks.items() if isinstance(network, Teacher)}
-    return {name: path for name, path in named.items() if path is not None and is_lora(path)}
+    teachers = {name: network for name, network in config.networks.items() if isinstance(network, Teacher)}
+    return {name: each.weights for name, each in teachers.items() if each.weights is not None and each.is_adapter}
 
 
 def _trained(
@@ -500,7 +486,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
     module = _network(config, job)
     folder = config.lora.weights  # of an adapter that the run continues from
     found = None if folder is None else read_adapter(folder, job, module, "lora.weights")
-    teachers = _read_teachers(config, job, module)
+    taught = _list_adapted_teachers(config)
+    teachers = {name: read_adapter(path, job, module, "teacher") for name, path in taught.items()}
+    for path in taught.values() if config.train == "full" else ():
+        raise UsageError(f"`teacher` names {path}, an adapter, and `train` is full: train lora, or merge the adapter")
     if config.train == "lora":
         learn = [name for name, network in config.networks.items() if isinstance(network, Trained)]
         adapters: tuple[str, ...] = ("default", *config.followers, *learn)
@@ -511,6 +500,10 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
                 raise UsageError("lora.form", settings.form.kind, found.form.kind, f"`lora.weights` is {folder}")
             settings = replace(settings, rank=found.rank, alpha=found.alpha, form=form, weights=None)
             adapters, targets = (*adapters, START), found.layers
+        for name, each in teachers.items():
+            if each.form.kind != settings.form.kind and "lokr" in (each.form.kind, settings.form.kind):
+                problem = f"an adapter of the form {each.form.kind} beside {settings.form.kind}: set lora.form"
+                raise UsageError(f"`teacher` names {taught[name]}, {problem}")
         further = {name: LoraConfig(each.rank, each.alpha, form=each.form) for name, each in teachers.items()}
         try:
             add_lora(module, settings, targets, adapters=adapters, trained=learn, further=further, seed=config.seed)
@@ -521,7 +514,7 @@ def _network_in_training(config: TrainConfig, job: Job) -> tuple[nn.Module, str]
             if differing := layers ^ {*each.layers}:
                 whose = "it" if min(differing) in each.layers else "the policy"
                 problem = f"{whose} alone adapts {min(differing)}: set lora.targets to the layers of the teacher"
-                raise UsageError(f"`teacher` names {_teaching_adapters(config)[name]}, and {problem}")
+                raise UsageError(f"`teacher` names {taught[name]}, and {problem}")
         start = {} if found is None else dict.fromkeys(adapters, found)
         for name, each in {**start, **teachers}.items():
             try:

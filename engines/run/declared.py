@@ -11,6 +11,7 @@ from torch import Tensor
 from fluvial.core.checks import check_fields
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.errors import UsageError, no_effect
+from fluvial.models.lora_files import is_lora
 
 # (v, rows) -> (loss of each row, [P]; NamedTuple of diagnostics, [P] each)
 Loss = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -67,6 +68,11 @@ class Teacher:
 
     weights: Path | None
     guidance: float | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter of the policy's module, rather than a module of its own."""
+        return self.weights is not None and is_lora(self.weights)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,10 @@ from fluvial.engines.run.evaluation.config import EvaluationConfig
 from fluvial.engines.run.jobs.settings import DataConfig, MachineConfig, PipelineConfig
 from fluvial.engines.run.method import Method, PassesConfig
 from fluvial.engines.sampling.config import ReadingConfig, SamplingConfig
+from fluvial.engines.sampling.generate import Guidance
 from fluvial.engines.sampling.noising import AutoLevels, NoisingConfig
 from fluvial.engines.sampling.samplers import Ode, Stochastic
-from fluvial.engines.sampling.window import AllRecorded, AllSteps, RandomRecorded, RandomWindow
+from fluvial.engines.sampling.window import AllRecorded, AllSteps, FirstRecorded, RandomRecorded, RandomWindow
 from fluvial.engines.scoring.advantages import AdvantageConfig
 from fluvial.models import LoraConfig
 from fluvial.models.lora import LowRank
@@ -403,6 +404,37 @@ def distill(model: str = HANDWRITING, *, teacher: str = "runs/grpo/weights") -> 
     )
 
 
+def opd(model: str = HANDWRITING) -> TrainConfig:
+    """DiffusionOPD (arXiv 2605.15055): teachers of several tasks, each for prompts of its own, become one student.
+
+    Numbers of large models are those of its run on SD3.5, whose three teachers have guidance of their own. Name yours by the
+    files of prompts, e.g. prompts ocr.txt geneval.jsonl with teacher ocr=FOLDER geneval=FOLDER; folders hold weights or
+    adapters. On handwriting two runs of grpo teach codes with a low and with a high first digit: make them with prompts
+    @codes-low and out runs/low, and with @codes-high and runs/high. Rewards are measured, not learnt from.
+    """
+    tasks, codes = ("pickscore", "ocr", "geneval"), {"@codes-low": "low", "@codes-high": "high"}
+    return of_model(
+        model,
+        Distill(
+            teacher=tuple(f"{task}=runs/{task}/weights" for task in tasks),
+            guidance=("pickscore=4.5", "ocr=4.5", "geneval=1"),
+            sampling=SamplingConfig(prompts=72, group=1, sampler=Ode(), guidance=Guidance(4.5)),
+            trained=FirstRecorded(0.99),
+            match="sample_mse",
+        ),
+        tuned={
+            **ONE_UPDATE,
+            "method": Distill(
+                teacher=tuple(f"{source}=runs/{run}/weights" for source, run in codes.items()),
+                sampling=replace(ODE, prompts=128, group=1),
+                match="velocity_mse",
+            ),
+            "prompts": tuple(codes),
+            "optimizer.ema_decay": 0.9,
+        },
+    )
+
+
 def dmd2(model: str = HANDWRITING) -> TrainConfig:
     """DMD2 (arXiv 2405.14867): a student of four noisy steps whose samples a teacher cannot tell from its own.
 
@@ -497,6 +529,7 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
             raft,
             sft,
             distill,
+            opd,
             dmd2,
             tdm,
         ),

@@ -262,6 +262,16 @@ ROWS = (
     ),
     FunctionCall("distill.mean_kl", _step(distill.mean_kl, "v", "v_teacher"), "a b std v v_teacher", still="a v_teacher"),
     FunctionCall("distill.velocity_mse", distill.velocity_mse, "v v_teacher", still="v_teacher"),
+    *(
+        FunctionCall(
+            f"distill.scaled_mse relative={relative}",
+            partial(distill.scaled_mse, relative=relative),
+            "v v_teacher",
+            {"scale": 0.5},
+            "v_teacher",
+        )
+        for relative in (False, True)
+    ),
     FunctionCall(
         "dpo.dpo_loss",
         dpo.dpo_loss,

@@ -30,6 +30,7 @@ OBJECTIVE_ROWS: dict[str, Method] = {
     "dppo": Dppo(),
     "distill, mean_kl": Distill(teacher=(TEACHER,)),
     "distill, velocity_mse": Distill(teacher=(TEACHER,), match="velocity_mse"),
+    "distill, clean": Distill(teacher=(TEACHER,), match="clean_relative"),
     "nft, none": Nft(old=NoOld()),
     "nft, linear": Nft(),
     "nft, delayed": Nft(old=LinearOld(delay=1)),

@@ -28,6 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
     "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
     "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
+    "distill by source": {"method": Distill(teacher=("even=teacher", "odd=other")), "sampling": STEPS},
     "dmd2": {"method": Dmd2(fake_updates=2), "sampling": replace(FEW, sampler=Stochastic("cps", 1.0))},
     "tdm, lora": {"method": Tdm(trained=AllRecorded()), "sampling": FEW, "train": "lora"},
     "minibatches": {"sampling": STEPS, "passes.minibatches": 2, "updates": 2},
@@ -42,7 +43,7 @@ def rollouts(world: World, folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, changes in RUNS.items():
         run = tiny.config(Path(folder), optimizer=OptimizerConfig(weight_decay=0.0), **changes, **{"engine.micro_batch": 4})
-        trained = tiny.Run(run, world)
+        trained = tiny.Run(run, world, tiny.job_of_sources() if "source" in name else None)
         gradients: list[list[float]] = []
         optimize = trained.trainer.engine.update
 

@@ -192,7 +192,7 @@ def test_a_rollout_holds_no_gradients() -> None:
     """With offload in phases neither moments nor average nor a reference."""
     rollout = on_paper(phase="rollout")
     assert (rollout.gradients, rollout.unsharded_gradients, rollout.communication) == (0, 0, 0)
-    phases = on_paper(phase="rollout", offload="phases", reference=True)
+    phases = on_paper(phase="rollout", offload="phases", frozen=1)
     assert phases == rollout._replace(moments=0, average=0, host=rollout.moments + rollout.average + rollout.parameters)
     assert phases.total == rollout.total - rollout.moments - rollout.average
 
