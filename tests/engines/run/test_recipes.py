@@ -69,8 +69,8 @@ PUBLISHED: dict[str, str] = {
     "raft": "--sampling.sampler ode",
     "sft": "",
     "distill": "--match mean_kl --sampling.group 1",
-    "opd": "--match sample_mse --sampling.sampler ode --sampling.prompts 72 --sampling.group 1 --sampling.guidance.scale 4.5 "
-    "--guidance pickscore=4.5 ocr=4.5 geneval=1 --trained first --trained.fraction 0.99 --optimizer.lr 3e-4",
+    "opd": "--match sample_mse --sampling.sampler ode --sampling.prompts 72 --sampling.group 1 --guidance pickscore=4.5 "
+    "ocr=4.5 geneval=1 --sampling.guidance.scale 4.5 --trained first --trained.fraction 0.99 --optimizer.lr 3e-4",
     "dmd2": "--sampling.steps 4 --guidance 4 --fake-updates 5 --optimizer.lr 1e-5 --optimizer.ema-decay 0",
     "tdm": "--sampling.steps 4 --guidance 4 --interval reverse --form huber --sampling.prompts 128",
     **dict.fromkeys(("handwriting", "words", "edit-words"), FLOW_GRPO + "--passes.minibatches 1"),

@@ -40,10 +40,8 @@ def recipe(name: str) -> TrainConfig:
     config = RECIPES[name]()
     if not isinstance(config.method, Distill):
         return config
-    sources = [word.partition("=") for word in config.method.teacher]
-    return with_values(
-        config, {"teacher": tuple(f"{source}{sign}{BASE}" if sign else str(BASE) for source, sign, _ in sources)}
-    )
+    parts = [word.rpartition("=") for word in config.method.teacher]
+    return with_values(config, {"teacher": tuple(f"{source}{sign}{BASE}" for source, sign, _ in parts)})
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
