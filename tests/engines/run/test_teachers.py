@@ -45,15 +45,9 @@ def of_sources(items: Any, spied: Spied) -> Tensor:
 def test_one_source_is_distillation_by_one_teacher(one: World, tmp_path: Path, sampling: Any, minibatches: int) -> None:
     """To the bit."""
     prompts = tuple(Prompt(text, source="even") for text in tiny.PROMPTS)
+    changes = {"sampling": sampling, "passes.minibatches": minibatches}
     runs = [
-        run(
-            one,
-            tmp_path,
-            tiny.job_of_sources(prompts=prompts),
-            sampling=sampling,
-            teacher=(word,),
-            **{"passes.minibatches": minibatches},
-        )
+        run(one, tmp_path, tiny.job_of_sources(prompts=prompts), teacher=(word,), **changes)
         for word in ("teacher", "even=teacher")
     ]
     records = [[each.rollout() for _ in range(2)] for each in runs]
@@ -158,7 +152,7 @@ def test_adapters_resume_to_the_bit(one: World, tmp_path: Path) -> None:
         ({"teacher": ("even=teacher",)}, "prompts of the source 'odd' have no teacher: add odd=FOLDER to those of even"),
         (
             {"teacher": (*BOTH, "neither=teacher")},
-            "`teacher` names the source 'neither', expected a source of prompts: even, odd",
+            "teacher names the source 'neither', expected a source of prompts: even, odd",
         ),
         ({"teacher": ("teacher", "odd=other")}, "teacher is 'teacher', expected SOURCE=FOLDER, as the others"),
         ({"teacher": (*BOTH, "odd=teacher")}, "teacher is 'odd=teacher', expected one for all, or SOURCE=VALUE once"),
@@ -166,21 +160,16 @@ def test_adapters_resume_to_the_bit(one: World, tmp_path: Path) -> None:
         ({"guidance": ("much",)}, "guidance is 'much', expected a scale"),
         ({"teacher": ("even={adapter}", "odd=other"), "train": "full"}, "an adapter, and `train` is full"),
         ({"teacher": ("even={narrow}", "odd=other")}, "the policy alone adapts into: set lora.targets"),
-        ({"teacher": ("even={adapter}", "odd=other"), "lora.form": "lokr"}, "the form lora beside lokr"),
+        ({"teacher": ("even={adapter}", "odd=other"), "lora.form": Lokr()}, "the form lora beside lokr"),
     ],
 )
 def test_what_has_no_meaning(one: World, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     """It is refused before the first rollout, in one line."""
-    files = {
-        "adapter": adapter(tmp_path / "adapter", 2, 2.0),
-        "narrow": adapter(tmp_path / "narrow", 2, 2.0, ("inner", "out")),
-    }
-    named = {
-        key: tuple(word.format(**files) for word in value) for key, value in changes.items() if isinstance(value, tuple)
-    }
-    named |= {"lora.form": Lokr()} if "lora.form" in changes else {}
+    layers = {"adapter": ("into", "inner", "out"), "narrow": ("inner", "out")}
+    files = {name: adapter(tmp_path / name, 2, 2.0, adapted) for name, adapted in layers.items()}
+    teacher = tuple(word.format(**files) for word in changes.get("teacher", BOTH))
     with pytest.raises(UsageError, match=words) as refused:
-        run(one, tmp_path, **{**changes, **named})
+        run(one, tmp_path, **{**changes, "teacher": teacher})
     assert "\n" not in str(refused.value)
 
 
