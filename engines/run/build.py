@@ -29,7 +29,7 @@ from fluvial.engines.run.jobs.base import has_one_size
 from fluvial.engines.run.jobs.evaluated import build_evaluated, check_negatives, list_texts
 from fluvial.engines.run.jobs.media import check_files, check_used
 from fluvial.engines.run.jobs.weights import digest, read_adapter
-from fluvial.engines.run.method import Preferences
+from fluvial.engines.run.method import Images, Preferences
 from fluvial.engines.run.monitoring.gaming import evaluator_of
 from fluvial.engines.run.networks import START, BuiltNetworks
 from fluvial.engines.run.passes.micro_batch import Choice
@@ -102,6 +102,7 @@ def build_parts(
         rewards, job = _rewards(config, job, world)
         job.check_prompts()
         _check_sources(config, job)
+        _check_column(config, job)
         _check_order(config, job)
         if config.rollout.is_served:
             check_files(job.prompts)
@@ -469,6 +470,19 @@ def _check_sources(config: TrainConfig, job: Job) -> None:
         for source in taught:
             if source not in known:
                 raise UsageError(f"`{name}` names the source {source!r}, expected a source of prompts: {', '.join(known)}")
+
+
+def _check_column(config: TrainConfig, job: Job) -> None:
+    """Raise UsageError unless each given image has the column that the method reads."""
+    source = config.method.source
+    column = source.column if isinstance(source, Images) else None
+    missing = [prompt for prompt in job.prompts if column is not None and column not in prompt.metadata]
+    if missing:
+        has = ", ".join(missing[0].metadata) or "none"
+        raise UsageError(
+            f"{config.method.method_name} learns from images with a column {column}, and the record of {missing[0].text!r} "
+            f"has {has}"
+        )
 
 
 def _check_order(config: TrainConfig, job: Job) -> None:

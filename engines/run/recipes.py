@@ -25,6 +25,8 @@ from fluvial.engines.methods import (
     Grpo,
     Guard,
     KLConfig,
+    Kto,
+    Mapo,
     Nft,
     Raft,
     Sft,
@@ -279,6 +281,48 @@ def dpo(model: str = HANDWRITING) -> TrainConfig:
     )
 
 
+def mapo(model: str = HANDWRITING) -> TrainConfig:
+    """MaPO (arXiv 2406.06424): fit the preferred of two samples and make it likelier than the other, without a reference.
+
+    Numbers of large models are those of its code's run on SDXL: 16 pairs per update, LoRA of rank 8 (its alpha is assumed),
+    learning rate 1e-5; name a folder of pairs (preferences). On handwriting the pairs come from the rollout, and the
+    temperature is 100.
+    """
+    return of_model(
+        model,
+        Mapo(sampling=SamplingConfig(prompts=16, sampler=Ode()), noising=NoisingConfig(each=1, levels=AutoLevels())),
+        tuned={
+            **ONE_UPDATE,
+            "method": Mapo(temperature=100.0, sampling=ODE, noising=NoisingConfig(each=8)),
+            "optimizer.lr": 5e-4,
+            "optimizer.ema_decay": 0.9,
+            "lora": LoraConfig(),
+        },
+        **{"optimizer.lr": 1e-5, "optimizer.ema_decay": 0.0, "lora": LoraConfig(rank=8, alpha=8.0)},
+    )
+
+
+def kto(model: str = HANDWRITING) -> TrainConfig:
+    """Diffusion-KTO (arXiv 2404.04465): fit images that are labelled good, and fit bad ones less, without pairs.
+
+    Numbers of large models are those of its code's run on SD 1.5, which trains all weights with 8 images per GPU (8 GPUs are
+    assumed here) and has AdamW in 8 bits (optimizer.name adamw8bit); name images with labels (data.images). It drops a
+    fifth of the captions, which is not offered. On handwriting images of a rollout are good if their reward is above the
+    mean of their group.
+    """
+    return of_model(
+        model,
+        Kto(sampling=SamplingConfig(prompts=64, group=1, sampler=Ode()), noising=NoisingConfig(each=1, levels=AutoLevels())),
+        tuned={
+            **ONE_UPDATE,
+            "train": "lora",
+            "method": Kto(labels="reward", beta=100.0, sampling=ODE, noising=NoisingConfig(each=8)),
+            "optimizer": OptimizerConfig(lr=5e-4, schedule="cosine", ema_decay=0.9),
+        },
+        **{"train": "full", "optimizer": OptimizerConfig(lr=1e-7, warmup=200)},
+    )
+
+
 def dgpo(model: str = HANDWRITING) -> TrainConfig:
     """DGPO (arXiv 2510.08425): a preference between the good and the bad samples of a group, on samples with noise on them.
 
@@ -521,6 +565,8 @@ RECIPES: dict[str, Callable[..., TrainConfig]] = {
             nft,
             awm,
             dpo,
+            mapo,
+            kto,
             dgpo,
             crd,
             tempflow,
