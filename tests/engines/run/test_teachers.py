@@ -158,7 +158,7 @@ def test_adapters_resume_to_the_bit(one: World, tmp_path: Path) -> None:
         ({"teacher": (*BOTH, "odd=teacher")}, "teacher is 'odd=teacher', expected one for all, or SOURCE=VALUE once"),
         ({"guidance": ("neither=2",)}, "guidance is 'neither', expected a source of a teacher: even, odd"),
         ({"guidance": ("much",)}, "guidance is 'much', expected a scale"),
-        ({"teacher": ("even={adapter}", "odd=other"), "train": "full"}, "an adapter, and `train` is full"),
+        ({"teacher": ("even={adapter}", "odd=other"), "train": "full"}, "an adapter, and train is full"),
         ({"teacher": ("even={narrow}", "odd=other")}, "the policy alone adapts into: set lora.targets"),
         ({"teacher": ("even={adapter}", "odd=other"), "lora.form": Lokr()}, "the form lora beside lokr"),
     ],

@@ -280,6 +280,20 @@ ROWS = (
         "err_win_ref err_lose_ref",
         INFO,
     ),
+    *(
+        FunctionCall(
+            f"dpo.kto_loss {utility}",
+            partial(dpo.kto_loss, utility=utility),
+            "gain baseline label",
+            {"beta": 0.5},
+            "baseline label",
+            INFO,
+        )
+        for utility in dpo.UTILITIES
+    ),
+    FunctionCall(
+        "dpo.mapo_loss", dpo.mapo_loss, "err_win err_lose", {"beta": 0.5, "temperature": 2.0, "snr": 0.5}, held=INFO
+    ),
     FunctionCall("dpo.clip_log_ratio", dpo.clip_log_ratio, "log_prob log_prob_ref", {"eps": 0.1}),
     FunctionCall(
         "dpo.d3po_loss",

@@ -273,6 +273,8 @@ def noised_cases(folder: Path) -> dict[str, TrainConfig]:
         ),
         "dpo-online": run(o.Dpo(beta=100.0), ODE, noising=NOISED),
         "dpo-online-2": run(o.Dpo(beta=100.0), ODE, noising=NOISED, **{"passes.minibatches": 2}),
+        "mapo": run(o.Mapo(), ODE, noising=NOISED),
+        "kto": run(o.Kto(labels="reward", beta=100.0), ODE, noising=NOISED, **{"passes.minibatches": 2}),
         "dpo-file": run(o.Dpo(beta=100.0, preferences=folder / "pairs"), ODE, noising=NOISED, rewards=(), rollouts=3),
         "raft": run(o.Raft(best=0.5), ODE, noising=NOISED, **{"kl.coef": 1.0, "passes.minibatches": 2}),
         "raft-data": run(o.Raft(best=0.5, compare="data"), ODE, noising=NOISED),

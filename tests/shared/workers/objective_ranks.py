@@ -9,7 +9,7 @@ from helpers import tiny_jobs as tiny
 
 from fluvial.engines.engine.config import OptimizerConfig
 from fluvial.engines.engine.world import World
-from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Guard, Nft, Raft, Sft, Tdm
+from fluvial.engines.methods.table import Awm, Distill, Dmd2, Dpo, Guard, Kto, Mapo, Nft, Raft, Sft, Tdm
 from fluvial.engines.sampling.config import SamplingConfig
 from fluvial.engines.sampling.correction import CorrectionConfig
 from fluvial.engines.sampling.noising import ContinuousLevels, NoisingConfig
@@ -25,6 +25,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "awm": {"method": Awm(), "sampling": ODE, "passes.epochs": 2, "updates": 2},
     "dpo": {"method": Dpo(), "sampling": ODE, "noising": NoisingConfig(3)},
     "dpo, lora": {"method": Dpo(), "sampling": ODE, "train": "lora"},
+    "mapo": {"method": Mapo(temperature=10.0), "sampling": ODE, "noising": NoisingConfig(3)},
+    "kto": {"method": Kto(labels="reward", utility="log_sigmoid"), "sampling": ODE, "passes.minibatches": 2, "updates": 2},
     "raft": {"method": Raft(), "sampling": ODE, "kl.coef": 0.1},
     "sft": {"method": Sft(), "sampling": ODE, "noising": NoisingConfig(2, ContinuousLevels())},
     "distill": {"method": Distill(teacher=("teacher",)), "sampling": STEPS},
