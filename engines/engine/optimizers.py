@@ -192,7 +192,7 @@ class Adafactor(Optimizer):
             squares = [local(p.grad).square() + TINY for p in held]
             # Sums over rows are over all ranks where the rows are dimension -2; of other tensors each rank has its own.
             matrices = [i for i, p in enumerate(held) if p.ndim == 2]
-            columns = dict(zip(matrices, _sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
+            columns = dict(zip(matrices, sum_over_shards([squares[i].sum(0) for i in matrices], held), strict=True))
             for i, p in enumerate(held):
                 state = self.state[p]
                 state["step"] += 1
@@ -206,10 +206,10 @@ class Adafactor(Optimizer):
             del squares
             # The mean of R over the rows of all ranks, and the RMS of each parameter's step.
             rows = [local(self.state[held[i]]["row"]).sum()[None] for i in matrices]
-            means = dict(zip(matrices, _sum_over_shards(rows, held), strict=True))
+            means = dict(zip(matrices, sum_over_shards(rows, held), strict=True))
             scales = [means[i] / p.shape[0] if i in means else None for i, p in enumerate(held)]
             norms = [self._direction(p, scale).square().sum()[None] for p, scale in zip(held, scales, strict=True)]
-            for p, scale, norm in zip(held, scales, _sum_over_shards(norms, held), strict=True):
+            for p, scale, norm in zip(held, scales, sum_over_shards(norms, held), strict=True):
                 clip = (norm / p.numel()).sqrt().clamp(min=1)
                 # Computed again rather than kept for all parameters at once.
                 local(p).mul_(1 - group["lr"] * group["weight_decay"]).sub_(self._direction(p, scale) * (group["lr"] / clip))
@@ -247,6 +247,31 @@ def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimiz
     return SGD(parameters, lr=config.lr, momentum=config.betas[0], weight_decay=config.weight_decay)
 
 
+def _muon(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    from fluvial.engines.engine.muon import MuonAdamW  # which is built of functions of this file
+
+    return MuonAdamW(parameters, config)
+
+
+def _prodigy(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    from fluvial.engines.engine.prodigy import Prodigy  # as in _muon
+
+    return Prodigy(parameters, config)
+
+
+def _adam_moments(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    return {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}
+
+
+def _momentum(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    return {"momentum_buffer": Buffer(shape)} if len(shape) == 2 else _adam_moments(shape, config)
+
+
+def _estimated(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
+    further = {"sum": Buffer(shape), "first": Buffer(shape), "estimate": Buffer((2,), sharded=False)}
+    return {**_adam_moments(shape, config), **further}
+
+
 def _moments(width: Literal[8, 4]) -> Callable[[Shape, OptimizerConfig], dict[str, Buffer]]:
     bits: tuple[Bits, Bits] = ("signed8", "unsigned8") if width == 8 else ("signed4", "unsigned4")
     return lambda shape, _: {"exp_avg": Buffer(shape, bits=bits[0]), "exp_avg_sq": Buffer(shape, bits=bits[1])}
@@ -259,10 +284,12 @@ def _factor(shape: Shape, config: OptimizerConfig) -> dict[str, Buffer]:
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
-    "adamw": OptimizerKind(_adamw, lambda shape, _: {"exp_avg": Buffer(shape), "exp_avg_sq": Buffer(shape)}, "device", True),
+    "adamw": OptimizerKind(_adamw, _adam_moments, "device", True),
     "adamw8bit": OptimizerKind(_build_quantised_adamw, _moments(8), "host"),
     "adamw4bit": OptimizerKind(_build_quantised_adamw, _moments(4), "host"),
     "adafactor": OptimizerKind(_adafactor, _factor, "host"),
+    "muon": OptimizerKind(_muon, _momentum, "device"),
+    "prodigy": OptimizerKind(_prodigy, _estimated, "host"),
     "sgd": OptimizerKind(
         _sgd, lambda shape, config: {"momentum_buffer": Buffer(shape)} if config.betas[0] else {}, "none", True
     ),
@@ -323,7 +350,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def _sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
+def sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
     """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, by one all-reduce."""
     if not parts:
         return []
