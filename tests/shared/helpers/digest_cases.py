@@ -89,6 +89,10 @@ def captioned_job() -> Job:
     return job(prompts=tuple(Prompt(code, image=Path(f"{code}-{n}")) for code in CODES for n in range(3)))
 
 
+def job_of_sources() -> Job:
+    return job(prompts=tuple(Prompt(code, source="odd" if int(code) % 2 else "even") for code in CODES))
+
+
 def prepare(folder: Path, models: Collection[str]) -> None:
     """Write what the cases read: preferences, images with captions, prompts, and the tiny pipelines of these names."""
     model = Handwriting(BASE)
@@ -306,6 +310,7 @@ def machine_cases() -> dict[str, TrainConfig]:
     optimizers: dict[str, Any] = {
         "optimizer-sgd": {"name": "sgd"},
         "optimizer-adafactor": {"name": "adafactor"},
+        "optimizer-muon": {"name": "muon"},
         "optimizer-cosine": {"schedule": "cosine", "warmup": 2, "weight_decay": 0.1, "max_grad_norm": 1e-3},
         "optimizer-average": {"ema_decay": 0.9, "ema_interval": 2, "ema_repeats": 2, "ema_warmup": False},
     }
@@ -381,6 +386,11 @@ def cases(folder: Path) -> dict[str, Case]:
         "resumed-grpo-full": Case(grpo(**KL, **FULL), way="resumed"),
         "resumed-dmd2": Case(
             run(o.Dmd2(fake_updates=2), SINGLE, **{"sampling.sampler": Stochastic("cps", 1.0)}), way="resumed"
+        ),
+        "resumed-prodigy": Case(grpo(optimizer=OptimizerConfig("prodigy", lr=1.0)), way="resumed"),
+        "distill-sources": Case(
+            run(o.Distill(teacher=(f"even={BASE}", f"odd={BASE}"), guidance=("odd=2",), match="sample_mse"), SINGLE, **KL),
+            job_of_sources,
         ),
         "resumed-nft": Case(nft(rollouts=3, **{"kl.coef": 0.1, "kl.ema_coef": 0.5, "kl.ema_rise": 0.1}), way="resumed"),
         "resumed-floors": Case(
