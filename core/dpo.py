@@ -116,6 +116,7 @@ def kto_loss(
     check_choice("kto_loss", "utility", utility, UTILITIES)
     gain, baseline, label = match_tensors("kto_loss", gain=gain, baseline=baseline, label=label)
     beta = number("kto_loss", "beta", beta, gain, low=1e-12)
+    label = label.detach()
     u = label * beta * (gain - baseline.detach())
     right = (label * gain > 0).to(gain.dtype)
     info = KtoInfo(*(tensor.detach() for tensor in (gain, baseline, right)))

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.optimizers import first_row, local, plain, set_lr, shard_like
+from fluvial.engines.engine.shards import first_row, local, plain, set_lr, shard_like
 
 MOMENTUM = 0.95
 

@@ -15,17 +15,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
 from fluvial.core import random
 from fluvial.core.random import DRAWN_AT_ONCE, Key, bits, fold_in
 from fluvial.engines.engine.config import OptimizerConfig, OptimizerName
+from fluvial.engines.engine.muon import MuonAdamW
+from fluvial.engines.engine.prodigy import Prodigy
+from fluvial.engines.engine.shards import first_row, local, plain, shard_like, sum_over_shards
 from fluvial.engines.errors import UsageError
 from fluvial.engines.streams import Stream
 
@@ -78,32 +77,6 @@ def allocate(parameter: nn.Parameter, buffer: Buffer) -> Tensor:
     else:
         part = torch.zeros(shape, device=shard.device)
     return shard_like(parameter, part, buffer.shape, replicated=not buffer.sharded)
-
-
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor that may be sharded; it shares its storage."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() would be recorded for autograd
-
-
-def shard_like(parameter: Any, part: Tensor, shape: tuple[int, ...] | None = None, *, replicated: bool = False) -> Tensor:
-    """Return this rank's part as a tensor that is laid out as `parameter`; the part itself if that is not sharded.
-
-    Args:
-        parameter: sharded parameter whose mesh and placements are used.
-        part: part of this rank.
-        shape: shape over all ranks, by default that of the parameter.
-        replicated: whether each rank holds the whole tensor instead.
-    """
-    if not isinstance(parameter, DTensor):
-        return part
-    spec = parameter._spec
-    if shape is None and not replicated and part.dtype == parameter.dtype:
-        return DTensor(part, spec, requires_grad=False)
-    like = torch.empty(parameter.shape if shape is None else shape, dtype=part.dtype, device="meta")
-    placements = tuple(Replicate() for _ in spec.placements) if replicated else spec.placements
-    # As FSDP2 makes its own: from_local would move a shard that is kept on the CPU to the mesh's device.
-    meta = TensorMeta(like.shape, like.stride(), like.dtype)
-    return DTensor(part, DTensorSpec(spec.mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def list_saved(state: Mapping[str, Any], buffers: Mapping[str, Buffer]) -> dict[str, Tensor]:
@@ -248,14 +221,10 @@ def _sgd(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimiz
 
 
 def _muon(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    from fluvial.engines.engine.muon import MuonAdamW  # which is built of functions of this file
-
     return MuonAdamW(parameters, config)
 
 
 def _prodigy(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    from fluvial.engines.engine.prodigy import Prodigy  # as in _muon
-
     return Prodigy(parameters, config)
 
 
@@ -296,34 +265,6 @@ OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
 }
 
 
-@contextmanager
-def plain(optimizer: Optimizer) -> Iterator[None]:
-    """Make an optimizer of sharded parameters hold this rank's parts as plain tensors, which share their storage.
-
-    An operation on a list of DTensors works out the layout of each on its first call: seconds for hundreds of adapters.
-    """
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        yield
-        return
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    parts = list[nn.Parameter]()
-    try:
-        for group, parameters in groups:
-            group["params"] = []
-            for sharded in parameters:
-                part = nn.Parameter(local(sharded).detach(), requires_grad=sharded.requires_grad)
-                part.grad = None if sharded.grad is None else local(sharded.grad)
-                optimizer.state[part] = {key: local(value) for key, value in optimizer.state[sharded].items()}
-                group["params"].append(part)
-                parts.append(part)
-        yield
-    finally:
-        for group, parameters in groups:
-            group["params"] = parameters
-        for part in parts:
-            optimizer.state.pop(part, None)
-
-
 def frozen_by_eps(
     config: OptimizerConfig, grad_norm: float, parameters: Collection[nn.Parameter], updates: int
 ) -> str | None:
@@ -339,28 +280,6 @@ def frozen_by_eps(
         f"the gradient has an RMS of {rms:.1e} at update {updates + 1}, below optimizer.eps ({eps:g}), which "
         f"shrinks every step: set optimizer.eps to {rms / 100:.0e} or less"
     )
-
-
-def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao's, which compiles the step
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
-def sum_over_shards(parts: list[Tensor], parameters: list[Any]) -> list[Tensor]:
-    """Return the sums of 1-dimensional tensors over the ranks that the parameters are sharded on, by one all-reduce."""
-    if not parts:
-        return []
-    flat = torch.cat(parts)
-    first = parameters[0]
-    if isinstance(first, DTensor):
-        shard = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
-        if first.device_mesh.size(shard) > 1:
-            dist.all_reduce(flat, group=first.device_mesh.get_group(shard))
-    return list(flat.split([math.prod(part.shape) for part in parts]))
 
 
 def rounding_key(update: int) -> Key:
@@ -380,14 +299,6 @@ def round_stochastically(x: Tensor, words: Tensor) -> Tensor:
     held = x.view(torch.int32)
     rounded = ((held + (words & 0xFFFF).to(torch.int32)) & -0x10000).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
-
-
-def first_row(parameter: nn.Parameter) -> int:
-    """Return the number of this rank's first row of a parameter that is sharded by rows."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return int(offset[0]) if offset else 0
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fluvial.engines.engine.config import OptimizerConfig
-from fluvial.engines.engine.optimizers import local, sum_over_shards
+from fluvial.engines.engine.shards import local, sum_over_shards
 
 START = 1e-6  # d before the first step
 

@@ -555,30 +555,8 @@ def edit_words(model: str = EDIT_WORDS) -> TrainConfig:
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        *(
-            grpo,
-            dance,
-            cps,
-            guard,
-            dppo,
-            ddpo,
-            nft,
-            awm,
-            dpo,
-            mapo,
-            kto,
-            dgpo,
-            crd,
-            tempflow,
-            d3po,
-            alignprop,
-            raft,
-            sft,
-            distill,
-            opd,
-            dmd2,
-            tdm,
-        ),
+        *(grpo, dance, cps, guard, dppo, ddpo, nft, awm, dpo, mapo, kto, dgpo, crd, tempflow, d3po, alignprop, raft, sft),
+        *(distill, opd, dmd2, tdm),
         *(handwriting, words, edit_words),
     )
 }

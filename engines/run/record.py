@@ -223,7 +223,8 @@ class Finder:
 
     def same(self, name: str, recorded: Any, now: Any) -> bool:
         """Return whether a recorded setting names the same paths as the absolute ones of a run."""
-        if isinstance(recorded, list) and isinstance(now, list):
+        if isinstance(now, list):
+            recorded = recorded if isinstance(recorded, list) else [recorded]  # of a field that was a single text
             return len(recorded) == len(now) and all(self.same(name, *pair) for pair in zip(recorded, now, strict=True))
         if not isinstance(recorded, str):
             return bool(recorded == now)

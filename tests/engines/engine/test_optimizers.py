@@ -5,7 +5,7 @@ import math
 import sys
 import warnings
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -112,7 +112,7 @@ def estimated(net: Wide, updates: int) -> dict[str, Tensor]:
     for _ in range(updates):
         net.zero_grad()
         ((squared(net)(items)[0] * weight).sum() / 12).backward()
-        g = torch.nn.utils.parameters_to_vector(p.grad for p in net.parameters()).double()
+        g = torch.nn.utils.parameters_to_vector([p.grad for p in net.parameters() if p.grad is not None]).double()
         m, v = b1 * m + (1 - b1) * d * g, b2 * v + (1 - b2) * (d * g) ** 2
         s, r = b2**0.5 * s + d * d * g / 1e-6, b2**0.5 * r + d * d * float(g @ (first - w)) / 1e-6
         after = max(d, r / float(s.abs().sum()))
@@ -123,13 +123,12 @@ def estimated(net: Wide, updates: int) -> dict[str, Tensor]:
 
 
 def matrices_and_others(parameters: Any) -> Any:
-    """Return torch's Muon, and an AdamW for what is no matrix, as one optimizer."""
-    held, both = list(parameters), {"lr": 0.01, "weight_decay": 0.1}
-    matrices = torch.optim.Muon([p for p in held if p.ndim == 2], adjust_lr_fn="match_rms_adamw", **both)
+    """Return torch's Muon with an AdamW for what is no matrix, as one optimizer."""
+    held: list[Tensor] = list(parameters)
+    both: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
     others = torch.optim.AdamW([p for p in held if p.ndim != 2], betas=(0.8, 0.95), eps=1e-5, **both)
-    step, zero_grad = matrices.step, matrices.zero_grad
-    matrices.step = lambda: (step(), others.step())  # type: ignore[method-assign, assignment]
-    matrices.zero_grad = lambda: (zero_grad(), others.zero_grad())  # type: ignore[method-assign, assignment]
+    matrices = torch.optim.Muon([p for p in held if p.ndim == 2], adjust_lr_fn="match_rms_adamw", **both)
+    matrices.register_step_post_hook(lambda *_: (others.step(), others.zero_grad())[1])
     return matrices
 
 
@@ -182,9 +181,9 @@ def test_the_plan_knows_each_optimizers_state(one: World, name: str) -> None:
 def test_prodigy_estimates_whatever_the_gradients_scale(one: World) -> None:
     """d never falls, and with eps far below the gradients neither it nor the weights depend on their scale."""
     items, weight = data(12)
-    found, plain_steps = [], {"eps": 1e-30, "max_grad_norm": 1e9, "schedule": "constant", "warmup": 0}
+    found, plain_steps = list[Any](), {"eps": 1e-30, "max_grad_norm": 1e9, "schedule": "constant", "warmup": 0}
     for scale in (1.0, 1e-3):
-        trained, estimates = engine(one, "prodigy", **plain_steps), list[float]()
+        trained, estimates = engine(one, "prodigy", **cast(Any, plain_steps)), list[float]()
         for _ in range(20):
             trained.update(items, squared(trained.module), weight * scale)
             estimates.append(float(next(iter(trained.optimizer.state.values()))["estimate"][0]))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fluvial.engines.engine.config import EngineConfig, OptimizerConfig
 from fluvial.engines.engine.engine import Engine
-from fluvial.engines.engine.optimizers import OPTIMIZERS, local
+from fluvial.engines.engine.optimizers import OPTIMIZERS
+from fluvial.engines.engine.shards import local
 from fluvial.engines.engine.world import World
 from fluvial.engines.run.checkpoint import checkpoint
 from fluvial.models.quantised import Base, find_quantised

@@ -105,7 +105,7 @@ def adapter(folder: Path, rank: int, alpha: float, layers: tuple[str, ...] = ("i
 def test_adapters_teach_beside_the_policy(one: World, tmp_path: Path, product: Any) -> None:
     """Whatever their rank and scale, in its module, where they stay as they were; and beside a teacher with weights."""
     folders = [adapter(tmp_path / f"rank{rank}", rank, alpha) for rank, alpha in ((2, 3.0), (6, 1.0))]
-    lora = {"lora": LoraConfig(rank=4), "lora.form.product": product}
+    lora: dict[str, Any] = {"lora": LoraConfig(rank=4), "lora.form.product": product}
     spied = run(one, tmp_path, teacher=(f"even={folders[0]}", f"odd={folders[1]}"), **lora)
     before = spied.weights()
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_adapters_teach_beside_the_policy(one: World, tmp_path: Path, product: A
 def test_adapters_resume_to_the_bit(one: World, tmp_path: Path) -> None:
     """With their values, and not with those of another adapter."""
     folders = [adapter(tmp_path / f"rank{rank}", rank, 2.0) for rank in (2, 3)]
-    words = {"teacher": (f"even={folders[0]}", f"odd={folders[1]}")}
+    words: dict[str, Any] = {"teacher": (f"even={folders[0]}", f"odd={folders[1]}")}
     whole, before = (run(one, tmp_path / "run", **words) for _ in range(2))
     last = [whole.rollout() for _ in range(2)][-1]
     before.rollout()

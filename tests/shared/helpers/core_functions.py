@@ -269,6 +269,7 @@ ROWS = (
             "v v_teacher",
             {"scale": 0.5},
             "v_teacher",
+            "the mean distance" if relative else "",
         )
         for relative in (False, True)
     ),
